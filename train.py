@@ -110,7 +110,7 @@ def train_round(session: Session[Config], turn: Turn) -> None:
                 # labels [b], or with mixup and CutMix shares of the classes [b, C]
                 # dbsl: The weight is 1, or b / B where all workers' parts make one batch of B, or
                 # n * b / B where DDP averages over n processes; of a micro-batch its share of that.
-                with stepper.part(step, part) as weight:
+                with stepper.micro_batch(step, part) as weight:
                     with accelerator.autocast():
                         found = loss_function(stepper.model, images, labels, config)
                     loss, figures = with_figures(found)

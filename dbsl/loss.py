@@ -105,15 +105,14 @@ def scalars(loss: Tensor, figures: Figures, names: tuple[str, ...]) -> Tensor:
         new = ", ".join(repr(name) for name in figures if name not in names)
         way = f": pass open_session(figures=[{'..., ' * bool(names)}{new}])" if new else ""
         raise SettingError(f"work.add must get {must}, got {', '.join(figures) or 'none'}{way}")
-    values = [loss.detach()]
-    for name in names:
-        value = figures[name]
-        if isinstance(value, Tensor):
-            value = value.detach().to(loss.device, torch.float32, non_blocking=True).reshape(())
-        else:  # copied there it would wait
-            value = torch.full((), value, dtype=torch.float32, device=loss.device)
-        values.append(value)
-    return torch.stack(values)
+    kind = {"dtype": torch.float32, "device": loss.device}
+    values = [
+        value.detach().to(**kind, non_blocking=True).reshape(())
+        if isinstance(value, Tensor)
+        else torch.full((), value, **kind)  # copied there it would wait
+        for value in map(figures.__getitem__, names)
+    ]
+    return torch.stack([loss.detach(), *values])
 
 
 class BceKwargs(TypedDict, total=False):

@@ -22,7 +22,6 @@ Clip = Callable[[torch.optim.Optimizer], object]
 
 # Settings of groups of parameters, besides what the optimizer's class takes. All else is state.
 _SETTINGS = {"lr", "momentum", "weight_decay", "lr_scale", "eps", "betas"}
-_OF_LAYERS = {"layer_decay_min_scale": "runs with layer_decay"}
 # Names of those that can take the part of a step that one push of a global batch is worth.
 STEP_IN_PARTS = ("sgd", "nesterov", "momentum", "adam", "adamw")
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # on the CPU and on CUDA
@@ -47,9 +46,9 @@ def check_optimizer(
     settings = settings or {}
     try:
         if settings:  # timm would leave some out, and not say so
-            elsewhere = {} if "layer_decay" in settings else _OF_LAYERS
             known = arguments(optim.create_optimizer_v2, optimizer_class(name))
-            check_names("opt_kwargs", settings, known, elsewhere)
+            also = {"layer_decay"} - settings.keys()  # without it, its scale would have no effect
+            check_names("opt_kwargs", settings, known - {f"{name}_min_scale" for name in also})
         with torch.random.fork_rng(devices=[]):
             model = _TwoLayers(nn.Linear(2, 2), nn.Linear(2, 2))
         optimizer = build_optimizer(name, model, 1e-3, 0.9, 1e-4, **settings)
@@ -167,8 +166,8 @@ def join_optimizers(
     """Return one optimizer of what a function has built: one, or several."""
     if isinstance(built, torch.optim.Optimizer):
         return built
-    several = isinstance(built, Sequence) and bool(built)
-    if not several or not all(isinstance(one, torch.optim.Optimizer) for one in built):
+    several = built if isinstance(built, Sequence) else ()
+    if not several or not all(isinstance(one, torch.optim.Optimizer) for one in several):
         raise SettingError(
             "optimizer must build an optimizer of torch or a sequence of them, got "
             f"{type(built).__name__}"

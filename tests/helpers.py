@@ -99,6 +99,11 @@ def rounds_of(folder):
     return [event for event in metrics_of(folder) if event["event"] == "round"]
 
 
+def rows(folder, event):
+    """Return the rows of one kind, measured times and all."""
+    return [row for row in read_metrics(folder / "metrics.jsonl") if row["event"] == event]
+
+
 @contextmanager
 def stopped_at_step(number):
     """Have SIGTERM come when the run in here has taken so many steps, which it ends by."""

@@ -13,15 +13,18 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
+
+from dbsl.base.machine import ask_faults
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}  # nobody's code's fault
 
 # Words of torch's about exchanges that failed.
 _EXCHANGE = ("peer", "timed out", "timeout", "gloo", "nccl", "connection", "socket", "broken pipe")
 
-_SHOWN_S = 2.0  # that a rank waits for the traceback of the one that failed first
+_SHOWN = timedelta(seconds=2)  # that a rank waits for the traceback of the one that failed first
 
 _joined = threading.Event()
 
@@ -117,17 +120,18 @@ def one_line_errors() -> Iterator[None]:
 
 def _show_fault(error: Exception) -> None:
     """Print the traceback of the rank that fails first, and a line of another's other error."""
-    from dbsl.base.launcher import await_shown_fault, first_fault, note_fault  # torch is there
-
     rank, own = os.environ.get("RANK", "?"), f"{type(error).__name__}: {in_line(error)}"
-    first, _, text = first_fault(f"{rank} {own}").partition(" ")
+    fault = f"{rank} {own}"
+    fault = ask_faults(lambda store: store.compare_set("first", "", fault).decode(), fault)
+    first, _, text = fault.partition(" ")
     if first == rank:
         print(f"rank {rank}:", file=sys.stderr)
         traceback.print_exception(error)
         sys.stderr.flush()
-        note_fault("shown")
+        ask_faults(lambda store: store.set("shown", ""), None)
         return
-    await_shown_fault(_SHOWN_S)
+    # A process that ends is the launcher's sign to end all others, in the middle of a line, too.
+    ask_faults(lambda store: store.wait(["shown"], _SHOWN), None)
     if text != own:
         print(f"rank {rank}: {own} (rank {first} failed first)", file=sys.stderr, flush=True)
 
@@ -147,9 +151,7 @@ def _end(text: str, status: int, *, printed: bool) -> NoReturn:
         # Without a launcher the store ends with rank 0, and torch prints pages where it has.
         lasts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if lasts and status in (EXIT_REFUSED, EXIT_DIVERGED):
-            from dbsl.base.launcher import note_fault  # torch is there
-
-            note_fault("ended")
+            ask_faults(lambda store: store.set("ended", ""), None)
         sys.stdout.flush()
         os._exit(status)
     raise SystemExit(status) from None

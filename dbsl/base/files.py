@@ -22,6 +22,15 @@ def write_bytes(path: Path, content: bytes) -> None:
     write_with(path, lambda temporary: temporary.write_bytes(content))
 
 
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows with the same keys as a CSV file."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
+
+
 def write_with(path: Path, write: Callable[[Path], object]) -> None:
     """Have `write` write a file under a temporary name; it gets its own once it is on the disk.
 
@@ -32,7 +41,7 @@ def write_with(path: Path, write: Callable[[Path], object]) -> None:
         write(temporary)
         put_in_place(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)  # of two names of one file, renaming leaves both
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
@@ -40,33 +49,6 @@ def put_in_place(temporary: Path, path: Path) -> None:
     _sync(temporary)
     os.replace(temporary, path)
     _sync(path.parent)  # the name, too
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """Give a whole file a second name, in one go; where there are no links, copy it.
-
-    A file that is later replaced under one name stays what it was under the other.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(source, temporary)
-    except OSError:
-        shutil.copy2(source, temporary)
-    try:
-        put_in_place(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)  # two names of one file: renaming leaves both
-
-
-def describe(path: Path) -> dict[str, Any]:
-    """Return a file's length and checksum."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def _sync(path: Path) -> None:
@@ -77,10 +59,27 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows with the same keys as a CSV file, whole or not at all."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, text.getvalue())
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a whole file a second name, in one go; where there are no links, copy it.
+
+    A file that is later replaced under one name stays what it was under the other.
+    """
+
+    def give(temporary: Path) -> None:
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(source, temporary)
+        except OSError:
+            shutil.copy2(source, temporary)
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_with(target, give)
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Return a file's length and checksum."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}

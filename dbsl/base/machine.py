@@ -1,22 +1,33 @@
-"""What a process finds where it runs: libraries that are slow to import, CPU cores, the hub."""
+"""What a process finds where it runs: slow libraries, CPU cores, the hub, and its launcher.
+
+torchrun and accelerate launch serve a store at MASTER_ADDR, which outlives the processes that they
+restart.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import os
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+if TYPE_CHECKING:
+    from torch.distributed import Store, TCPStore
+
+T = TypeVar("T")
+
+STORE_PATIENCE = timedelta(seconds=20)
 _THREADS = "OMP_NUM_THREADS"
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # set by torchrun, accelerate
-_PATIENCE_S = 3.0  # for an answer of the hub, of any kind
-
-
-_LAZY: list[str] = []
+_HUB_S = 3.0  # for an answer of the hub, of any kind
+_CONNECT_S = 2.0  # for a connection that is to be there at once
+_LAZY: list[str] = []  # names of modules that are imported later
 
 
 class _LazyModule(ModuleType):
@@ -45,6 +56,18 @@ def check_installed() -> None:
 
 
 datasets, huggingface_hub = lazy_import("datasets"), lazy_import("huggingface_hub")
+dist = lazy_import("torch.distributed")
+
+
+def lower_priority() -> None:
+    """Have this thread give way to the others, on Linux; elsewhere it would be the process."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def local_processes() -> int:
+    """Return how many processes the launcher has started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def cores_of_process() -> int:
@@ -52,12 +75,6 @@ def cores_of_process() -> int:
     can_tell = hasattr(os, "sched_getaffinity")  # Linux
     cores = len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
     return max(1, cores // local_processes())
-
-
-def lower_priority() -> None:
-    """Have this thread give way to the others, on Linux; elsewhere it would be the process."""
-    with suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def threads_of_process(jobs: int = 1) -> int:
@@ -72,11 +89,6 @@ def threads_of_process(jobs: int = 1) -> int:
     if bound == 0 or (bound == 1 and _launcher_has_set_it()):
         return threads
     return min(threads, bound)
-
-
-def local_processes() -> int:
-    """Return how many processes the launcher has started on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _launcher_has_set_it() -> bool:
@@ -113,7 +125,99 @@ def hub_or_cache() -> Iterator[bool]:
 def _hub_answers() -> bool:
     try:
         session = huggingface_hub.utils.get_session()  # has the user's proxies and certificates
-        session.head(huggingface_hub.constants.ENDPOINT, timeout=_PATIENCE_S)
+        session.head(huggingface_hub.constants.ENDPOINT, timeout=_HUB_S)
     except Exception:  # no name, no route, no answer: each client library has types of its own
         return False
     return True
+
+
+def launched_precision() -> Literal["bf16", "fp16"] | None:
+    """Return the precision that `accelerate launch` was asked for; None: it says nothing.
+
+    ``no`` is also what it sets where nobody has asked it.
+    """
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower()
+    return asked if asked in ("bf16", "fp16") else None
+
+
+def restarts() -> int:
+    """Return how often torchrun or accelerate has restarted this launch's processes."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def remember(key: str, value: str) -> str:
+    """Return what this launch remembers under a key: `value`, unless it was set before.
+
+    Where no launcher would restart the processes, that is `value`.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # srun, say: nothing serves a store yet
+        return value
+    store = connect_store("launch")
+    return value if store is None else store.compare_set(key, "", value).decode()
+
+
+def recall(key: str) -> str | None:
+    """Return what this launch remembers under a key, if it was restarted."""
+    store = connect_store("launch") if restarts() else None
+    return store.get(key).decode() if store is not None and store.check([key]) else None
+
+
+def ask_faults(ask: Callable[[Store], T], otherwise: T) -> T:
+    """Return an answer of the store in which processes of this launch tell each other of errors.
+
+    Its keys: ``first`` is the first fault, with its rank; ``shown``: that is printed; ``ended``: a
+    process ends by an error. `otherwise` is returned where no such store answers.
+    """
+    try:
+        store = connect_store(f"faults/{restarts()}", at_once=True)
+        return otherwise if store is None else ask(store)
+    except (OSError, RuntimeError):  # it has ended with the process that served it
+        return otherwise
+
+
+def connect_store(prefix: str, *, at_once: bool = False) -> Store | None:
+    """Return a new connection to the launcher's store; None: there is no launcher.
+
+    With `at_once` it fails at once where nobody listens (``OSError``), and soon where nobody
+    answers (``RuntimeError``), instead of trying again and again.
+    """
+    where = launcher_address()
+    if where is None:
+        return None
+    if at_once:
+        socket.create_connection(where, timeout=_CONNECT_S).close()
+    patience = timedelta(seconds=_CONNECT_S) if at_once else STORE_PATIENCE
+    store = connect(*where, is_master=False, timeout=patience)
+    store.set_timeout(STORE_PATIENCE)
+    return dist.PrefixStore(f"dbsl/{prefix}", store)
+
+
+def launcher_address() -> tuple[str, int] | None:
+    """Return the host and the port of the launcher's store; None: there is no launcher."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not address or not port or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return None
+    return address, int(port)
+
+
+def connect(address: str, port: int, *, timeout: timedelta, **options: Any) -> TCPStore:
+    """Return a connection with a store, or raise ``RuntimeError`` soon after the timeout.
+
+    torch (2.15) itself waits without end where a connection is taken and nobody answers on it, as
+    by a process that was stopped.
+    """
+    made: list[TCPStore | RuntimeError] = []
+
+    def try_it() -> None:
+        try:
+            made.append(dist.TCPStore(address, port, timeout=timeout, **options))
+        except RuntimeError as error:
+            made.append(error)
+
+    thread = threading.Thread(target=try_it, name="store", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds() + _CONNECT_S)
+    store = made[0] if made else RuntimeError(f"timed out: nobody answers at {address}:{port}")
+    if isinstance(store, RuntimeError):
+        raise store
+    return store

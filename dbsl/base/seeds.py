@@ -16,10 +16,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64: Steele, Lea, Flood, OOPSL
 def stream_seed(seed: int, purpose: str, *keys: int) -> int:
     """Return a 63-bit seed for one purpose, e.g. ``stream_seed(0, "dropout", worker, epoch)``.
 
-    Args:
-        seed: The run's seed, at least 0.
-        purpose: Name of the stream; different names give independent streams.
-        keys: Owner of the stream (epoch, worker, round), each at least 0.
+    The run's seed and the keys are at least 0; different names give independent streams.
     """
     # SeedSequence pads with zeros: without their number, keys (1,) and (1, 0) would be one stream.
     entropy = [seed, zlib.crc32(purpose.encode()), len(keys), *keys]

@@ -19,9 +19,7 @@ def short_loss(loss: float) -> str:
     """Return a loss in about six characters, whatever its size."""
     if loss < 100 or not math.isfinite(loss):
         return f"{loss:.3f}"
-    if loss < 1e5:
-        return f"{loss:.5g}"
-    return f"{loss:.1e}".replace("e+", "e")
+    return f"{loss:.5g}" if loss < 1e5 else f"{loss:.1e}".replace("e+", "e")
 
 
 def px(resolution: int, before: str = "", after: str = "") -> str:

@@ -65,12 +65,10 @@ class Writer:
     """Writes one checkpoint at a time; `last_good` names the last one that is whole."""
 
     def __init__(self, session: Session, last_good: str | None) -> None:
-        self._session = session
-        self._run, self._folder = session.run, session.folder
-        self._processes = session.accelerator.num_processes
+        self._session, self.last_good = session, last_good
+        self._run, self._folder = session.run, session.folder / CHECKPOINTS
         self._rank = session.accelerator.process_index
         self._control = session.cluster.control
-        self.last_good = last_good
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -86,8 +84,7 @@ class Writer:
 
     def start(self, copy: Copy) -> None:
         """Begin to write; `SaveError` if the disk is full, say."""
-        target = self._folder / CHECKPOINTS / copy.name
-        best = self._folder / _BEST_FILE
+        target, best = self._folder / copy.name, self._session.folder / _BEST_FILE
         if self._rank == SERVER_RANK and best.exists():
             try:  # now: a later epoch may replace the best weights before all is written
                 link_or_copy(best, target / _BEST_FILE)
@@ -97,17 +94,15 @@ class Writer:
         self._thread = threading.Thread(target=self.write, args=(copy,), name="checkpoint")
         self._thread.start()
 
-    def wait(self) -> None:
-        """Wait until nothing is being written; `SaveError` if it could not be."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self.raise_failure()
+    def wait(self, patience_s: float | None = None) -> None:
+        """Wait until nothing is being written; `SaveError` if it could not be.
 
-    def end(self) -> None:
-        """Let a save under way finish, though the process fails."""
+        A process that fails has `patience_s`, and says nothing of that.
+        """
         if self._thread is not None:
-            self._thread.join(_LAST_PATIENCE_S)
+            self._thread.join(patience_s)
+        if patience_s is None:
+            self.raise_failure()
 
     def raise_failure(self) -> None:
         """Raise `SaveError` if a checkpoint could not be written."""
@@ -116,18 +111,18 @@ class Writer:
         error, self._failure = self._failure, None
         reason = getattr(error, "strerror", None) or str(error)
         raise SaveError(
-            f"a checkpoint could not be written to {self._folder} ({reason}); {self.good()}"
+            f"a checkpoint could not be written to {self._session.folder} ({reason}); {self.good()}"
         ) from error
 
     def good(self) -> str:
         """Return in words which checkpoint there is."""
         if self.last_good is None:
             return "there is no checkpoint"
-        return f"the last good checkpoint is {self._folder / CHECKPOINTS / self.last_good}"
+        return f"the last good checkpoint is {self._folder / self.last_good}"
 
     def write(self, copy: Copy) -> None:
         """Write this process's shard and, on rank 0, what makes it a checkpoint."""
-        target, began = self._folder / CHECKPOINTS / copy.name, time.perf_counter()
+        target, began = self._folder / copy.name, time.perf_counter()
         lower_priority()  # training goes first
         try:
             files = self._write_files(target, copy)
@@ -136,28 +131,29 @@ class Writer:
             elif self.late:
                 vouch_for_shard(target, self._rank, files)
             if self._rank == SERVER_RANK:
+                config, data = self._run.config, self._run.data
                 manifest = Manifest(
                     sequence=copy.sequence,
                     epoch=copy.epoch,
-                    processes=self._processes,
-                    workers=self._run.config.workers,
-                    config=asdict(self._run.config),
-                    classes=self._run.data.num_classes,
-                    samples=len(self._run.data.train),
+                    processes=self._session.accelerator.num_processes,
+                    workers=config.workers,
+                    config=asdict(config),
+                    classes=data.num_classes,
+                    samples=len(data.train),
                     files=files,
                     seconds={"copy": copy.time_s, "write": time.perf_counter() - began},
                 )
                 write_manifest(target, manifest)
         except Exception as error:
-            if self.late and not target.exists():
-                return  # newer checkpoints are complete, and this one was removed
-            self._failed(target, error)
+            # Newer checkpoints may be complete, and this one removed.
+            if target.exists() or not self.late:
+                self._failed(target, error)
             return
         self.last_good = copy.name  # it is whole: whatever fails from here on, it stays
         if self._rank == SERVER_RANK:
             extras, keep = self._run.extras, self._run.config.keep_checkpoints
             spared = {name for names in extras.each(Extra.keeps) for name in names}
-            prune(self._folder, max(1, keep), spared)
+            prune(self._session.folder, max(1, keep), spared)
             extras.each(Extra.saved)
 
     def _write_files(self, target: Path, copy: Copy) -> dict[str, dict[str, Any]]:
@@ -198,7 +194,7 @@ class Checkpointer:
 
     def __init__(self, session: Session, resumed: Resumed | None) -> None:
         self._session = session
-        self._run, self._folder = session.run, session.folder
+        self._run = session.run
         self._cluster, self._stepper = session.cluster, session.stepper
         self._accelerator, self._stopping = session.accelerator, session.stopping
         self._progress = session.progress
@@ -223,22 +219,20 @@ class Checkpointer:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         self._stopping.on_signal = lambda: None
-        if kind is None:
-            self._writer.wait()
-        else:
-            self._writer.end()
+        self._writer.wait(None if kind is None else _LAST_PATIENCE_S)
 
     def restore_random_state(self) -> None:
         """Bring the random state back, if a resumed run was stopped inside this round."""
         if self._random is not None:
-            set_random_state(self._random, self._accelerator.device)
+            torch.set_rng_state(self._random["cpu"])
+            if self._accelerator.device.type == "cuda" and "cuda" in self._random:
+                torch.cuda.set_rng_state(self._random["cuda"], self._accelerator.device)
             self._random = None
 
     def after_step(self, *, round_over: bool) -> None:
         """Save if it is time to; if the run is to stop, save and raise `RunStopped`."""
         self._end = None
-        self._writer.raise_failure()
-        self._check_refused()
+        self._check()
         action = self._cluster.agree(self._due(), round_over=round_over)
         if action == Action.SAVE:
             self._save()
@@ -250,8 +244,7 @@ class Checkpointer:
 
         All processes that meet there call it.
         """
-        self._writer.raise_failure()
-        self._check_refused()
+        self._check()
         self._epochs_done, self._end = end.epoch + 1, end
         every = self._interval.epochs
         last = self._epochs_done == self._run.config.epochs
@@ -286,7 +279,7 @@ class Checkpointer:
     def clean_up(self) -> None:
         """Remove the checkpoints of a run that is finished which are not to be kept."""
         if self._rank == SERVER_RANK:
-            prune(self._folder, self._run.config.keep_checkpoints)
+            prune(self._session.folder, self._run.config.keep_checkpoints)
 
     def _finishes(self, wish: bool) -> bool:
         """Whether the run finishes with this epoch: any process wishes it, and it was evaluated.
@@ -311,7 +304,8 @@ class Checkpointer:
     def _keeps_last(self) -> bool:
         return self._run.config.keep_checkpoints > 0
 
-    def _check_refused(self) -> None:
+    def _check(self) -> None:
+        self._writer.raise_failure()
         most = self._run.config.max_bad_rounds
         if self._cluster.refused > most:
             self._writer.wait()
@@ -342,39 +336,35 @@ class Checkpointer:
             sequence, epoch = self._cluster.announce(sequence, epoch)
         self._sequence = sequence
         name = f"save-{sequence:06d}" if epoch < 0 else f"epoch-{epoch + 1:04d}"
-        copy = self._copy(name, with_model=end is not None)
+        self._writer.start(self._copy(name, with_model=end is not None))
         self._saved_at = time.monotonic()
-        self._writer.start(copy)
 
     def _stop(self) -> None:
         why = self._stopping.reason or "another process was asked to stop"
         self._save(stop=True)
         self._writer.wait()
+        folder = self._session.folder
         raise RunStopped(
-            f"stopped ({why}) and saved as {self._folder / CHECKPOINTS / self._writer.last_good}; "
-            f"to go on: --resume {self._folder}"
+            f"stopped ({why}) and saved as {folder / CHECKPOINTS / self._writer.last_good}; "
+            f"to go on: --resume {folder}"
         )
 
     def _copy(self, name: str, *, with_model: bool) -> Copy:
-        began = time.perf_counter()
+        began, session, log = time.perf_counter(), self._session, self._session.log
         progress = self._progress if self._progress.steps else None
-        scaler, log = self._accelerator.scaler, self._session.log
-        weights = self._cluster.weights
+        scaler, weights = self._accelerator.scaler, self._cluster.weights
         counts = progress or self._cluster.holds_weights
         state = {
-            "model": {
-                "weights": weights.vector if counts else None,
-                "counters": weights.counters,
-            },
+            "model": {"weights": weights.vector if counts else None, "counters": weights.counters},
             "stepper": self._stepper.state_dict(),
-            "clock": self._stepper.clock.state_dict() if progress else {},
+            "timer": self._stepper.timer.state_dict() if progress else {},
             "scaler": scaler.state_dict() if scaler else None,
             "progress": progress and progress.state_dict(),
-            "random": random_state(self._accelerator.device) if progress else None,
-            "meter": self._session.meter.state_dict(),
+            "random": _random_state(self._accelerator.device) if progress else None,
+            "meter": session.meter.state_dict(),
             "extras": self._run.extras.state_dict(),
             "epochs_done": self._epochs_done,
-            **self._session.stopwatch.state_dict(),
+            **session.stopwatch.state_dict(),
         }
         with self._cluster.held():  # copied, too, in one moment: other threads push meanwhile
             log.members.hear(self._cluster)  # who was lost or joined in that moment
@@ -384,9 +374,8 @@ class Checkpointer:
                 "planner": self._run.planner.state_dict(),
             }
             tree, tensors = pack(state)
-        model = (
-            copy_model_state(self._run.model) if with_model and self._rank == SERVER_RANK else None
-        )
+        merged = with_model and self._rank == SERVER_RANK
+        model = copy_model_state(self._run.model) if merged else None
         took = time.perf_counter() - began
         return Copy(name, self._sequence, self._epochs_done, tree, tensors, model, took)
 
@@ -394,8 +383,9 @@ class Checkpointer:
         """Bring everything back in every process, or raise in every process."""
         error = None
         try:
-            self._load(resumed)
-        except CheckpointError as reason:
+            with reading_checkpoint(resumed.folder):
+                self._load(resumed.state, resumed.restart)
+        except SettingError as reason:
             error = reason
         failed = torch.tensor(int(error is not None), device=self._accelerator.device)
         if int(reduce(failed, "sum")):
@@ -403,33 +393,29 @@ class Checkpointer:
                 f"{resumed.folder} does not fit this run: another process could not read its shard"
             )
 
-    def _load(self, resumed: Resumed) -> None:
-        """Bring everything back to where it was saved."""
-        state = resumed.state
-        with reading_checkpoint(resumed.folder):
-            if resumed.restart:
-                self._load_restart(resumed.restart)
-            else:
-                self._load_same(state)
-            if self._accelerator.scaler and state["scaler"]:
-                self._accelerator.scaler.load_state_dict(state["scaler"])
-            if state["model"]["weights"] is not None:
-                self._cluster.weights.load(state["model"]["weights"])
-            counters = self._cluster.weights.counters
-            for counter, saved in zip(counters, state["model"]["counters"], strict=True):
-                counter.copy_(saved)
-            self._run.extras.load_state_dict(state["extras"], same=not resumed.restart)
-            meter = self._session.meter
-            load = meter.restart if resumed.restart else meter.load_state_dict
-            load(state["meter"])
-            self._epochs_done = state["epochs_done"]
-            self._session.stopwatch.load_state_dict(state)
+    def _load(self, state: Mapping[str, Any], restart: Restart | None) -> None:
+        session, weights = self._session, self._cluster.weights
+        if restart:
+            self._load_restart(restart)
+            session.meter.restart(state["meter"])
+        else:
+            self._load_same(state)
+            session.meter.load_state_dict(state["meter"])
+        if self._accelerator.scaler and state["scaler"]:
+            self._accelerator.scaler.load_state_dict(state["scaler"])
+        if state["model"]["weights"] is not None:
+            weights.load(state["model"]["weights"])
+        for counter, saved in zip(weights.counters, state["model"]["counters"], strict=True):
+            counter.copy_(saved)
+        self._run.extras.load_state_dict(state["extras"], same=not restart)
+        self._epochs_done = state["epochs_done"]
+        session.stopwatch.load_state_dict(state)
 
     def _load_same(self, state: Mapping[str, Any]) -> None:
         """Go on with the same workers in as many processes."""
         self._cluster.load_state_dict(state["cluster"])
         self._stepper.load_state_dict(state["stepper"])
-        self._stepper.clock.load_state_dict(state["clock"])
+        self._stepper.timer.load_state_dict(state["timer"])
         self._run.planner.load_state_dict(state["planner"])
         if state["progress"] is not None:
             device = self._cluster.weights.vector.device
@@ -447,16 +433,9 @@ class Checkpointer:
         self._progress.learning_rate = start.learning_rate  # no step may be left
 
 
-def random_state(device: torch.device) -> dict[str, Tensor]:
+def _random_state(device: torch.device) -> dict[str, Tensor]:
     """Return where torch's random streams are, which dropout draws from."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
-
-
-def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Put torch's own random streams back to where they were."""
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)

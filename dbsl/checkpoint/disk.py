@@ -15,7 +15,7 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,7 @@ MANIFEST = "manifest.json"
 MODEL_FILE = f"{FINAL}.safetensors"  # only checkpoints of an epoch's end hold it
 _ABANDONED = ".old"
 _FILE_NAME = re.compile(r"rank-\d{5}\.(json|safetensors)|model(_best)?\.safetensors|config\.json")
-_PLAIN = (bool, int, float, str, type(None))
 _TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
-
-Files = Mapping[str, dict[str, Any]]  # length and SHA-256 of files, by name
 
 
 class CheckpointError(SettingError):
@@ -51,10 +48,10 @@ class MissingShardError(CheckpointError):
 
 @contextmanager
 def reading_checkpoint(folder: Path | None) -> Iterator[None]:
-    """Turn any error of code that takes a checkpoint's state into a `CheckpointError`."""
+    """Turn any error but refusals of code that takes a checkpoint's state into one."""
     try:
         yield
-    except CheckpointError:
+    except SettingError:
         raise
     except Exception as error:  # its values may be anything
         if folder is None:
@@ -76,6 +73,8 @@ def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
     names: dict[tuple, str] = {}
 
     def walk(value: Any) -> Any:
+        if isinstance(value, bool | int | float | str | None):
+            return value
         if isinstance(value, Tensor):
             key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
             if not value.numel() or key not in names:
@@ -83,8 +82,6 @@ def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
                 copy = torch.empty(value.shape, dtype=value.dtype)  # as safetensors wants it
                 tensors[names[key]] = copy.copy_(value.detach())
             return {_TENSOR: names[key]}
-        if isinstance(value, _PLAIN):
-            return value
         if isinstance(value, list):
             return [walk(item) for item in value]
         if isinstance(value, tuple):
@@ -116,13 +113,13 @@ def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 # --- the manifest
 
 
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
 def versions() -> dict[str, str]:
     """Return the versions that a checkpoint's bits may depend on."""
     return {"python": sys.version.split()[0], "torch": torch.__version__}
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True)
@@ -134,7 +131,7 @@ class Manifest:
     processes: int  # that wrote it
     workers: int
     config: dict[str, Any]  # the run's settings
-    files: Files
+    files: dict[str, dict[str, Any]]  # length and SHA-256, by name
     classes: int  # in the data
     samples: int  # training images
     saved_at: str = field(default_factory=_now)  # UTC
@@ -146,10 +143,9 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Make a checkpoint count: all its files are there and on the disk."""
-    manifest = replace(manifest, files=dict(sorted(manifest.files.items())))
-    body = json.dumps(asdict(manifest), indent=2)
-    lines = {"manifest": json.loads(body), "sha256": _digest(body)}
-    write_text(folder / MANIFEST, json.dumps(lines, indent=2) + "\n")
+    body = asdict(replace(manifest, files=dict(sorted(manifest.files.items()))))
+    content = {"manifest": body, "sha256": _digest(body)}
+    write_text(folder / MANIFEST, json.dumps(content, indent=2) + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -157,14 +153,20 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         body = content["manifest"]
-        if content["sha256"] != _digest(json.dumps(body, indent=2)):
+        if content["sha256"] != _digest(body):
             raise ValueError("it is not as it was written")
         if body["format"] != FORMAT:
             raise ValueError(
                 f"it must be of format {FORMAT}, which this version reads, got {body['format']}"
             )
         manifest = Manifest(**body)
-        _check_types(manifest)
+        for field in fields(Manifest):  # a stranger may have signed
+            value, kind = getattr(manifest, field.name), field.type.partition("[")[0]
+            if type(value).__name__ != kind:
+                raise TypeError(f"{field.name} must be of type {kind}, got {value!r}")
+        # A path would lead out of the folder.
+        if strange := [name for name in manifest.files if not _FILE_NAME.fullmatch(name)]:
+            raise ValueError(f"it must hold a checkpoint's files only, got {strange[0]!r}")
     except FileNotFoundError:
         why = "is incomplete: it has no manifest" if folder.is_dir() else "does not exist"
         raise CheckpointError(f"{folder} {why}") from None
@@ -174,24 +176,8 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _check_types(manifest: Manifest) -> None:
-    """Raise where values are not of the types that they are read as: a stranger may have signed."""
-    counts = (manifest.sequence, manifest.epoch, manifest.processes, manifest.workers)
-    counts += (manifest.classes, manifest.samples)
-    if not all(type(count) is int and 0 <= count < 2**31 for count in counts):
-        raise TypeError(f"counts must be whole numbers, got {counts}")
-    mappings = (manifest.config, manifest.files, manifest.versions)
-    if not all(isinstance(mapping, dict) for mapping in mappings):
-        raise TypeError("config, files and versions must be objects")
-    if not isinstance(manifest.config.get("resolutions"), list):
-        raise TypeError("config must have a list of resolutions")
-    strange = [name for name in manifest.files if not _FILE_NAME.fullmatch(name)]
-    if strange:  # a path that leads out of the folder, for one
-        raise ValueError(f"it must hold a checkpoint's files only, got {strange[0]!r}")
-
-
-def _digest(body: str) -> str:
-    return hashlib.sha256(body.encode("utf-8")).hexdigest()
+def _digest(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, indent=2).encode("utf-8")).hexdigest()
 
 
 # --- shards
@@ -219,7 +205,7 @@ def sums_name(rank: int) -> str:
     return f"rank-{rank:05d}.sums.json"
 
 
-def vouch_for_shard(folder: Path, rank: int, files: Files) -> None:
+def vouch_for_shard(folder: Path, rank: int, files: Mapping[str, Any]) -> None:
     """Make a shard count that the manifest lacks: its worker saves in its own time.
 
     It may be written before or after the manifest.
@@ -230,7 +216,7 @@ def vouch_for_shard(folder: Path, rank: int, files: Files) -> None:
 def shard_files(folder: Path, manifest: Manifest, rank: int) -> dict[str, dict[str, Any]]:
     """Return length and checksum of a process's files, by name.
 
-    `MissingShardError` if it has saved none, `CheckpointError` if what says so is damaged.
+    It is a `MissingShardError` if it has saved none.
     """
     files, names = manifest.files, shard_names(rank)
     try:
@@ -253,14 +239,14 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         with suppress(MissingShardError):
             files |= shard_files(folder, manifest, rank)
     for name in files:
-        _check_file(folder, files, name)
+        _check_file(folder / name, files[name])
 
 
 def read_shard(folder: Path, manifest: Manifest, rank: int) -> Any:
     """Return the state that a process saved, its tensors in host memory."""
     files = shard_files(folder, manifest, rank)
     with reading_checkpoint(folder):
-        text, weights = (_check_file(folder, files, name) for name in files)
+        text, weights = (_check_file(folder / name, about) for name, about in files.items())
         tree = json.loads(text.read_text(encoding="utf-8"))
         # A file's tensors lie anywhere in it; clones are aligned, like a run's own. Sums of other
         # alignment may differ in their last bits.
@@ -268,14 +254,14 @@ def read_shard(folder: Path, manifest: Manifest, rank: int) -> Any:
         return unpack(tree, tensors)
 
 
-def _check_file(folder: Path, files: Files, name: str) -> Path:
-    path = folder / name
+def _check_file(path: Path, about: Mapping[str, Any]) -> Path:
     try:
-        if path.is_symlink() or describe(path) != files[name]:
-            raise CheckpointError(f"{folder} is damaged: {name} is not as it was written")
+        if not path.is_symlink() and describe(path) == about:
+            return path
+        why = "is not as it was written"
     except OSError as error:
-        raise CheckpointError(f"{folder} is damaged: {name} ({error.strerror})") from None
-    return path
+        why = f"({error.strerror})"
+    raise CheckpointError(f"{path.parent} is damaged: {path.name} {why}")
 
 
 # --- the checkpoints of a run
@@ -289,10 +275,9 @@ class Found:
     folder: Path | None = None
     manifest: Manifest | None = None
 
-
-def checkpoints_in(run_folder: Path) -> list[Path]:
-    """Return the checkpoints of a run, newest first, their files not checked."""
-    return _scan(run_folder)[0]
+    def shard(self, rank: int) -> Any:
+        """Return the state that a process saved; see `read_shard`."""
+        return read_shard(self.folder, self.manifest, rank)
 
 
 def newest(
@@ -307,17 +292,23 @@ def newest(
     come `with_model`.
     """
     complete, damaged = _scan(run_folder)
-    for folder in damaged + complete:
+    for error in damaged:
+        warn(f"passed over: {error}")
+    for folder, manifest in complete:
+        if with_model and MODEL_FILE not in manifest.files:
+            continue  # before its files are read for their checksums
         try:
-            manifest = read_manifest(folder)
-            if with_model and MODEL_FILE not in manifest.files:
-                continue  # before its files are read for their checksums
             check_files(folder, manifest)
         except CheckpointError as error:
             warn(f"passed over: {error}")
             continue
         return folder, manifest
     return None
+
+
+def checkpoints_in(run_folder: Path) -> list[Path]:
+    """Return the checkpoints of a run, newest first, their files not checked."""
+    return [folder for folder, _ in _scan(run_folder)[0]]
 
 
 def prune(run_folder: Path, keep: int, spared: Collection[str] = ()) -> None:
@@ -351,8 +342,8 @@ def remove(folder: Path) -> None:
 def set_aside_after(run_folder: Path, sequence: int) -> list[Path]:
     """Rename checkpoints newer than the one that a run goes on from; return their new names."""
     renamed = []
-    for folder in checkpoints_in(run_folder):
-        if read_manifest(folder).sequence > sequence:
+    for folder, manifest in _scan(run_folder)[0]:
+        if manifest.sequence > sequence:
             target = folder.with_name(folder.name + _ABANDONED)
             shutil.rmtree(target, ignore_errors=True)
             os.replace(folder, target)
@@ -360,16 +351,16 @@ def set_aside_after(run_folder: Path, sequence: int) -> list[Path]:
     return renamed
 
 
-def _scan(run_folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the folders with a good manifest, newest first, and those with a damaged one."""
+def _scan(run_folder: Path) -> tuple[list[tuple[Path, Manifest]], list[CheckpointError]]:
+    """Return what has a good manifest, newest first, and what is wrong with damaged ones."""
     complete, damaged = [], []
     for folder in sorted(_folders(run_folder)):
         try:
-            complete.append((read_manifest(folder).sequence, folder))
-        except CheckpointError:
+            complete.append((folder, read_manifest(folder)))
+        except CheckpointError as error:
             if (folder / MANIFEST).exists():
-                damaged.append(folder)
-    return [folder for _, folder in sorted(complete, reverse=True)], damaged
+                damaged.append(error)
+    return sorted(complete, key=lambda pair: pair[1].sequence, reverse=True), damaged
 
 
 def _folders(run_folder: Path) -> list[Path]:

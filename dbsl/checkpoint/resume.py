@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -15,26 +15,19 @@ from dbsl.base.errors import SettingError
 from dbsl.base.files import link_or_copy
 from dbsl.base.words import as_given
 from dbsl.checkpoint.disk import (
+    MODEL_FILE,
     CheckpointError,
     Found,
-    Manifest,
     MissingShardError,
     check_files,
     newest,
     read_manifest,
-    read_shard,
     reading_checkpoint,
     remove_incomplete,
     set_aside_after,
     versions,
 )
-from dbsl.checkpoint.restart import (
-    check_epochs_under_way,
-    complete_settings,
-    plan_restart,
-    saved_ledger,
-    with_lost_workers,
-)
+from dbsl.checkpoint.restart import Saved, check_epochs_under_way, plan_restart, with_lost_workers
 from dbsl.cluster.weights import vector_length
 from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_text
 from dbsl.config.complete import (
@@ -46,6 +39,7 @@ from dbsl.config.complete import (
     with_resolved,
 )
 from dbsl.config.fields import NODES, PROCESSES, PerWorker, Role, markers, sources, with_role
+from dbsl.config.hooks import found_extras
 from dbsl.config.parse import parse_config, run_folder_of
 from dbsl.config.settings import CHECKPOINTS, RunConfig, meets_at_server, without_rates
 from dbsl.model import BEST
@@ -54,144 +48,10 @@ from dbsl.plan.types import Restart
 from dbsl.run.folder import SUMS, Code, check_metrics, unlike
 from dbsl.run.training import Run
 
+Changes = dict[str, tuple[Any, Any]]  # settings that are not what they were: before, now
 _TIMES = with_role(RunConfig, Role.TIMES)
-_PER_WORKER = tuple(markers(RunConfig, PerWorker))
-
-
-def changed_settings(before: Mapping[str, Any], now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that are not what they were, as (before, now) by name."""
-    new = {name: value for name, value in asdict(now).items() if name != RESOLVED}
-    before = complete_settings(before, now)
-    return {
-        name: (before[name], new[name])
-        for name in new
-        if in_short(name, before[name]) != in_short(name, new[name])
-    }
-
-
-def in_short(name: str, value: Any) -> Any:
-    """Return a setting's value as JSON has it; times that are the same everywhere are one time."""
-    if name in _TIMES and value and len(set(value)) == 1:
-        return [value[0]]
-    return plain(value)
-
-
-def check_changes(found: Found, config: RunConfig, processes: int, say: Any) -> None:
-    """Say what has changed since the checkpoint; refuse what changes the mathematics.
-
-    Settings that weights depend on may change with `allow_config_change`.
-    """
-    before = found.manifest.config
-    changed = changed_settings(before, config)
-    cls = type(config)
-    free = set(with_role(cls, Role.FREE))
-    if config.workers != found.manifest.workers:
-        free.update(with_role(cls, Role.WORKERS), _PER_WORKER)
-    if "epochs" in changed:
-        check_length(found.manifest, config.epochs)
-        if config.epochs > changed["epochs"][0]:
-            free.add("epochs")  # a run may always be made longer
-    if None not in changed.get("cache_gib", (None,)):
-        free.add("cache_gib")  # without a cache, the order is another
-    others = () if found.manifest.processes == processes else (PROCESSES,)
-    follows = _follows(cls, changed, before.get(RESOLVED, ()), config.resolved, *others)
-    mathematics = {n: change for n, change in changed.items() if n not in free | follows.keys()}
-    why = {name: f" (not given: it follows {source})" for name, source in follows.items()}
-    if mathematics:
-        # It was allowed when it came into the file, and the run was killed before it had saved.
-        agreed = with_resolved(_read_own(found.run_folder, cls))
-        for name in [n for n in mathematics if is_as_given(n, agreed, config)]:
-            why[name] = " (as config.yaml has it)"
-            del mathematics[name]
-    for name, (old, new) in changed.items():
-        if name not in with_role(cls, Role.COMMAND):
-            say(f"changed since the checkpoint: {_change(name, old, new)}{why.get(name, '')}")
-    if mathematics and not config.allow_config_change:
-        listed = ", ".join(_change(name, *values) for name, values in mathematics.items())
-        raise SettingError(
-            f"allow_config_change must be given for a change of what is trained, got {listed}"
-        )
-
-
-def without_effect(run_folder: Path, given: RunConfig) -> str:
-    """Return in words what is given other than a finished run was, where it was trained by that."""
-    own = _read_own(run_folder, type(given))
-    changes = {
-        field.name: (getattr(own, field.name), getattr(given, field.name))
-        for field in fields(given)
-        if field.name not in with_role(type(given), Role.FREE)
-    }
-    return ", ".join(_change(name, *pair) for name, pair in changes.items() if pair[0] != pair[1])
-
-
-def _read_own(run_folder: Path, cls: type[RunConfig]) -> RunConfig:
-    """Return the settings in a run's config.yaml."""
-    return parse_config(cls, ["--config", str(run_folder / "config.yaml")])
-
-
-def check_joining(
-    job: Mapping[str, Any], now: RunConfig, *, but: Collection[str] = (), code: Code | None = None
-) -> None:
-    """Raise ``SettingError`` unless a process that joins a running job trains as the job does.
-
-    `job` has the job's settings and the sums of its code. Settings in `but` are left out: the
-    process has not found them out yet.
-    """
-    if code and (files := unlike(job.get(SUMS, {}), code.sums)):
-        raise SettingError(f"code must be that of the job, got another {files} here")
-    changed = changed_settings(job, now)
-    listed = [
-        f"{name} {as_given(job)} there, {as_given(own)} here"
-        for name, (job, own) in changed.items()
-        if name not in {*with_role(type(now), Role.FREE), *but}
-    ]
-    if listed:
-        raise SettingError(f"settings must be those of the job, got {', '.join(listed)}")
-
-
-def check_length(manifest: Manifest, epochs: int) -> None:
-    """Raise ``SettingError`` if a run is to have no more epochs than it has trained."""
-    if epochs <= manifest.epoch:
-        raise SettingError(
-            f"epochs must be above the {manifest.epoch} that are complete, got {epochs}"
-        )
-
-
-def _follows(
-    cls: type[RunConfig],
-    changed: Mapping[str, tuple[Any, Any]],
-    before: Collection[str],
-    now: Collection[str],
-    *others: str,
-) -> dict[str, str]:
-    """Return what changed because something else did, which is to be agreed to: name and source.
-
-    What is free is no such source: step times that are measured again, or batches that are to fit
-    into other memory, are no more free than if they were given. `before` and `now` name what was
-    found out then and now; `others` are sources that have changed and are no settings.
-    """
-    found = {
-        name: (old is None or name in before) and (new is None or name in now)
-        for name, (old, new) in changed.items()
-        if name in sources(cls)
-    }
-    found_out = [name for name in found if found[name]]
-    moved = {*others, *changed}.difference(with_role(cls, Role.FREE), found_out)
-    if "cpu_threads" in found_out and None in changed["cpu_threads"]:
-        moved.add(NODES)  # they were unlike, or are so now
-    return follow(cls, found_out, moved)
-
-
-def _change(name: str, old: Any, new: Any) -> str:
-    return f"{name} {as_given(old)} -> {as_given(new)}"
-
-
-def plain(value: Any) -> Any:
-    """Return a tuple as the list that JSON makes of it."""
-    return list(value) if isinstance(value, tuple) else value
-
-
-_ROUND_ANEW = {"progress": None, "clock": {}}  # no steps taken, no time spent
+_PER_WORKER = tuple(dict(markers(RunConfig, PerWorker)))
+_ROUND_ANEW = {"progress": None, "timer": {}}  # no steps taken, no time spent
 
 
 @dataclass(frozen=True)
@@ -207,6 +67,9 @@ class Resumed:
     def log(self) -> Mapping[str, Any] | None:
         """State of the run's log; None on processes that have none."""
         return self.state.get("log")
+
+
+# --- which checkpoint
 
 
 def find_checkpoint(config: RunConfig, accelerator: Accelerator) -> Found | None:
@@ -248,63 +111,190 @@ def is_finished(found: Found, config: RunConfig) -> bool:
             f"epochs must be at least {trained}, which the finished run in {found.run_folder} has "
             f"trained, got {config.epochs}"
         )
-    if trained == config.epochs:
-        return True
-    if found.folder is None and path.exists():  # it has ended: it must not be overwritten
-        raise SettingError(
+    if found.folder is None and trained < config.epochs and path.exists():
+        raise SettingError(  # it has ended: it must not be overwritten
             "keep_checkpoints must be at least 1 in a run that is to be made longer, got a "
             f"finished run without a checkpoint in {found.run_folder}"
         )
-    return False
+    return trained == config.epochs
+
+
+# --- which settings may have changed
+
+
+def changed_settings(before: Mapping[str, Any], now: RunConfig) -> Changes:
+    """Return the settings that are not what they were; one that was not there had its default."""
+    new = {name: value for name, value in asdict(now).items() if name != RESOLVED}
+    before = _complete(before, now)
+    return {
+        name: (before[name], new[name])
+        for name in new
+        if _in_short(name, before[name]) != _in_short(name, new[name])
+    }
+
+
+def _complete(before: Mapping[str, Any], now: RunConfig) -> dict[str, Any]:
+    return {field.name: field.default for field in fields(now)} | dict(before)
+
+
+def _in_short(name: str, value: Any) -> Any:
+    """Return a setting's value as JSON has it; times that are the same everywhere are one time."""
+    if name in _TIMES and value and len(set(value)) == 1:
+        return [value[0]]
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _draw_another_order(changed: Changes, cls: type[RunConfig]) -> list[str]:
+    """Return the changed settings by which the order of an epoch's samples is another.
+
+    It depends on one that may be unset by whether it is set alone.
+    """
+    names = [name for name in with_role(cls, Role.ORDER) if name in changed]
+    return [n for n in names if None in changed[n] or getattr(cls, n) is not None]
+
+
+def check_changes(
+    found: Found, config: RunConfig, processes: int, say: Callable[[str], object]
+) -> None:
+    """Say what has changed since the checkpoint; refuse what changes the mathematics.
+
+    Settings that weights depend on may change with `allow_config_change`.
+    """
+    manifest, cls = found.manifest, type(config)
+    changed = changed_settings(manifest.config, config)
+    if "epochs" in changed and config.epochs <= manifest.epoch:
+        raise SettingError(
+            f"epochs must be above the {manifest.epoch} that are complete, got {config.epochs}"
+        )
+    free = {*with_role(cls, Role.FREE)}
+    free |= {*with_role(cls, Role.ORDER)} - {*_draw_another_order(changed, cls)}
+    if config.workers != manifest.workers:
+        free.update(with_role(cls, Role.WORKERS), _PER_WORKER)
+    if "epochs" in changed and config.epochs > changed["epochs"][0]:
+        free.add("epochs")  # a run may always be made longer
+    follows = _follows(changed, config, found, processes)
+    why = {name: f" (not given: it follows {source})" for name, source in follows.items()}
+    mathematics = {n: change for n, change in changed.items() if n not in free | follows.keys()}
+    if mathematics:
+        # It was allowed when it came into the file, and the run was killed before it had saved.
+        agreed = with_resolved(_read_own(found.run_folder, cls))
+        for name in [n for n in mathematics if is_as_given(n, agreed, config)]:
+            why[name] = " (as config.yaml has it)"
+            del mathematics[name]
+    for name, values in changed.items():
+        if name not in with_role(cls, Role.COMMAND):
+            say(f"changed since the checkpoint: {_change(name, *values)}{why.get(name, '')}")
+    if mathematics and not config.allow_config_change:
+        listed = ", ".join(_change(name, *values) for name, values in mathematics.items())
+        raise SettingError(
+            f"allow_config_change must be given for a change of what is trained, got {listed}"
+        )
+
+
+def _follows(changed: Changes, now: RunConfig, found: Found, processes: int) -> dict[str, str]:
+    """Return what changed because something else did, which is to be agreed to: name and source.
+
+    What is free is no such source: step times that are measured again, or batches that are to fit
+    into other memory, are no more free than if they were given.
+    """
+    cls, before = type(now), found.manifest.config.get(RESOLVED, ())
+    found_out = [
+        name
+        for name, (old, new) in changed.items()
+        if name in sources(cls)
+        and (old is None or name in before)
+        and (new is None or name in now.resolved)
+    ]
+    moved = changed.keys() - {*with_role(cls, Role.FREE), *found_out}
+    if found.manifest.processes != processes:
+        moved.add(PROCESSES)
+    if "cpu_threads" in found_out and None in changed["cpu_threads"]:
+        moved.add(NODES)  # they were unlike, or are so now
+    return follow(cls, found_out, moved)
+
+
+def without_effect(run_folder: Path, given: RunConfig) -> str:
+    """Return in words what is given other than a finished run was, where it was trained by that."""
+    own, free = _read_own(run_folder, type(given)), with_role(type(given), Role.FREE)
+    names = [field.name for field in fields(given) if field.name not in free]
+    pairs = {name: (getattr(own, name), getattr(given, name)) for name in names}
+    return ", ".join(_change(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1])
+
+
+def _read_own(run_folder: Path, cls: type[RunConfig]) -> RunConfig:
+    """Return the settings in a run's config.yaml."""
+    return parse_config(cls, ["--config", str(run_folder / "config.yaml")])
+
+
+def _change(name: str, old: Any, new: Any) -> str:
+    return f"{name} {as_given(old)} -> {as_given(new)}"
+
+
+def check_joining(
+    job: Mapping[str, Any], now: RunConfig, *, but: Collection[str] = (), code: Code | None = None
+) -> None:
+    """Raise ``SettingError`` unless a process that joins a running job trains as the job does.
+
+    `job` has the job's settings and the sums of its code. Settings in `but` are left out: the
+    process has not found them out yet.
+    """
+    if code and (files := unlike(job.get(SUMS, {}), code.sums)):
+        raise SettingError(f"code must be that of the job, got another {files} here")
+    listed = [
+        f"{name} {as_given(job)} there, {as_given(own)} here"
+        for name, (job, own) in changed_settings(job, now).items()
+        if name not in {*with_role(type(now), Role.FREE), *but}
+    ]
+    if listed:
+        raise SettingError(f"settings must be those of the job, got {', '.join(listed)}")
 
 
 def adapt_to_processes(
     config: RunConfig, found: Found | None, processes: int, given: RunConfig
 ) -> RunConfig:
-    """Return the config for as many workers as there are now.
+    """Return the config for as many workers as there are now, in so many processes.
 
     What was measured or solved for other workers is left to be found anew; the global batch of
-    joint steps stays.
-
-    Args:
-        config: With what the run had found out filled in.
-        found: What it goes on from; None: it is new.
-        processes: Of this launch.
-        given: The settings as they were given.
+    joint steps stays. In `config` what the run had found out is filled in, in `given` it is not.
     """
     if found is None or found.manifest is None:
         return config
-    before = complete_settings(found.manifest.config, config)
-    alone = config.workers or found.manifest.workers
-    workers = alone if processes == 1 else processes - config.dedicated_server
-    if workers == found.manifest.workers:
-        return replace(config, workers=workers)
+    before, workers = _complete(found.manifest.config, config), found.manifest.workers
+    alone = config.workers or workers
+    now = alone if processes == 1 else processes - config.dedicated_server
+    if now == workers:
+        return replace(config, workers=now)
     same = config.resolved.get(PROCESSES)  # a launch of other processes has dropped its own
-    kept = still_true(config.resolved, config, replace(config, workers=workers), same)
+    kept = still_true(config.resolved, config, replace(config, workers=now), same)
     config = set_back(config, given, config.resolved.keys() - kept.keys() - {"workers"})
-    changes: dict[str, Any] = {"workers": workers}
+    changes: dict[str, Any] = {"workers": now} | _without_lists(config, before, workers)
     if config.small_workers is not None:
-        changes["small_workers"] = min(config.small_workers, workers)
-    rows = len(before["resolutions"])
+        changes["small_workers"] = min(config.small_workers, now)
+    joint = before["sync"] == "step" or before["push"] == "gradients"
+    if joint and config.global_batch_size is None:
+        planner = found.shard(SERVER_RANK)["planner"]
+        plans = [planner["plans"][number] for number in planner["current"].values()]
+        sizes, by_hand = {plan["global_batch_size"] for plan in plans}, config.local_batch_sizes
+        if len(sizes) == 1 and (by_hand is None or len(by_hand) != now):
+            changes |= {"global_batch_size": sizes.pop(), "local_batch_sizes": None}
+    return replace(config, **changes)
+
+
+def _without_lists(config: RunConfig, before: Mapping[str, Any], workers: int) -> dict[str, None]:
+    """Return the settings to unset: with a value for each of so many workers, as they were."""
+    unset: dict[str, None] = {}
     for name in _PER_WORKER:
         value = getattr(config, name)
         if value in (None, "auto"):
             continue
-        by_hand = name == "local_batch_sizes" and found.manifest.workers > 1
-        per_worker = len(value) > rows or by_hand
-        if per_worker and in_short(name, value) == in_short(name, before[name]):
-            changes[name] = None
-            if name in _TIMES:
-                changes |= dict.fromkeys(_TIMES)
-    joint = before["sync"] == "step" or before["push"] == "gradients"
-    if joint and config.global_batch_size is None:
-        state = read_shard(found.folder, found.manifest, 0)
-        plans = saved_ledger(state["planner"]).current.values()
-        sizes = {plan.global_batch_size for plan in plans}
-        by_hand = config.local_batch_sizes
-        if len(sizes) == 1 and (by_hand is None or len(by_hand) != workers):
-            changes |= {"global_batch_size": sizes.pop(), "local_batch_sizes": None}
-    return replace(config, **changes)
+        by_hand = name == "local_batch_sizes" and workers > 1
+        by_worker = len(value) > len(before["resolutions"]) or by_hand
+        if by_worker and _in_short(name, value) == _in_short(name, before[name]):
+            unset |= dict.fromkeys(_TIMES if name in _TIMES else (name,))
+    return unset
+
+
+# --- what it takes over
 
 
 def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | None:
@@ -312,65 +302,54 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
     if found.folder is None:
         accelerator.print(f"{found.run_folder} has no checkpoint yet: the run starts again")
         return None
-    manifest, classes = found.manifest, run.data.num_classes
+    manifest, config, classes = found.manifest, run.config, run.data.num_classes
+    processes, rank = accelerator.num_processes, accelerator.process_index
     if manifest.classes != classes:
         raise SettingError(
             f"dataset must have the classes that the run began with, got {manifest.classes} "
             f"classes in the checkpoint, {classes} in the data"
         )
-    _check_state(found, run)
-    check_changes(found, run.config, accelerator.num_processes, accelerator.print)
-    check_epochs_under_way(found, run)
-    before = complete_settings(manifest.config, run.config)
-    restart, refused, rank = None, None, accelerator.process_index
     with reading_checkpoint(found.folder):
-        samples = manifest.samples
-        alike = goes_on_alike(manifest, run.config, accelerator.num_processes)
-        if alike and samples == len(run.data.train):
-            state = _own_shard(found, before, rank, run)
-        else:
-            state = read_shard(found.folder, manifest, 0)
-            optimizers = _of_all_shards(found, state, run.config.workers)
-            try:
-                restart = plan_restart(state, optimizers, run, before, samples)
-            except SettingError as error:
-                refused = error
+        state, restart = found.shard(SERVER_RANK), None
+        changed = changed_settings(manifest.config, config)
+        _check_state(changed, state, run)
+        check_changes(found, config, processes, accelerator.print)
+        saved = Saved(state, _complete(manifest.config, config), manifest.samples, run)
+        orders = _draw_another_order(changed, type(config))
+        at_epoch_end = MODEL_FILE in manifest.files
+        check_epochs_under_way(saved, orders, run, at_epoch_end=at_epoch_end)
         if accelerator.is_main_process:
             check_metrics(found.run_folder / "metrics.jsonl", state["log"]["metrics_bytes"])
-    if refused is not None:
-        raise refused
+        before = manifest.processes, manifest.workers, manifest.samples
+        anew = with_role(type(config), Role.MEETING | Role.PLAN)
+        if before == (processes, config.workers, len(run.data.train)) and not changed.keys() & anew:
+            state = _own_shard(found, saved, rank, run)
+        else:
+            restart = plan_restart(saved, _of_all_shards(found, state, config.workers), run)
+    own = {name for name, extra in state["extras"].items() if extra}
+    if absent := ", ".join(sorted(own - found_extras().keys())):
+        accelerator.print(f"warning: state is dropped of extras that are gone: {absent}")
     return Resumed(found.folder, manifest.sequence, state, restart)
 
 
-def _check_state(found: Found, run: Run) -> None:
+def _check_state(changed: Changes, state: Mapping[str, Any], run: Run) -> None:
     """Refuse another model, or kind of optimizer, into which the state does not go."""
-    changed = changed_settings(found.manifest.config, run.config)
     old, new = changed.get("optimizer", ("sgd", "sgd"))
     more, now_more = map(without_rates, changed.get("opt_kwargs", ((), ())))
-    more = more != now_more  # which may need more state (amsgrad)
-    kinds = {optimizer_class(old) or old, optimizer_class(new) or new}
-    if more or len(kinds) > 1:
-        name = "opt_kwargs" if more else "optimizer"
+    # Other arguments may need more state (amsgrad).
+    name = "opt_kwargs" if more != now_more else "optimizer"
+    if more != now_more or (optimizer_class(old) or old) != (optimizer_class(new) or new):
         before, now = map(as_given, changed[name])
         raise SettingError(f"{name} must stay {before}, whose state the run has, got {now}")
     name = next((name for name in ("model", "model_kwargs") if name in changed), None)
     if name is None:
         return
-    with reading_checkpoint(found.folder):
-        state = read_shard(found.folder, found.manifest, SERVER_RANK)
-        weights = state["model"]["weights"]
-        if weights is None:  # between rounds the server has them
-            weights = state["cluster"]["server"]["weights"]
+    weights = state["model"]["weights"]
+    if weights is None:  # between rounds the server has them
+        weights = state["cluster"]["server"]["weights"]
     if len(weights) != vector_length(run.model):
         before, now = map(as_given, changed[name])
         raise SettingError(f"{name} must stay {before}, whose weights the run has, got {now}")
-
-
-def goes_on_alike(manifest: Manifest, config: RunConfig, processes: int) -> bool:
-    """Whether each process goes on from its own state: plans are as they were, and how all meet."""
-    changed = changed_settings(manifest.config, config)
-    alike = (manifest.processes, manifest.workers) == (processes, config.workers)
-    return alike and changed.keys().isdisjoint(with_role(type(config), Role.MEETING | Role.PLAN))
 
 
 def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:
@@ -399,18 +378,17 @@ def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:
             )
 
 
-def _own_shard(found: Found, before: Mapping[str, Any], rank: int, run: Run) -> Any:
+def _own_shard(found: Found, saved: Saved, rank: int, run: Run) -> Mapping[str, Any]:
     """Return a process's state; where workers go by themselves, as of the server's clocks."""
-    manifest = found.manifest
-    if manifest.processes == 1 or not meets_at_server(before["sync"]):
-        return read_shard(found.folder, manifest, rank)
-    first = read_shard(found.folder, manifest, SERVER_RANK)
-    first = with_lost_workers(first, run, before["epochs"])
+    settings, first = saved.settings, saved.state
+    if found.manifest.processes == 1 or not meets_at_server(settings["sync"]):
+        return found.shard(rank) if rank else first
+    first = with_lost_workers(first, run, settings["epochs"])
     if rank == SERVER_RANK:
         return first
-    clock = first["cluster"]["server"]["clocks"][rank - before["dedicated_server"]]
+    clock = first["cluster"]["server"]["clocks"][rank - settings["dedicated_server"]]
     try:
-        state = read_shard(found.folder, manifest, rank)
+        state = found.shard(rank)
     except MissingShardError:  # it was lost, or had not come to save
         state = first | {"stepper": {**first["stepper"], "optimizers": {}}} | _ROUND_ANEW
     if state["cluster"]["clock"] != clock:  # saved in another round than the server was in
@@ -419,15 +397,13 @@ def _own_shard(found: Found, before: Mapping[str, Any], rank: int, run: Run) -> 
 
 
 def _of_all_shards(found: Found, first: Mapping[str, Any], workers: int) -> dict[int, Any]:
-    """Return optimizer state by worker, from all shards.
+    """Return optimizer state by worker of so many, from all shards; `first` is rank 0's.
 
-    Each is read once, and none is kept whole: together they may be larger than the memory. `first`
-    is rank 0's. State of others than the new run's workers is left out.
+    Each is read once, and none is kept whole: together they may be larger than the memory.
     """
     optimizers: dict[int, Any] = {}
     for rank in range(found.manifest.processes):
         with suppress(MissingShardError):  # a lost worker has none
-            shard = read_shard(found.folder, found.manifest, rank) if rank else first
-            own = shard["stepper"]["optimizers"]
+            own = (found.shard(rank) if rank else first)["stepper"]["optimizers"]
             optimizers |= {w: state for w, state in own.items() if w < workers}
     return optimizers

@@ -80,7 +80,7 @@ class Pulse:
         # Later than the other: where the network is at fault, that one says who was lost.
         self._limit_s = timeout_s + _GRACE_S * asks
         self._says, self._hears, self._on_lost = says, hears, on_lost
-        self._heard_at = time.monotonic()
+        self._heard_at, self._quiet_s = time.monotonic(), 0.0
         self._last = ""
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"pulse-{peer}", daemon=True)
@@ -88,7 +88,7 @@ class Pulse:
 
     def reason(self, error: BaseException) -> str:
         """Return why an exchange with the other process failed."""
-        self._thread.join(2 * _BEAT_S)  # it fails, too, and knows more
+        self._thread.join(_NOTICED_S)  # it fails, too, and knows more
         return self.failure or reason_of(error)
 
     def end(self, word: str = "") -> None:
@@ -131,7 +131,8 @@ class Pulse:
                 self._hear(0.001)  # in vain, which closes the connection
 
     def _why(self, error: RuntimeError) -> str:
-        quiet_s = time.monotonic() - self._heard_at
+        # What was sent before a process is stopped it may still hear afterwards.
+        quiet_s = max(self._quiet_s, time.monotonic() - self._heard_at)
         timed_out = "timed out" in str(error).lower()
         # One that was stopped finds the connection closed, or that it has waited for long.
         self.left_out = quiet_s > (self._limit_s + _GRACE_S if timed_out else self._timeout_s)
@@ -149,7 +150,8 @@ class Pulse:
     def _hear(self, limit_s: float) -> str:
         row = text_row("")
         irecv(row, self._pair, self._TAG).wait(timedelta(seconds=limit_s))
-        self._heard_at = time.monotonic()
+        now = time.monotonic()
+        self._heard_at, self._quiet_s = now, now - self._heard_at
         return read_text(row)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,17 +22,12 @@ class BarrierCluster(Cluster):
     """Bulk synchronous rounds: a weighted sum over all ranks, which is how `mean` is taken here.
 
     The server's optimizer, where gradients are pushed, is on one rank: weights then come back in a
-    broadcast, as they do before the first round and where a whole round was refused.
+    broadcast, as they do before the first round and where a whole round was refused. With
+    `at_server` they always do: the server's rule makes other weights of the mean. With `gathers`
+    the server gets every worker's weights, for a fork's own merge rule.
 
-    Args:
-        weights: As for `Cluster`, like all that is not named here.
-        server: As for `Cluster`.
-        outgoing: Weighted gradients, which are summed; None for weights, which are averaged.
-        wire: What pushes travel as. Where that is less than the weights' dtype, gradients are
-            rounded to it, and of weights their change since the pull.
-        at_server: Whether the server's rule makes other weights of the mean, which come back in a
-            broadcast, too.
-        gathers: Whether the server gets every worker's weights, for a fork's own merge rule.
+    Pushes travel as `wire`. Where that is less than the weights' dtype, gradients are rounded to
+    it, and of weights their change since the pull. All else is as for `Cluster`.
     """
 
     def __init__(
@@ -48,13 +42,11 @@ class BarrierCluster(Cluster):
         **common: Any,
     ) -> None:
         super().__init__(weights, server, outgoing=outgoing, **common)
-        self._averages = outgoing is None
-        self._at_server = at_server
-        self._gathers = gathers
+        self._averages, self._at_server, self._gathers = outgoing is None, at_server, gathers
         self._has_global = False
         dtype = wire or self.outgoing.dtype
         summed = self.outgoing[:0] if gathers else self.outgoing
-        self._sum = torch.empty_like(summed, dtype=dtype)  # this rank's part, then all ranks'
+        self._sum = torch.empty_like(summed, dtype=dtype)  # this rank's share, then all ranks'
         # What the workers' changes count from; only where changes are what travels.
         changes = self._averages and dtype != self.outgoing.dtype
         self._pulled = weights.vector.clone() if changes else None
@@ -84,10 +76,9 @@ class BarrierCluster(Cluster):
 
         True: they were refused.
         """
-        (report,) = reports
-        report = replace(report, compute_time_s=report.time_s, wait_time_s=self._waited_s)
-        self._waited_s = 0.0
-        self._meet(report.epoch, report.round, report)
+        report = self._timed(*reports)
+        with self._waiting():
+            self._meet(report.epoch, report.round, report)
         return report.refused
 
     def agree(self, action: Action, *, round_over: bool) -> Action:
@@ -117,8 +108,7 @@ class BarrierCluster(Cluster):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self._clock, self._refused = state["clock"], state["refused"]
-        self._has_global = state["has_global"]
-        self._waited_s = state["waited_s"]
+        self._has_global, self._waited_s = state["has_global"], state["waited_s"]
         if self._pulled is not None:
             if state["pulled"] is None:
                 raise SettingError("wire must be as it was when the checkpoint was made, got bf16")
@@ -129,71 +119,66 @@ class BarrierCluster(Cluster):
     @torch.no_grad()
     def _meet(self, epoch: int, round_: int, report: RoundReport | None) -> None:
         """Merge what all workers push; `report` is None on a dedicated server."""
-        began = time.perf_counter()
         total = sum(w.merge_weight for w in self._plans.at(epoch, round_).plan.workers)
-        if not self._gathers:
+        if self._gathers:
+            count = 0 if self.server is None else dist.get_world_size()
+            pushed = [torch.empty_like(self.outgoing) for _ in range(count)]
+            self.control.enter()
+            dist.gather(self.outgoing, pushed or None, dst=SERVER_RANK)
+            self._has_global = False
+        else:
             self._weigh(report, total)
             self.control.enter()
             dist.all_reduce(self._sum)
         reports = self.control.gather_reports(report, self._figures)
         self._refused += sum(r.refused for r in reports)
-        if self._gathers:
-            self._gather(reports)
-        else:
+        if not self._gathers:
             self._take(reports, total)
+        elif self.server is not None:
+            for each in reports:
+                self.server.pull(each.worker)  # all began with these weights
+            # A dedicated server comes first.
+            for weights, each in zip(pushed[-len(reports) :], reports, strict=True):
+                self.server.push(weights, each)
         if self.server is not None:
             self.server.finished.clear()  # turns() says when an epoch ends, on every rank alike
-        self._waited_s += time.perf_counter() - began
 
     def _weigh(self, report: RoundReport | None, total: float) -> None:
-        """Write this rank's part of the weighted sum."""
-        summed = self._sum
+        """Write this rank's share of the weighted sum."""
         if report is None or report.refused:
-            summed.zero_()  # zero times what is not finite would not be
+            self._sum.zero_()  # zero times what is not finite would not be
         elif not self._averages:
-            summed.copy_(self.outgoing)
+            self._sum.copy_(self.outgoing)
         elif self._pulled is None:
-            torch.mul(self.outgoing, report.merge_weight / total, out=summed)
+            torch.mul(self.outgoing, report.merge_weight / total, out=self._sum)
         else:
             change = self.outgoing - self._pulled
-            summed.copy_(change.mul_(report.merge_weight / total))
+            self._sum.copy_(change.mul_(report.merge_weight / total))
 
     def _take(self, reports: Sequence[RoundReport], total: float) -> None:
-        """Take the sum of all ranks, in which refused parts are zeros."""
+        """Take the sum of all ranks, to which refused work has added nothing."""
         summed = self._sum
         taken = [r.merge_weight for r in reports if not r.refused]
-        if self._averages and len(taken) < len(reports) and taken:
-            summed.mul_(total / sum(taken))
-        if self._averages and taken and self._pulled is not None:
-            summed = self._pulled.add_(summed)
+        if self._averages and taken:
+            if len(taken) < len(reports):
+                summed.mul_(total / sum(taken))
+            if self._pulled is not None:
+                summed = self._pulled.add_(summed)
         self._has_global = self._averages and bool(taken) and not self._at_server
         if self._has_global:
             self.weights.load(summed)
         if self.server is not None:
-            joined = summed.to(self.outgoing.dtype)
-            self.server.push_joined(joined if taken else None, reports)
-
-    def _gather(self, reports: Sequence[RoundReport]) -> None:
-        """Give every worker's weights to the server."""
-        ranks = range(dist.get_world_size())
-        pushed = None if self.server is None else [torch.empty_like(self.outgoing) for _ in ranks]
-        self.control.enter()
-        dist.gather(self.outgoing, pushed, dst=SERVER_RANK)
-        self._has_global = False
-        if self.server is not None:
-            workers = pushed[len(pushed) - len(reports) :]  # a dedicated server comes first
-            self.server.push_each(workers, reports)
+            self.server.push_joined(summed.to(self.outgoing.dtype) if taken else None, reports)
 
     @torch.no_grad()
     def _receive(self) -> None:
         if self._has_global:
             return
-        began = time.perf_counter()
-        if self.server is not None:
-            self.weights.load(self.server.snapshot())
-        self.control.enter()
-        dist.broadcast(self.weights.vector, src=SERVER_RANK)
-        if self._pulled is not None:
-            self._pulled.copy_(self.weights.vector)
-        self._has_global = True
-        self._waited_s += time.perf_counter() - began
+        with self._waiting():
+            if self.server is not None:
+                self.weights.load(self.server.snapshot())
+            self.control.enter()
+            dist.broadcast(self.weights.vector, src=SERVER_RANK)
+            if self._pulled is not None:
+                self._pulled.copy_(self.weights.vector)
+            self._has_global = True

@@ -11,7 +11,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsl.base.errors import one_of_several
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.types import (
@@ -28,33 +27,25 @@ _ASK_EVERY_S = 1.0  # that processes tell each other whether to stop or to save
 
 
 class JointCluster(Cluster):
-    """Turns of all workers together, in one process on a virtual clock or in several on real ones.
+    """Turns of all workers together, in one process in simulated time or in several in real time.
 
     The gradients are exchanged inside a turn, by the stepper; here are the turns, the plans and the
-    reports.
-
-    Args:
-        weights: As for `Cluster`, like all that is not named here.
-        duration: In one process: virtual seconds that a worker computes in a round, from (worker,
-            epoch, round).
-        exchange: In one process: virtual seconds of its exchanges then, from the same.
-        finish_round: Called at a round's end, before the reports are exchanged.
+    reports. In one process `times` gives the simulated seconds that a worker's round takes to
+    compute and to exchange gradients, from (worker, epoch, round). `finish_round` is called before
+    the reports are exchanged.
     """
 
     def __init__(
         self,
         weights: FlatWeights,
         *,
-        duration: Callable[[int, int, int], float],
-        exchange: Callable[[int, int, int], float] = lambda *_: 0.0,
+        times: Callable[[int, int, int], tuple[float, float]] | None = None,
         finish_round: Callable[[], object] = lambda: None,
         **common: Any,
     ) -> None:
         super().__init__(weights, **common)
-        self._simulated = not one_of_several()
-        self.time_s = 0.0 if self._simulated else None
-        self._duration, self._exchange = duration, exchange
-        self._finish_round = finish_round
+        self._times, self._finish_round = times, finish_round
+        self.time_s = 0.0 if times else None
         self._reports: deque[RoundReport] = deque()
         self._start: Tensor | None = None  # weights at the start of the round, inside one
         self._spent_s = 0.0  # on the round that a stopped run was in
@@ -82,25 +73,7 @@ class JointCluster(Cluster):
         True: it was refused, and the weights are those of its start.
         """
         self._finish_round()
-        if self._simulated:
-            durations = [self._duration(r.worker, r.epoch, r.round) for r in reports]
-            exchanges = [self._exchange(r.worker, r.epoch, r.round) for r in reports]
-            slowest = max(map(sum, zip(durations, exchanges, strict=True)))
-            self.time_s += slowest
-            done = []
-            for report, duration in zip(reports, durations, strict=True):
-                own = report.steps / max(report.steps + self._before, 1)  # share of the round
-                times = {
-                    "compute_time_s": duration * own,
-                    "wait_time_s": (slowest - duration) * own,
-                }
-                done.append(replace(report, **times))
-        else:
-            spent = time.perf_counter() - self._began
-            (report,) = reports
-            wait_time_s = max(0.0, spent - report.time_s)
-            own = replace(report, compute_time_s=report.time_s, wait_time_s=wait_time_s)
-            done = self.control.gather_reports(own, self._figures)
+        done = self._simulated(reports) if self._times else self._gathered(*reports)
         refused = any(report.refused for report in done)
         if refused:
             self.weights.load(self._start)
@@ -117,6 +90,23 @@ class JointCluster(Cluster):
         self._reports.extend(done)
         self._start, self._before = None, 0
         return refused
+
+    def _simulated(self, reports: Sequence[RoundReport]) -> list[RoundReport]:
+        """Let simulated time pass, as long as the slowest worker's round takes."""
+        times = [self._times(r.worker, r.epoch, r.round) for r in reports]
+        slowest = max(map(sum, times))
+        self.time_s += slowest
+        done = []
+        for report, (compute_s, _) in zip(reports, times, strict=True):
+            share = report.steps / max(report.steps + self._before, 1)  # own steps of the round
+            wait_s = (slowest - compute_s) * share
+            done.append(replace(report, compute_time_s=compute_s * share, wait_time_s=wait_s))
+        return done
+
+    def _gathered(self, report: RoundReport) -> list[RoundReport]:
+        wait_s = max(0.0, time.perf_counter() - self._began - report.time_s)
+        report = replace(report, compute_time_s=report.time_s, wait_time_s=wait_s)
+        return self.control.gather_reports(report, self._figures)
 
     def reports(self) -> Iterator[RoundReport]:
         """Yield the reports of rounds pushed since the last call."""
@@ -135,7 +125,7 @@ class JointCluster(Cluster):
             return Action.GO_ON
         now = time.monotonic()
         step_s = max(now - self._asked_s, 1e-6) / self._steps
-        # Rank 0's clock decides when they ask again.
+        # Rank 0's steps decide when they ask again.
         own = round(min(max(_ASK_EVERY_S / step_s, 1.0), 1000.0)) if dist.get_rank() == 0 else 0
         strongest, self._ask_at = self.control.highest(action, own)
         self._steps, self._asked_s = 0, now
@@ -156,16 +146,15 @@ class JointCluster(Cluster):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self._clock, self._refused = state["clock"], state["refused"]
-        self.time_s = state["time_s"]
-        self._spent_s = state["spent_s"]
+        self.time_s, self._spent_s = state["time_s"], state["spent_s"]
         self._before = state["before"]
-        start, device = state["start"], self.weights.vector.device
-        self._start = None if start is None else start.to(device)
+        start = state["start"]
+        self._start = None if start is None else start.to(self.weights.vector.device)
         self._reports = deque(map(report_from_plain, state["reports"]))
 
     def restart(self, start: Restart) -> None:
         """Go on where other workers, or workers with other plans, stopped."""
         super().restart(start)
         self._before = start.steps
-        self.time_s = start.time_s if self._simulated else None
+        self.time_s = start.time_s if self._times else None
         self._start = start.weights.to(self.weights.vector.device) if start.steps else None

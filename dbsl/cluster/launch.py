@@ -24,9 +24,11 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from dbsl.base.errors import NothingLeft, SettingError, SyncError, reason_of
-from dbsl.base.launcher import STORE_PATIENCE, connect, connect_store, launcher_address, restarts
+from dbsl.base.machine import STORE_PATIENCE, connect, connect_store, launcher_address, restarts
 from dbsl.cluster.wire import SERVER_RANK, read_text, text_row
 
+# What one that asks to join hears: this, its clock and the last save's number; or why it may not.
+COME = "come"
 NOTHING_LEFT = "nothing is left to do"
 
 _LOOK_S = 0.1  # between looks at who has come
@@ -36,7 +38,6 @@ _GRACE_S = 30.0  # that rank 0 may answer late
 _SLOW_S = 20.0  # that a process which is launched tries to reach the store
 _AGAIN_S = 1.0  # after which rank 0 does, if it was cut off
 _OVER = "over"
-_COME = "come"
 
 # --- as all start
 
@@ -47,13 +48,9 @@ def join_processes(timeout_s: float, *, cpu: bool) -> dist.Store | None:
     Accelerate makes the group itself, but after a restart: the launcher's store still holds the
     addresses of the processes before (torch 2.15), so that each attempt needs keys of its own.
 
-    Args:
-        timeout_s: Longest wait of one process for another.
-        cpu: Whether the processes compute on the CPU, be there an accelerator or not.
-
-    Returns:
-        The store at which they have met, to be kept until there is a group; None: there is no
-        launcher.
+    A process waits `timeout_s` for another. `cpu` is whether they compute on the CPU, be there an
+    accelerator or not. Keep the store that is returned until there is a group; None: there is no
+    launcher.
     """
     _bind_to_launcher()
     met = _meet(timeout_s)
@@ -87,22 +84,21 @@ def _meet(timeout_s: float) -> dist.Store | None:
     where, rank = launcher_address(), int(os.environ.get("RANK", "-1"))
     if where is None or rank < 0:
         return None
-    began, processes = time.monotonic(), int(os.environ["WORLD_SIZE"])
-    store = _open_store(*where, rank, timeout_s)
-    start, came, told = f"dbsl/start/{restarts()}", 0, False
+    began, processes, came, told = time.monotonic(), int(os.environ["WORLD_SIZE"]), 0, False
+    store, start = _open_store(*where, rank, timeout_s), f"dbsl/start/{restarts()}"
     try:
         if store.add(f"{start}/{rank}", 1) == 1:  # else it has come before, and was launched again
             store.add(start, 1)
         while (came := store.add(start, 0)) < processes:  # one thread answers them all
-            waited_s = time.monotonic() - began
+            waited_s, counted = (
+                time.monotonic() - began,
+                f"{came} of {processes} processes have come",
+            )
             if waited_s > timeout_s:
-                raise SyncError(
-                    f"{came} of {processes} processes have come within {timeout_s:g} s "
-                    "(--worker-timeout)"
-                )
+                raise SyncError(f"{counted} within {timeout_s:g} s (--worker-timeout)")
             if rank == 0 and waited_s > _QUIET_S and not told:
                 told = True
-                _tell(f"{came} of {processes} processes have come; waiting for the others")
+                _tell(f"{counted}; waiting for the others")
             time.sleep(_LOOK_S)
     except SyncError:
         raise
@@ -116,20 +112,15 @@ def _meet(timeout_s: float) -> dist.Store | None:
 def _open_store(address: str, port: int, rank: int, timeout_s: float) -> dist.Store:
     """Return a connection with the launcher's store, which rank 0 serves where no launcher does."""
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    began = time.monotonic()
+    end, where = time.monotonic() + timeout_s, f"{address}:{port}"
     while True:
-        left_s = timeout_s - (time.monotonic() - began)
+        left_s = end - time.monotonic()
         patience = timedelta(seconds=max(0.1, min(left_s, _QUIET_S)))
+        # Many tenants: the process group's store has the same server.
+        options = {"timeout": patience, "wait_for_workers": False, "multi_tenant": True}
         try:
-            return connect(  # many tenants: the process group's store has the same server
-                *(address, port),
-                is_master=serves,
-                timeout=patience,
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
+            return connect(address, port, is_master=serves, **options)
         except RuntimeError as error:
-            where = f"{address}:{port}"
             if serves:
                 raise SyncError(f"rank 0 cannot listen at {where}: {reason_of(error)}") from error
             if left_s <= _QUIET_S:
@@ -165,8 +156,7 @@ def _bind_to_launcher() -> None:
     if not address or "GLOO_SOCKET_IFNAME" in os.environ or not sys.platform.startswith("linux"):
         return
     with suppress(OSError):
-        interface = _interface_to(address)
-        if interface:
+        if interface := _interface_to(address):
             os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
@@ -175,20 +165,20 @@ def _interface_to(address: str) -> str | None:
     family, _, _, _, peer = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(peer)  # sends nothing
-        own = probe.getsockname()[0]
+        here = probe.getsockname()[0]
     interfaces = psutil.net_if_addrs().items()
-    return next((name for name, found in interfaces for a in found if a.address == own), None)
+    return next((name for name, found in interfaces for a in found if a.address == here), None)
 
 
 # --- while the others train
 
 
 class Admission(NamedTuple):
-    """What a process that joins begins with."""
+    """What a worker's process begins with."""
 
     pair: dist.ProcessGroup  # with rank 0
-    clock: int  # rounds behind it
-    sequence: int  # number of the last save
+    clock: int = 0  # rounds behind it
+    sequence: int = 0  # number of the last save
 
 
 @dataclass(frozen=True)
@@ -204,33 +194,26 @@ class RunningJob:
     settings: Mapping[str, Any]  # complete, with what else `Door` was given
 
     def enter(self, timeout_s: float) -> Admission:
-        """Ask to be taken in, and wait for the answer, or raise `NothingLeft` or `SyncError`.
+        """Ask to be taken in, and wait for the answer.
 
         Rank 0 counts a worker as lost, such as the one before, after `timeout_s` of silence.
         """
-        patience_s = 2 * timeout_s + _GRACE_S
         try:
-            if (store := _join_store()) is None:
-                raise SyncError("there is no launcher's store to ask at")
+            store = _join_store()
             number = store.add(f"asked/{self.rank}", 1)
-            pair = _connect(store, self.rank, number, 1, patience_s)
+            pair = _connect(store, self.rank, number, 1, 2 * timeout_s + _GRACE_S)
             row = text_row("")
             pair.recv([row], 0, 0).wait(timedelta(seconds=_GRACE_S))
         except RuntimeError as error:
-            said = reason_of(error)
+            said = f"it did not answer ({reason_of(error)})"
         else:
             said = read_text(row)
             come, *numbers = said.split()
-            if come == _COME:
+            if come == COME:
                 return Admission(pair, *map(int, numbers))
         if said.startswith(NOTHING_LEFT):
             raise NothingLeft(f"rank {self.rank} joins no more: {said}")
         raise SyncError(f"rank 0 has not taken rank {self.rank} in: {said}")
-
-
-def welcome(clock: int, sequence: int) -> str:
-    """Return what a process that is taken in hears first; one that is refused hears why."""
-    return f"{_COME} {clock} {sequence}"
 
 
 def find_running_job() -> RunningJob | None:
@@ -298,28 +281,28 @@ class Door:
         """Take nobody in any more."""
         self._closed.set()
 
-    def _listen(self, store: dist.Store) -> None:
+    def _listen(self, store: dist.Store | None) -> None:
         """Answer those who ask (runs in a thread)."""
-        cut_off = False
-        while not self._closed.wait(_AGAIN_S if cut_off else _LOOK_S):
+        told = False
+        while not self._closed.wait(_AGAIN_S if told else _LOOK_S):
             try:
-                if cut_off:
-                    store = _join_store(at_once=True)
+                store = store or _join_store(at_once=True)
                 for rank in range(1, self._processes):
                     self._look_after(rank, store.add(f"asked/{rank}", 0))
             except (OSError, RuntimeError) as error:
-                if not cut_off:
+                if not told:
                     tqdm.write(
                         f"warning: the launcher's store does not answer ({reason_of(error)}); "
                         "until it does, no process that is launched again can join"
                     )
-                cut_off = True
+                store, told = None, True
                 continue
-            if cut_off:
+            if told:
                 tqdm.write("the launcher's store answers again")
-            cut_off = False
-        with suppress(RuntimeError):  # the store is gone, and with it the launcher
-            store.set("open", _OVER)
+            told = False
+        if store is not None:
+            with suppress(RuntimeError):  # it is gone, and with it the launcher
+                store.set("open", _OVER)
 
     def _look_after(self, rank: int, number: int) -> None:
         """Answer a rank's last question, if it is time to."""

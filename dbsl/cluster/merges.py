@@ -49,10 +49,7 @@ class Delta:
     Douillard et al. (DiLoCo, arXiv 2311.08105), and local SGD before it. A learning rate of 1
     without momentum gives the mean itself. Batch norm's statistics become the mean's.
 
-    Args:
-        parameters: Numbers in the weights' vector that are trained; buffers follow them.
-        learning_rate: Of the step.
-        momentum: Of the step, in [0, 1).
+    `parameters` numbers of the weights' vector are trained; buffers follow them.
     """
 
     def __init__(self, parameters: int, learning_rate: float, momentum: float) -> None:
@@ -69,7 +66,7 @@ class Delta:
         parameter.grad = before - after
         optimizer = torch.optim.SGD([parameter], **self._settings)
         if self._momentum is not None:
-            optimizer.state[parameter]["momentum_buffer"] = self._momentum
+            optimizer.state[parameter]["momentum_buffer"] = self._momentum.to(parameter.device)
         optimizer.step()
         self._momentum = optimizer.state[parameter].get("momentum_buffer")
         return torch.cat([parameter, merged[self._parameters :]])
@@ -78,10 +75,9 @@ class Delta:
         """Return the momentum."""
         return {"momentum": self._momentum}
 
-    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        momentum = state["momentum"]
-        self._momentum = None if momentum is None else momentum.to(device)
+        self._momentum = state["momentum"]
 
 
 def choose_rule(config: RunConfig, weights: FlatWeights, own: MergeRule | None) -> MergeRule:

@@ -11,16 +11,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsl.base.errors import SettingError
 from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
-from dbsl.cluster.wire import NOTHING_ANNOUNCED, SERVER_RANK, decode_segment, encode_segment
+from dbsl.cluster.wire import SERVER_RANK, decode_segment, encode_segment
 from dbsl.plan.follow import Planner
 from dbsl.plan.types import (
     Action,
@@ -52,7 +51,7 @@ class Cluster(ABC):
         figures: Names of the figures in reports.
 
     Attributes:
-        time_s: The virtual clock of simulated workers; None where times are real.
+        time_s: Seconds of simulated workers; None where times are real.
         holds_weights: Whether the model has weights that count between two turns.
         on_stop: Called where the run is to stop while this process waits.
         finished_early: Whether the run has ended before its last epoch, by `finish`.
@@ -92,7 +91,7 @@ class Cluster(ABC):
         self._interrupted = False  # the run is to stop
         self.finished_early = False
         self._membership: deque[LostWorker | JoinedWorker] = deque()  # until they are told of
-        self._announced = NOTHING_ANNOUNCED  # the save that every process is to take part in
+        self._announced = 0, -1  # the save that every process is to take part in
 
     def __enter__(self) -> Cluster:
         self._exits = ExitStack()
@@ -123,6 +122,28 @@ class Cluster(ABC):
     @abstractmethod
     def push(self, reports: Sequence[RoundReport]) -> bool:
         """Hand over what a round came to; True: it was refused, being not finite."""
+
+    def _drop(self, rank: int, worker: int, reason: str) -> None:
+        """Go on without a worker (in the server's process).
+
+        Without a plan for the others all is as it was, and the run cannot go on.
+        """
+        clock = self.server.clocks[worker]
+        samples = self._plans.planner.drop(worker, self._rounds)
+        self.server.drop(worker)
+        self._membership.append(LostWorker(rank, worker, clock, samples, reason))
+
+    def _take_in(self, rank: int, worker: int) -> int:
+        """Go on with one more worker; return the rounds that it has behind it.
+
+        If these are all, nothing is left for it, and all is as it was; so it is without a plan.
+        """
+        clock = self._plans.planner.join(worker, self._rounds)
+        if clock < self._rounds:
+            self.server.members.join(worker, clock)
+            epoch = clock // self._rounds_per_epoch
+            self._membership.append(JoinedWorker(rank, worker, clock, epoch))
+        return clock
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -247,41 +268,3 @@ class SharedPlans:
                 self._current = decode_segment(rows, like.plan)
             self._place = epoch, round_
         return self._current
-
-
-class Change(NamedTuple):
-    """A simulated worker that is lost, or that joins."""
-
-    time_s: float  # virtual
-    worker: int
-    joins: bool
-
-
-def lose_worker(server: Server, planner: Planner, worker: int, last: int) -> int:
-    """Go on without a worker; return the samples that nobody trains on because of it.
-
-    Without a plan for the others all is as it was, and the run cannot go on.
-    """
-    samples = planner.drop(worker, last)
-    server.drop(worker)
-    return samples
-
-
-def join_worker(server: Server, planner: Planner, worker: int, last: int) -> int:
-    """Go on with one more worker; return the rounds that it has behind it.
-
-    At `last` the run has nothing left for it, and all is as it was; so it is without a plan.
-    """
-    clock = planner.join(worker, last)
-    if clock < last:
-        server.members.join(worker, clock)
-    return clock
-
-
-def leave_out(server: Server, planner: Planner, workers: tuple[int, ...]) -> None:
-    """Begin a run without workers that may join later."""
-    if not server.active - set(workers):
-        raise SettingError("a run must begin with a worker, got none")
-    planner.leave_out(workers)
-    for worker in workers:
-        server.members.leave(worker)

@@ -27,12 +27,12 @@ class Server:
     of the slowest worker's. What is pulled stays as it is: a merge makes another tensor.
 
     Args:
-        weights: Initial global weights, one vector; the server keeps its own copy.
+        weights: Initial global weights, [P]; the server keeps its own copy.
         workers: Number of workers.
         rule: Merges what was not refused.
         together: Whether `rule` gets all workers' pushes of a round, in the order in which they
             came; else each push alone.
-        staleness: Clock ticks that the leader may be ahead: 0 is a barrier, None no bound.
+        staleness: Rounds that the leader may be ahead: 0 is a barrier, None no bound.
         rounds_per_epoch: Rounds that make an epoch.
         observe: Called with each report, before anyone can ask for what follows from it.
         members: The workers, which the run's planner knows, too; None: nobody else does.
@@ -42,7 +42,7 @@ class Server:
         self,
         weights: Tensor,
         workers: int,
-        rule: MergeRule,
+        rule: MergeRule | None,
         *,
         together: bool = False,
         staleness: int | None,
@@ -52,19 +52,17 @@ class Server:
     ) -> None:
         assert not together or staleness == 0, staleness
         self._weights = weights.detach().clone()
-        self._rule, self._together = rule, together
-        self.staleness = staleness
-        self.rounds_per_epoch = rounds_per_epoch
-        self._observe = observe
+        self._rule, self._together, self._observe = rule, together, observe
+        self.staleness, self.rounds_per_epoch = staleness, rounds_per_epoch
         self.members = members or Members(workers)
         self.refused = 0  # rounds that were not merged, since they were not finite
         self.version = 0  # global updates so far
         self.finished: deque[EpochEnd] = deque()
         self.reports: deque[RoundReport] = deque()
         self._pulled_version = [0] * workers
-        self._collected = 0  # pushes of the round that a barrier is in, refused ones included
-        self._kept: Tensor | None = None  # the others of these, [workers, P], from the first row on
-        self._factors: list[float] = []  # theirs
+        # What came in the round that a barrier is in: pushes [workers, P], and their reports.
+        self._kept: Tensor | None = None
+        self._kept_reports: list[RoundReport] = []
         self._epochs_ended = 0
 
     @property
@@ -81,36 +79,26 @@ class Server:
         """Return the current global weights, not to be written to."""
         return self._weights
 
-    def may_start(self, worker: int) -> bool:
-        """Whether the worker may start its next round now.
-
-        A newcomer waits until another worker has come as far: it would else lead from its first
-        round on.
-        """
-        if worker in self.members.newcomers and self.clocks[worker] > self._newcomers_start():
-            return False
-        return self.staleness is None or self.clocks[worker] <= self.latest_start()
+    def slowest(self) -> int:
+        """Return the clock of the slowest worker that is still there."""
+        return self.members.slowest()
 
     def latest_start(self) -> float:
         """Return the clock up to which workers may start a round now."""
         return float("inf") if self.staleness is None else self.slowest() + self.staleness
 
-    def _newcomers_start(self) -> int:
-        """Return the clock up to which newcomers may begin: the leader's, who is none of them."""
-        others = self.active - self.members.newcomers
-        return max(self.clocks[w] for w in others) if others else self.slowest()
+    def may_start(self, worker: int) -> bool:
+        """Whether the worker may start its next round now.
 
-    def slowest(self) -> int:
-        """Return the clock of the slowest worker that is still there."""
-        return self.members.slowest()
-
-    def drop(self, worker: int) -> None:
-        """Go on without a worker: nobody waits for it any more."""
-        round_ = self.slowest()
-        self.members.leave(worker)
-        if self._collected and self.slowest() > round_:  # the barrier waited for it alone
-            self._merge_kept()
-        self._end_epochs()
+        A newcomer waits until another worker, who is none, has come as far: it would else lead from
+        its first round on.
+        """
+        newcomers, clock = self.members.newcomers, self.clocks[worker]
+        if worker in newcomers:
+            others = self.active - newcomers
+            if clock > max((self.clocks[w] for w in others), default=self.slowest()):
+                return False
+        return clock <= self.latest_start()
 
     def pull(self, worker: int) -> Tensor:
         """Return the global weights for a worker's next round, not to be written to."""
@@ -118,28 +106,19 @@ class Server:
         self._pulled_version[worker] = self.version
         return self.snapshot()
 
-    def push(self, weights: Tensor, report: RoundReport) -> RoundReport:
-        """Merge a worker's weights, advance its clock and return the report with its staleness."""
+    def push(self, pushed: Tensor, report: RoundReport) -> RoundReport:
+        """Merge what a worker pushes, advance its clock; return the report with its staleness."""
         self.members.inside.discard(report.worker)
         staleness = self.version - self._pulled_version[report.worker]
         report = replace(report, staleness=staleness)
-        if self._together:
-            self._collected += 1
-            if not report.refused:
-                self._keep(weights, report)
-            if self._is_last(report.worker):
-                self._merge_kept()
-        elif not report.refused:
-            self._merge(weights, report)
+        if not report.refused:
+            if self._together:
+                self._keep(pushed)
+                self._kept_reports.append(report)
+            else:
+                self._merge(pushed[None], [report])
         self._advance([report])
         return report
-
-    def push_each(self, pushed: Sequence[Tensor], reports: Sequence[RoundReport]) -> None:
-        """Take what all workers pushed from the present weights, one after the other."""
-        for report in reports:
-            self._pulled_version[report.worker] = self.version
-        for weights, report in zip(pushed, reports, strict=True):
-            self.push(weights, report)
 
     def push_joined(self, joined: Tensor | None, reports: Sequence[RoundReport]) -> None:
         """Take the weighted mean of what all workers pushed, made elsewhere, as one update.
@@ -147,20 +126,25 @@ class Server:
         None: all of it was refused.
         """
         if joined is not None:
-            self._apply_rule(joined[None], [1.0])
-        self.version += 1
+            self._merge(joined[None], [replace(reports[0], merge_weight=1.0)])
         self._advance(reports)
+
+    def drop(self, worker: int) -> None:
+        """Go on without a worker: nobody waits for it any more."""
+        before = self.slowest()
+        self.members.leave(worker)
+        self._end_rounds(before)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a later `load_state_dict` needs to go on alike."""
+        kept = self._kept_reports
         return {
             "weights": self.snapshot(),
             "version": self.version,
             **self.members.state_dict(),
             "pulled_version": list(self._pulled_version),
-            "collected": self._collected,
-            "kept": self._kept[: len(self._factors)] if self._factors else None,
-            "factors": list(self._factors),
+            "kept": self._kept[: len(kept)] if kept else None,
+            "kept_reports": [asdict(report) for report in kept],
             "epochs_ended": self._epochs_ended,
             "refused": self.refused,
             "finished": [asdict(end) for end in self.finished],
@@ -172,13 +156,14 @@ class Server:
         """Go on from what `state_dict` returned."""
         self._replace_weights(state["weights"])
         self.version, self.refused = state["version"], state["refused"]
-        self._collected, self._epochs_ended = state["collected"], state["epochs_ended"]
+        self._epochs_ended = state["epochs_ended"]
         self.members.load_state_dict(state)
         self._pulled_version = list(state["pulled_version"])
-        self._factors = []
-        for row, factor in enumerate(state["factors"]):
-            self._keep_row(state["kept"][row], factor)
-        now = {"ended_at": time.perf_counter()}  # that clock is of a process
+        self._kept_reports = [report_from_plain(report) for report in state["kept_reports"]]
+        if self._kept_reports:
+            self._kept = self._rows()
+            self._kept[: len(state["kept"])] = state["kept"]
+        now = {"ended_at": time.perf_counter()}  # which counts from this process's start
         self.finished = deque(EpochEnd(**end | now) for end in state["finished"])
         self.reports = deque(map(report_from_plain, state["reports"]))
         self._load_rule(state["outer"])
@@ -199,50 +184,38 @@ class Server:
 
     def _load_rule(self, state: Mapping[str, Any] | None) -> None:
         if isinstance(self._rule, Delta) and state is not None:
-            self._rule.load_state_dict(state, self._weights.device)
+            self._rule.load_state_dict(state)
 
-    def _merge(self, weights: Tensor, report: RoundReport) -> None:
-        """Merge a push by itself."""
-        self._apply_rule(weights[None], [report.merge_weight])
-        self.version += 1
-
-    def _keep(self, weights: Tensor, report: RoundReport) -> None:
+    def _keep(self, pushed: Tensor) -> None:
         """Keep a push until all workers have pushed."""
-        self._keep_row(weights, report.merge_weight)
-
-    def _keep_row(self, weights: Tensor, factor: float) -> None:
         if self._kept is None:
-            self._kept = self._weights.new_empty(len(self.clocks), len(self._weights))
-        self._kept[len(self._factors)].copy_(weights)
-        self._factors.append(factor)
+            self._kept = self._rows()
+        self._kept[len(self._kept_reports)].copy_(pushed)
 
-    def _merge_kept(self) -> None:
-        """Make one update of the pushes that a barrier has kept."""
-        if self._factors:  # else all were refused, and the weights stay
-            self._apply_rule(self._kept[: len(self._factors)], self._factors)
-        self._factors, self._collected = [], 0
+    def _rows(self) -> Tensor:
+        return self._weights.new_empty(len(self.clocks), len(self._weights))
+
+    def _merge(self, pushed: Tensor, reports: Sequence[RoundReport]) -> None:
+        """Make one update of pushes [n, P]."""
+        factors = torch.tensor([report.merge_weight for report in reports], dtype=torch.float64)
+        self._weights = self._rule(self._weights, pushed, factors)
         self.version += 1
-
-    def _apply_rule(self, pushed: Tensor, factors: Sequence[float]) -> None:
-        exact = torch.tensor(factors, dtype=torch.float64)
-        self._weights = self._rule(self._weights, pushed, exact)
-
-    def _is_last(self, worker: int) -> bool:
-        """Whether everyone else has pushed the round that this worker pushes."""
-        clock = self.clocks[worker]
-        return all(self.clocks[other] > clock for other in self.active if other != worker)
 
     def _advance(self, reports: Sequence[RoundReport]) -> None:
+        before = self.slowest()
         for report in reports:
             self.clocks[report.worker] += 1
             self.refused += report.refused
             if not report.refused:
                 self._observe(report)
             self.reports.append(report)
-        self._end_epochs()
+        self._end_rounds(before)
 
-    def _end_epochs(self) -> None:
-        """Note the ends of epochs that all active workers have come to."""
+    def _end_rounds(self, before: int) -> None:
+        """Merge what a barrier has kept and end epochs, if the slowest was at `before` till now."""
+        if self.slowest() > before and self._kept_reports:  # else all were refused
+            self._merge(self._kept[: len(self._kept_reports)], self._kept_reports)
+            self._kept_reports = []
         while self.slowest() // self.rounds_per_epoch > self._epochs_ended:
             end = EpochEnd(self._epochs_ended, self.snapshot(), time.perf_counter())
             self.finished.append(end)

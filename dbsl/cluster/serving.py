@@ -1,7 +1,11 @@
-"""Rank 0 where workers meet without a barrier: it has the server, and perhaps trains itself.
+"""How real processes meet without a barrier: through a server on rank 0.
 
-Each worker of another process is answered in a thread of its own. One lock guards the server. A
-push is merged under it; a pull is answered as soon as the clocks allow.
+Rank 0 has the server, and perhaps trains itself (`ServingCluster`). Each worker of another process
+(`ServedCluster`) is answered in a thread of its own. One lock guards the server. A push is merged
+under it; a pull is answered as soon as the clocks allow.
+
+Every wait ends: by an answer, or because the other process was silent for too long. A process that
+is heard may take as long as it takes.
 """
 
 from __future__ import annotations
@@ -9,76 +13,204 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsl.base.errors import SettingError, SyncError
+from dbsl.base.errors import RunFinished, SettingError, SyncError
 from dbsl.cluster.alive import Pulse
-from dbsl.cluster.launch import NOTHING_LEFT, Door, welcome
-from dbsl.cluster.protocol import Cluster, join_worker, lose_worker
+from dbsl.cluster.launch import COME, NOTHING_LEFT, Admission, Door
+from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import (
     CPU,
+    SERVER_RANK,
     Ending,
     Kind,
-    Transfer,
+    Link,
     check_report,
+    decode_segment,
     encode_segment,
     hear,
-    read_report,
+    pairs_with_server,
     receive,
-    report_room,
+    segment_room,
     send,
     tell,
     text_row,
 )
-from dbsl.plan.types import (
-    BAD_WEIGHTS,
-    EpochEnd,
-    JoinedWorker,
-    LostWorker,
-    RoundReport,
-    Segment,
-    Turn,
-)
+from dbsl.plan.types import EpochEnd, RoundReport, Segment, Turn
 
-STOP = "stop"  # what a worker's pulse says where the run is to stop
+_START_S = 60.0  # that processes may come to their start apart, at least
+_STOP = "stop"  # what a worker's pulse says where the run is to stop
 _LOOK_S = 0.5  # after which rank 0, where it only serves, looks whether a save is due
 _STOP_PATIENCE_S = 20.0  # launchers kill what has not ended 30 s after they asked it to
 
 
-@dataclass
-class _Peer:
-    """A worker of another process, and its connection."""
+def through_server(
+    weights: FlatWeights,
+    server: Server | None,
+    *,
+    timeout_s: float,
+    wire: torch.dtype | None = None,
+    door: Door | None = None,
+    admission: Admission | None = None,
+    **common: Any,
+) -> Cluster:
+    """Return this process's side of stale synchronous or asynchronous rounds (a collective).
+
+    Every other rank shares a gloo group of two with rank 0. A lost pair leaves the other pairs as
+    they are: its worker is dropped, and the others share its samples.
+
+    Args:
+        weights: As for `Cluster`, like all that is not named here.
+        server: On rank 0 the server (its weights in host memory), elsewhere None.
+        timeout_s: Longest silence of a worker before it counts as lost, while it computes, too; of
+            the server 5 s more.
+        wire: What pushes travel as; see `Link`.
+        door: On rank 0, where processes that are launched again ask to join.
+        admission: Of a process that joins: then this is no collective.
+        **common: The rest of what a `Cluster` takes.
+    """
+    common |= {"timeout_s": timeout_s, "wire": wire}
+    if admission is not None:
+        return ServedCluster(weights, admission, **common)
+    pairs = pairs_with_server(timedelta(seconds=max(timeout_s, _START_S)))
+    if server is not None:
+        return ServingCluster(weights, server, pairs=pairs, door=door, **common)
+    return ServedCluster(weights, Admission(pairs[SERVER_RANK]), **common)
+
+
+class ServedCluster(Cluster):
+    """A worker's process: it asks rank 0 for plans and weights, and pushes to it."""
+
+    def __init__(
+        self,
+        weights: FlatWeights,
+        admission: Admission,
+        *,
+        timeout_s: float,
+        wire: torch.dtype | None,
+        outgoing: Tensor | None = None,
+        **common: Any,
+    ) -> None:
+        super().__init__(weights, outgoing=outgoing, **common)
+        self._clock, self._announced = admission.clock, (admission.sequence, -1)
+        self._timeout_s = timeout_s
+        self._asks_to_stop = False
+        self._link = Link(admission.pair, weights.vector, wire, weights=outgoing is None)
+        self._pulse = Pulse(
+            *(SERVER_RANK, admission.pair, timeout_s),
+            asks=True,
+            says=lambda: _STOP if self._asks_to_stop else "",
+        )
+
+    def turns(self) -> Iterator[Turn]:
+        """Yield this worker's rounds in order."""
+        while self._clock < self._rounds:
+            yield Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
+            self._clock += 1
+
+    def segment(self, turn: Turn) -> Segment:
+        """Return the plan in force in a turn, waiting while the worker is too far ahead.
+
+        The server is asked, which may have changed it.
+        """
+        planner = self._plans.planner
+        if planner.ledger.left_by_others(turn.epoch):
+            return planner.at(turn.epoch, turn.round)
+        like = planner.ledger.current_at(turn.epoch)
+        rows = segment_room(len(like.workers))
+        with self._waiting(), self._exchange():
+            tell(self._link.pair, Kind.PLAN)
+            receive(rows, self._link.pair)
+        return decode_segment(rows, like)
+
+    def pull(self, turn: Turn) -> None:
+        """Bring the global weights into the model, waiting while the worker is too far ahead."""
+        with self._waiting(), self._exchange():
+            ending, sequence, epoch = self._link.ask(Kind.PULL)
+            self._announced = sequence, epoch
+            if ending == Ending.GOES_ON:
+                self._link.take_weights(self.weights.vector)
+        if ending == Ending.FINISHED:
+            self.finish()
+            raise RunFinished
+        if ending == Ending.STOPPED:
+            self._interrupted = True
+            self.on_stop()
+
+    def push(self, reports: Sequence[RoundReport]) -> bool:
+        """Give the worker's weights, or gradients, to the server; True: they were refused."""
+        report = self._timed(*reports)
+        with self._waiting(), self._exchange():
+            self._link.push(report, self.outgoing)
+        return report.refused
+
+    def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
+        """Return the save that rank 0 has announced."""
+        return self._announced
+
+    def leave(self, sequence: int) -> int:
+        """Stop being served; return the number of the save to take part in."""
+        with self._exchange():
+            _, sequence, _ = self._link.ask(Kind.LEAVE)
+        return sequence
+
+    def interrupt(self) -> None:
+        """Stop after this step, and have rank 0 stop the run: this process may wait for others."""
+        super().interrupt()
+        self._asks_to_stop = True
+
+    def close(self) -> None:
+        """Tell the server that this worker is done."""
+        self._pulse.end()
+        self._pulse.wait(self._timeout_s)
+        with self._exchange():
+            tell(self._link.pair, Kind.DONE)
+            self._link.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which round it is; this process's weights are the model's, and not in here."""
+        return {"clock": self._clock, "waited_s": self._waited_s, "server": None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned; the server's clock is this worker's, too."""
+        self._clock, self._waited_s = state["clock"], state["waited_s"]
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Turn a failed exchange with rank 0 into a `SyncError`."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason, rank_0 = self._pulse.reason(error), f"rank {SERVER_RANK}"
+            if self._pulse.left_out:
+                said = f"{rank_0} has left this process out: {reason}; launch it again to join"
+            else:
+                said = f"the server ({rank_0}) was lost: {reason}"
+            raise SyncError(said) from error
+
+
+class _Peer(NamedTuple):
+    """A worker of another process."""
 
     rank: int
     worker: int
-    pair: dist.ProcessGroup
+    link: Link
     pulse: Pulse
-    buffer: Tensor  # what it pushes
-    whole: Transfer
-    narrow: Transfer
-    pulled: Tensor | None  # what it pulled, if it pushes the change since then
-    has_pulled: bool = False
+    pushed: Tensor
 
 
 class ServingCluster(Cluster):
     """The server's process; its own worker takes the same way to the server as the others.
 
-    Args:
-        weights: As for `Cluster`, like all that is not named here.
-        server: The server, its weights in host memory.
-        pairs: Connections with the other ranks.
-        timeout_s: Longest silence of a worker before it counts as lost.
-        narrow: Dtype of pushes, if it is not the weights'.
-        sends_changes: Whether a push is the weights' change since the pull.
-        door: Where processes that are launched again ask to join; None: there is no launcher.
+    `pairs` are its connections with the other ranks; for the rest see `through_server`.
     """
 
     server: Server
@@ -90,16 +222,14 @@ class ServingCluster(Cluster):
         *,
         pairs: Mapping[int, dist.ProcessGroup],
         timeout_s: float,
-        narrow: torch.dtype | None,
-        sends_changes: bool,
+        wire: torch.dtype | None,
+        outgoing: Tensor | None = None,
         door: Door | None = None,
         **common: Any,
     ) -> None:
-        super().__init__(weights, server, **common)
-        self._door = door
-        self._timeout_s = timeout_s
-        self._narrow_dtype = narrow
-        self._sends_changes = sends_changes
+        super().__init__(weights, server, outgoing=outgoing, **common)
+        self._door, self._timeout_s, self._wire = door, timeout_s, wire
+        self._pushes_weights = outgoing is None
         self._stopping = False
         self._changed = threading.Condition()  # guards the server; a thread may hold it twice
         self._failure: Exception | None = None
@@ -229,54 +359,64 @@ class ServingCluster(Cluster):
         self, rank: int, pair: dist.ProcessGroup, first: str | None = None
     ) -> threading.Thread:
         """Return what serves a rank; `first` is what it hears before it asks."""
+        pushed = torch.empty_like(self.weights.vector, device=CPU)
+        link = Link(pair, pushed, self._wire, weights=self._pushes_weights)
         pulse = Pulse(
             *(rank, pair, self._timeout_s),
             asks=False,
-            hears=lambda word: self.interrupt() if word == STOP else None,
+            hears=lambda word: self.interrupt() if word == _STOP else None,
             on_lost=self._wake,
         )
         self._heard[rank] = self._announced[0]  # one that joins takes no part in what was before
-        arguments = (rank, pair, pulse, first)
+        arguments = _Peer(rank, self._worker_of(rank), link, pulse, pushed), first
         return threading.Thread(
             target=self._serve, args=arguments, name=f"serve-{rank}", daemon=True
         )
 
-    def _serve(self, rank: int, pair: dist.ProcessGroup, pulse: Pulse, first: str | None) -> None:
+    def _serve(self, peer: _Peer, first: str | None) -> None:
         """Answer one rank's messages until it is done (runs in a thread)."""
-        worker = self._worker_of(rank)
         try:
             if first is not None:
-                send(text_row(first), pair)
-            buffer = torch.empty_like(self.weights.vector, device=CPU)
-            whole, narrow = (Transfer(buffer, pair, d) for d in (None, self._narrow_dtype))
-            pulled = torch.empty_like(buffer) if self._sends_changes else None
-            self._converse(_Peer(rank, worker, pair, pulse, buffer, whole, narrow, pulled))
+                send(text_row(first), peer.link.pair)
+            while self._answer(peer):
+                pass
             with self._changed:
-                del self._heard[rank]
+                del self._heard[peer.rank]
         except Exception as error:
-            reason = pulse.reason(error)
+            reason = peer.pulse.reason(error)
             with self._changed:
-                del self._heard[rank]
+                del self._heard[peer.rank]
                 for ranks in self._saving.values():
-                    ranks.discard(rank)
-                left_out = self._lose(rank, worker, reason)
+                    ranks.discard(peer.rank)
+                left_out = self._lose(peer, reason)
                 self._changed.notify_all()
-            pulse.end(reason if left_out else "")  # it may still be there
+            peer.pulse.end(reason if left_out else "")  # it may still be there
 
-    def _converse(self, peer: _Peer) -> None:
-        while True:
-            kind, number, _ = hear(peer.pair, Kind)
-            if kind == Kind.DONE:
-                return
-            if kind == Kind.LEAVE:
-                self._let_go(peer)
-                return
-            if kind == Kind.PLAN:
-                send(encode_segment(self._begin(peer.worker, peer.pulse)), peer.pair)
-            elif kind == Kind.PULL:
-                self._answer_pull(peer)
-            else:
-                self._take_push(peer, number, is_change=kind == Kind.PUSH_CHANGE)
+    def _answer(self, peer: _Peer) -> bool:
+        """Hear a message and do what it asks; False: it was the last."""
+        kind, number, _ = hear(peer.link.pair, Kind)
+        if kind == Kind.PLAN:
+            send(encode_segment(self._begin(peer.worker, peer.pulse)), peer.link.pair)
+        elif kind == Kind.PULL:
+            self._answer_pull(peer)
+        elif kind == Kind.LEAVE:
+            self._let_go(peer)
+        elif kind != Kind.DONE:
+            report = peer.link.take_push(kind, number, self._figures, peer.pushed)
+            check_report(report, peer.worker, *self._place(peer.worker))
+            self._merge(peer.pushed, report)
+        return kind not in (Kind.LEAVE, Kind.DONE)
+
+    def _answer_pull(self, peer: _Peer) -> None:
+        with self._changed:
+            weights = self._pull(peer.worker, peer.pulse)
+            announced = self._tell(peer.rank)
+        if weights is None:
+            ending = Ending.FINISHED if self.finished_early else Ending.STOPPED
+            tell(peer.link.pair, ending, *announced)
+        else:
+            tell(peer.link.pair, Ending.GOES_ON, *announced)
+            peer.link.give_weights(weights)
 
     def _let_go(self, peer: _Peer) -> None:
         """Answer a worker that is to stop: this process is to, and says as what it saves."""
@@ -286,55 +426,25 @@ class ServingCluster(Cluster):
                 self._changed.notify_all()
                 self._wait_for(lambda: self._stopping)
             announced = self._tell(peer.rank)
-        tell(peer.pair, Ending.STOPPED, *announced)
-
-    def _answer_pull(self, peer: _Peer) -> None:
-        with self._changed:
-            weights = self._pull(peer.worker, peer.pulse)
-            announced = self._tell(peer.rank)
-        if weights is None:
-            ending = Ending.FINISHED if self.finished_early else Ending.STOPPED
-            tell(peer.pair, ending, *announced)
-            return
-        tell(peer.pair, Ending.GOES_ON, *announced)
-        peer.whole.send(weights, copy=peer.pulled)
-        peer.whole.wait()
-        peer.has_pulled = peer.pulled is not None
-
-    def _take_push(self, peer: _Peer, rows: int, *, is_change: bool) -> None:
-        room = report_room(rows, self._figures)
-        receive(room, peer.pair)
-        report = read_report(room, self._figures)
-        if is_change:
-            if not peer.has_pulled:
-                raise SettingError("a change of weights must follow a pull")
-            finite = peer.narrow.receive(peer.buffer, plus=peer.pulled, check=True)
-        else:
-            transfer = peer.whole if self._sends_changes else peer.narrow
-            finite = transfer.receive(peer.buffer, check=True)
-        check_report(report, peer.worker, *self._place(peer.worker))
-        if not (finite or report.refused):
-            report = replace(report, refused=True, fault=BAD_WEIGHTS)
-        self._merge(peer.buffer, report)
+        tell(peer.link.pair, Ending.STOPPED, *announced)
 
     # --- who comes and goes
 
-    def _lose(self, rank: int, worker: int, reason: str) -> bool:
+    def _lose(self, peer: _Peer, reason: str) -> bool:
         """Go on without a worker, with the lock held; return whether others do."""
+        rank, worker = peer.rank, peer.worker
         if self._failure or self._stopping or self.server.clocks[worker] >= self._rounds:
             return False  # it has nothing more to give
         if self.server.active == {worker}:
             self._failure = SyncError(f"rank {rank}, the last worker, was lost: {reason}")
             return False
-        clock = self.server.clocks[worker]
         try:
-            samples = lose_worker(self.server, self._plans.planner, worker, self._rounds)
+            self._drop(rank, worker, reason)
         except Exception as error:  # the others cannot carry its share
             self._failure = SyncError(
                 f"rank {rank} was lost ({reason}), and without it there is no plan: {error}"
             )
             return False
-        self._membership.append(LostWorker(rank, worker, clock, samples, reason))
         return True
 
     def is_served(self, rank: int) -> bool:
@@ -353,12 +463,10 @@ class ServingCluster(Cluster):
                 raise SettingError(f"another process is heard as rank {rank}")
             if worker in self.server.active:
                 raise SettingError(f"{NOTHING_LEFT}: worker {worker} has done all its rounds")
-            clock = join_worker(self.server, self._plans.planner, worker, self._rounds)
+            clock = self._take_in(rank, worker)
             if clock >= self._rounds:
                 raise SettingError(f"{NOTHING_LEFT}: others have begun the last epoch")
-            epoch = clock // self._rounds_per_epoch
-            self._membership.append(JoinedWorker(rank, worker, clock, epoch))
-            thread = self._thread_for(rank, pair, welcome(clock, self._announced[0]))
+            thread = self._thread_for(rank, pair, f"{COME} {clock} {self._announced[0]}")
             self._threads.append(thread)
             thread.start()
 

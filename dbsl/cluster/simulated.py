@@ -1,4 +1,4 @@
-"""The simulated cluster: any number of workers in one process, on a virtual clock.
+"""The simulated cluster: any number of workers in one process, in simulated time.
 
 A discrete-event queue says whose round ends next. That worker trains from the weights it pulled
 when its round began, pushes, and pulls again, so that asynchronous and stale synchronous runs are
@@ -9,54 +9,47 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from dbsl.base.errors import SettingError, SyncError
-from dbsl.cluster.protocol import Change, Cluster, join_worker, lose_worker
+from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.types import EpochEnd, JoinedWorker, LostWorker, Restart, RoundReport, Turn
+from dbsl.plan.types import EpochEnd, Restart, RoundReport, Turn
 
 
 class SimulatedCluster(Cluster):
     """Workers that take turns on one model; `Server` decides as it does for real processes.
 
-    Args:
-        weights: As for `Cluster`, like all that is not named here. A turn's worker has them to
-            itself until it pushes.
-        duration: Virtual seconds that a worker computes in a round, from (worker, epoch, round).
-        exchange: Virtual seconds that its push and pull then take, from the same.
-
-    Attributes:
-        changes: Workers that are lost and that join at virtual times, which are still to come.
+    A turn's worker has the weights to itself until it pushes. `times` gives the simulated seconds
+    that a worker's round takes to compute, and those of its push and pull, from (worker, epoch,
+    round).
     """
 
     holds_weights = False  # the next turn pulls others
+    # Is called before a round ends, with that time; True: workers have come or gone before.
+    changes_before: Callable[[float], bool] = staticmethod(lambda time_s: False)
 
     def __init__(
         self,
         weights: FlatWeights,
         server: Server,
         *,
-        duration: Callable[[int, int, int], float],
-        exchange: Callable[[int, int, int], float] = lambda *_: 0.0,
+        times: Callable[[int, int, int], tuple[float, float]],
         **common: Any,
     ) -> None:
-        common |= {"workers": range(len(server.clocks))}
-        super().__init__(weights, server, rounds_per_epoch=server.rounds_per_epoch, **common)
-        self.time_s = 0.0  # the virtual clock
-        self._duration, self._exchange = duration, exchange
+        super().__init__(weights, server, **common)
+        self.time_s, self._times = 0.0, times
         self._pulled: dict[int, Tensor] = {}
-        self._durations: dict[int, float] = {}  # a worker's present round
-        self._waits: dict[int, float] = {}  # before that round; unused at a barrier
+        # A worker's present round: seconds of computing, exchanging, and waiting before it, which
+        # do not count at a barrier.
+        self._spent: dict[int, tuple[float, float, float]] = {}
         self._ended = [0.0] * len(server.clocks)  # each worker's last round
-        self._queue: list[tuple[float, int]] = []
+        self._queue: list[tuple[float, int]] = []  # ends of rounds
         self._turn: int | None = None  # the worker whose turn it is
-        self.changes: list[Change] = []
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield rounds in the order in which they end, and each epoch's end when it comes."""
@@ -64,11 +57,10 @@ class SimulatedCluster(Cluster):
             while self.server.finished:
                 yield self.server.finished.popleft()
             if self._turn is None:
-                for worker in self._waiting():
-                    self._start(worker)
+                self._start_rounds()
                 if not self._queue:
                     return
-                if self._change_before(self._queue[0][0]):
+                if self.changes_before(self._queue[0][0]):
                     continue  # others may start, or wait
                 self.time_s, self._turn = heapq.heappop(self._queue)
             yield Turn((self._turn,), *self._place(self._turn))
@@ -81,11 +73,7 @@ class SimulatedCluster(Cluster):
         self.server.finished.clear()
 
     def lose(self, worker: int) -> None:
-        """Go on without a worker, if there is another and it has something left to do.
-
-        Raises:
-            SyncError: If there is no plan without it.
-        """
+        """Go on without a worker, if there is another and it has something left to do."""
         server, clock = self.server, self.server.clocks[worker]
         if worker not in server.active or server.active == {worker} or clock >= self._rounds:
             return
@@ -93,33 +81,16 @@ class SimulatedCluster(Cluster):
         heapq.heapify(self._queue)
         self._pulled.pop(worker, None)
         try:
-            samples = lose_worker(server, self._plans.planner, worker, self._rounds)
+            self._drop(worker, worker, "simulated")
         except SettingError as error:
             raise SyncError(f"worker {worker} was lost, without it is no plan: {error}") from error
-        self._membership.append(LostWorker(worker, worker, clock, samples, "simulated"))
 
     def join(self, worker: int) -> None:
         """Go on with one more worker, unless it is there or the run has nothing left for it."""
         if worker in self.server.active:
             return
-        clock = join_worker(self.server, self._plans.planner, worker, self._rounds)
-        if clock < self._rounds:
+        if self._take_in(worker, worker) < self._rounds:
             self._ended[worker] = self.time_s
-            self._membership.append(JoinedWorker(worker, worker, clock, self._place(worker)[0]))
-
-    def _change_before(self, time_s: float) -> bool:
-        """Make the next change, if it comes before this time; say whether it did."""
-        if not self.changes or min(self.changes).time_s >= time_s:
-            return False
-        change = min(self.changes)
-        self.changes.remove(change)
-        self.time_s = max(self.time_s, change.time_s)
-        if not change.joins:
-            self.lose(change.worker)
-        else:
-            with suppress(ValueError):  # no plan with it: it stays away
-                self.join(change.worker)
-        return True
 
     def pull(self, turn: Turn) -> None:
         """Load the weights that the worker's round started from into the model."""
@@ -131,12 +102,11 @@ class SimulatedCluster(Cluster):
         (report,) = reports
         worker = report.worker
         self._ended[worker] = self.time_s
-        wait_s = self._waits[worker]
+        compute_s, exchange_s, wait_s = self._spent[worker]
         if self.server.staleness == 0:  # it is known when the others come: the round's own waiting
             ends_s = [end_s for end_s, w in self._queue if w in self.server.active]
             wait_s = max(ends_s, default=self.time_s) - self.time_s
-        wait_s += self._exchange(worker, report.epoch, report.round)
-        report = replace(report, compute_time_s=self._durations[worker], wait_time_s=wait_s)
+        report = replace(report, compute_time_s=compute_s, wait_time_s=wait_s + exchange_s)
         self.server.push(self.outgoing, report)
         return report.refused
 
@@ -150,8 +120,7 @@ class SimulatedCluster(Cluster):
             "time_s": self.time_s,
             "turn": self._turn,
             "pulled": dict(self._pulled),
-            "durations": dict(self._durations),
-            "waits": dict(self._waits),
+            "spent": dict(self._spent),
             "ended": list(self._ended),
             "queue": list(self._queue),
         }
@@ -162,8 +131,7 @@ class SimulatedCluster(Cluster):
         device = self.weights.vector.device
         self.time_s, self._turn = state["time_s"], state["turn"]
         self._pulled = {worker: w.to(device) for worker, w in state["pulled"].items()}
-        self._durations, self._waits = dict(state["durations"]), dict(state["waits"])
-        self._ended = list(state["ended"])
+        self._spent, self._ended = dict(state["spent"]), list(state["ended"])
         self._queue = [(time_s, worker) for time_s, worker in state["queue"]]
 
     def restart(self, start: Restart) -> None:
@@ -172,27 +140,24 @@ class SimulatedCluster(Cluster):
         self.time_s = start.time_s
         self._ended = [start.time_s] * len(self._ended)
 
-    def _waiting(self) -> list[int]:
-        """Return the workers that are in no round and may start one, in order."""
-        inside, latest = {worker for _, worker in self._queue}, self.server.latest_start()
-        return [
+    def _start_rounds(self) -> None:
+        """Begin the rounds of all workers that are in none and may start one, in order."""
+        server, latest = self.server, self.server.latest_start()
+        waiting = [
             worker
-            for worker, clock in enumerate(self.server.clocks)
+            for worker, clock in enumerate(server.clocks)
             if clock < self._rounds
             and clock <= latest
-            and worker not in inside
-            and worker in self.server.active
-            and self.server.may_start(worker)
+            and worker in server.active
+            and worker not in server.members.inside
+            and server.may_start(worker)
         ]
+        for worker in waiting:
+            self._pulled[worker] = server.pull(worker)  # which a newcomer begins with
+            compute_s, exchange_s = self._times(worker, *self._place(worker))
+            self._spent[worker] = compute_s, exchange_s, self.time_s - self._ended[worker]
+            heapq.heappush(self._queue, (self.time_s + compute_s + exchange_s, worker))
 
     def _place(self, worker: int) -> tuple[int, int]:
         """Return the epoch and the round that a worker is in."""
         return divmod(self.server.clocks[worker], self.server.rounds_per_epoch)
-
-    def _start(self, worker: int) -> None:
-        self._pulled[worker] = self.server.pull(worker)  # which a newcomer begins with
-        duration = self._duration(worker, *self._place(worker))
-        self._durations[worker] = duration
-        self._waits[worker] = self.time_s - self._ended[worker]
-        end_s = self.time_s + duration + self._exchange(worker, *self._place(worker))
-        heapq.heappush(self._queue, (end_s, worker))

@@ -1,22 +1,17 @@
-"""A model's floating-point state as one vector, and the model made ready to be called.
+"""A model's floating-point state as one vector, and the model compiled.
 
-With one vector a merge or a transfer is one operation. Graphs and cuDNN's choices keep its address.
+With one vector a merge or a transfer is one operation. Compiled graphs keep its address.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from dbsl.base.errors import SettingError
-from dbsl.data.sources import Batch
-from dbsl.loss import LossOf
-from dbsl.model import set_dropout
 
 # Numbers. Kernels read tensors whose address is a multiple of 16 bytes faster, and compiled ones
 # (Inductor) take parameters to be aligned without checking; the bits of sums depend on it, too.
@@ -130,9 +125,6 @@ def _view_like(flat: Tensor, tensor: Tensor) -> Tensor:
 
 
 _MOST_GRAPHS = 64  # in a run; further shapes run uncompiled
-# Calls of each graph before training. CUDA graphs warm up in the first and are recorded in the
-# second; the third shows that the recording runs.
-_CALLS = 3
 
 
 def compile_in_place(model: nn.Module, device: torch.device, *, sums: bool = False) -> None:
@@ -152,50 +144,3 @@ def uncompiled(model: nn.Module) -> AbstractContextManager:
     if all(module._compiled_call_impl is None for module in model.modules()):
         return nullcontext()  # the other one takes a second to import
     return torch.compiler.set_stance("force_eager")
-
-
-def make_ready(
-    model: nn.Module,
-    weights: FlatWeights,
-    batch_sizes: Mapping[int, Collection[int]],
-    dropout: Mapping[int, float],
-    accelerator: Accelerator,
-    example: Callable[[int, int], Batch],
-    loss_of: LossOf,
-    *,
-    compiled: bool,
-    sums: bool = False,
-) -> None:
-    """Pass a batch of each shape that training will have, before its clock starts.
-
-    A compiled model makes its graphs here. An eager one has cuDNN try its algorithms, which takes
-    seconds for each shape as well. Weights, statistics and random streams stay as they are.
-
-    Args:
-        model: The model, on its device.
-        weights: Its weights, where they will stay: graphs keep their addresses.
-        batch_sizes: Samples of the batches that are trained on, by resolution.
-        dropout: Before the classifier, by resolution.
-        accelerator: Tells the device, and prints.
-        example: Makes a batch of a size at a resolution.
-        loss_of: Mean loss of the model on a batch.
-        compiled: Whether to compile the model in place first.
-        sums: Whether an optimizer sums the gradients of several calls, of micro-batches.
-    """
-    device = accelerator.device
-    if compiled:
-        compile_in_place(model, device, sums=sums)
-    began, shapes = time.perf_counter(), 0
-    model.train()
-    with weights.kept(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        for resolution, sizes in batch_sizes.items():
-            set_dropout(model, dropout[resolution])
-            for size in sorted(sizes):
-                images, labels = example(size, resolution)
-                for _ in range(_CALLS if compiled else 1):
-                    loss_of(model, images, labels).backward()
-                    # Gradients lie in the graph's memory, which its next call overwrites.
-                    model.zero_grad(set_to_none=True)
-                shapes += 1
-    took, what = time.perf_counter() - began, "compiled" if compiled else "cuDNN has chosen"
-    accelerator.print(f"{what} for {shapes} pairs of resolution and batch size in {took:.0f} s")

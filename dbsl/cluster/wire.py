@@ -19,13 +19,12 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from dbsl.base.errors import SettingError
-from dbsl.plan.types import Plan, RoundReport, Segment, StepLine, WorkerPlan
+from dbsl.plan.types import BAD_WEIGHTS, Plan, RoundReport, Segment, StepLine, WorkerPlan
 
 SERVER_RANK = 0
 CPU = torch.device("cpu")
-NOTHING_ANNOUNCED = (0, -1)
 
-_KINDS = {"int": int, "float": float, "bool": bool}
+_KINDS = {"int": int, "float": float, "bool": bool, "tuple[StepLine, ...]": int}
 _MOST = 2**53  # up to which float64 has all whole numbers
 
 # --- messages
@@ -102,9 +101,9 @@ def _whole(what: str, *values: float) -> int:
 
 # --- reports
 
-_APART = ("lines", "figures")
-_NUMBERS = [field for field in fields(RoundReport) if field.name not in _APART]
-LOGGED = [field.name for field in _NUMBERS].index("logged")
+# Of the lines it is their number.
+_NUMBERS = [field for field in fields(RoundReport) if field.name != "figures"]
+LOGGED = [field.name for field in _NUMBERS].index("lines")
 _LINE = len(StepLine._fields) - 1  # numbers of a step line without figures
 _WHOLE = 4  # of these, from the first on, are whole
 _MOST_ROWS = 1 << 20
@@ -124,6 +123,7 @@ def report_rows(report: RoundReport) -> Tensor:
     """
     rows = report_room(1 + len(report.lines), tuple(report.figures))
     numbers = [getattr(report, field.name) for field in _NUMBERS]
+    numbers[LOGGED] = len(report.lines)
     rows[0] = torch.tensor([*numbers, *report.figures.values()], dtype=torch.float64)
     for row, line in zip(rows[1:], report.lines, strict=True):
         values = [*line[:_LINE], *line.figures.values()]
@@ -137,16 +137,17 @@ def read_report(rows: Tensor, figures: Sequence[str] = ()) -> RoundReport:
     values, means = first[: len(_NUMBERS)], first[len(_NUMBERS) :]
     _whole("report", *(v for f, v in zip(_NUMBERS, values, strict=True) if f.type != "float"))
     found = {f.name: _KINDS[f.type](value) for f, value in zip(_NUMBERS, values, strict=True)}
+    count = found.pop("lines")
     report = RoundReport(**found, figures=dict(zip(names, means, strict=True)))
-    if not 0 <= report.logged <= min(report.steps, len(rows) - 1):
+    if not 0 <= count <= min(report.steps, len(rows) - 1):
         raise SettingError(
-            f"report must have at most a line for each of {report.steps} steps, got {report.logged}"
+            f"report must have at most a line for each of {report.steps} steps, got {count}"
         )
-    lines = [_read_line(row, names) for row in rows[1 : 1 + report.logged].tolist()]
+    lines = [_read_line(row, names) for row in rows[1 : 1 + count].tolist()]
     for line in lines:
         if line.worker != report.worker:
             raise SettingError(f"step line must be of worker {report.worker}, got {line.worker}")
-    return replace(report, logged=0, lines=tuple(lines))
+    return replace(report, lines=tuple(lines))
 
 
 def _read_line(row: Sequence[float], figures: Sequence[str]) -> StepLine:
@@ -241,12 +242,7 @@ class Transfer:
 
     A vector in host memory and in the wire's dtype is sent from, and received into, where it is;
     others pass a buffer, which is pinned for a CUDA device. Between `send` and `wait` the sent
-    vector must stay as it is.
-
-    Args:
-        like: A vector as they are sent.
-        pair: Group of this process and the other one.
-        dtype: What travels; None: the vector's.
+    vector must stay as it is. What travels is in `dtype`; None: that of `like`.
     """
 
     def __init__(
@@ -343,6 +339,74 @@ class Transfer:
 def _split(vector: Tensor | None, count: int) -> Sequence[Tensor | None]:
     """Return a vector's chunks, once for all of them; of no vector, as many times None."""
     return [None] * count if vector is None else vector.split(CHUNK)
+
+
+class Link:
+    """A worker's connection with the server, at either end: what travels on it, in which order.
+
+    Pushes travel as `wire`, if that is given: gradients are rounded to it. Weights lose less as
+    their change since the pull, which both ends count from what was pulled.
+    """
+
+    def __init__(
+        self, pair: dist.ProcessGroup, like: Tensor, wire: torch.dtype | None, *, weights: bool
+    ) -> None:
+        self.pair = pair
+        changes = weights and wire not in (None, like.dtype)
+        self._whole, self._narrow = Transfer(like, pair), Transfer(like, pair, wire)
+        # What is no change, as where a run was resumed inside a round.
+        self._full = self._whole if changes else self._narrow
+        self._pulled = torch.empty_like(like) if changes else None
+        self._can_change = False  # since `_pulled` is there
+
+    def ask(self, kind: Kind) -> tuple[Ending, int, int]:
+        """Ask the server; return its answer, as the last push has left this process."""
+        tell(self.pair, kind)
+        answer = hear(self.pair, Ending)
+        self.wait()
+        return answer
+
+    def push(self, report: RoundReport, vector: Tensor) -> None:
+        """Begin to push a vector, which is there before the next pull ends."""
+        rows = report_rows(report)
+        tell(self.pair, Kind.PUSH_CHANGE if self._can_change else Kind.PUSH, len(rows))
+        send(rows, self.pair)
+        if self._can_change:
+            self._narrow.send(vector, minus=self._pulled)
+        else:
+            self._full.send(vector)
+
+    def take_push(
+        self, kind: Kind, rows: int, figures: Sequence[str], vector: Tensor
+    ) -> RoundReport:
+        """Receive a push into a vector; return its report, refused if the vector is not finite."""
+        room = report_room(rows, figures)
+        receive(room, self.pair)
+        report = read_report(room, figures)
+        if kind == Kind.PUSH:
+            finite = self._full.receive(vector, check=True)
+        elif self._can_change:
+            finite = self._narrow.receive(vector, plus=self._pulled, check=True)
+        else:
+            raise SettingError("a change of weights must follow a pull")
+        good = finite or report.refused
+        return report if good else replace(report, refused=True, fault=BAD_WEIGHTS)
+
+    def give_weights(self, weights: Tensor) -> None:
+        """Send the weights that were pulled."""
+        self._whole.send(weights, copy=self._pulled)
+        self._whole.wait()
+        self._can_change = self._pulled is not None
+
+    def take_weights(self, vector: Tensor) -> None:
+        """Receive what `give_weights` sends into a vector."""
+        self._whole.receive(vector, copy=self._pulled)
+        self._can_change = self._pulled is not None
+
+    def wait(self) -> None:
+        """Wait until the last push has left this process."""
+        self._whole.wait()
+        self._narrow.wait()
 
 
 # --- collectives

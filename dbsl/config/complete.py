@@ -27,18 +27,6 @@ def says_unlike(
     return small_ratio > 0 or small_workers is not None or bool(local_batch_sizes)
 
 
-def check_names(resolved: Any, cls: type[RunConfig]) -> None:
-    """Raise ``SettingError`` unless it maps settings that a run finds out."""
-    if not isinstance(resolved, Mapping):
-        raise SettingError(f"resolved must map settings to values, got {resolved!r}")
-    known = sources(cls)
-    for name in resolved:
-        if name not in known and name != PROCESSES:
-            raise SettingError(
-                f"resolved must name settings that a run finds out ({', '.join(known)}), got {name}"
-            )
-
-
 def follow(
     cls: type[RunConfig], found: Collection[str], changed: Collection[str]
 ) -> dict[str, str]:
@@ -47,14 +35,10 @@ def follow(
     What changes so is a source, too.
     """
     follows: dict[str, str] = {}
-    known = sources(cls)
     while True:
         moved = {*changed, *follows}
-        new = {
-            name: own[0]
-            for name in found
-            if name not in moved and (own := [s for s in known.get(name, ()) if s in moved])
-        }
+        left = {name: sources(cls).get(name, ()) for name in found if name not in moved}
+        new = {name: own[0] for name, of in left.items() if (own := [s for s in of if s in moved])}
         if not new:
             return follows
         follows |= new
@@ -72,19 +56,17 @@ def still_true(
     `before` are the settings that it was given; `processes` and `launched_precision`, which stands
     in for ``auto``, are this launch's.
     """
-    changed = {
-        field.name
-        for field in fields(now)
-        if getattr(before, field.name) != getattr(now, field.name)
-    }
-    if resolved.get(PROCESSES) != processes:
-        changed.add(PROCESSES)
-    if takes_joint_steps(before) != takes_joint_steps(now):
-        changed.add(JOINT)
+    unlike = [
+        says_unlike(one.small_ratio, one.small_workers, one.local_batch_sizes)
+        for one in (before, now)
+    ]
+    moved = {f.name: getattr(before, f.name) != getattr(now, f.name) for f in fields(now)}
+    moved[PROCESSES] = resolved.get(PROCESSES) != processes
+    moved[JOINT] = takes_joint_steps(before) != takes_joint_steps(now)
+    moved[UNLIKE] = unlike[0] != unlike[1]
     if launched_precision not in (None, resolved.get("mixed_precision")):
-        changed.add("mixed_precision")
-    if _says_unlike(before) != _says_unlike(now):
-        changed.add(UNLIKE)
+        moved["mixed_precision"] = True
+    changed = {name for name, has_moved in moved.items() if has_moved}
     changed |= follow(type(now), resolved, changed).keys()
     return {name: value for name, value in resolved.items() if name not in changed}
 
@@ -105,7 +87,7 @@ def set_back(config: RunConfig, given: RunConfig, names: Collection[str]) -> Run
 
 def _ends(config: RunConfig, names: Collection[str]) -> set[str]:
     """Return the settings that have had their say once these are found."""
-    found = markers(type(config), Found)
+    found = dict(markers(type(config), Found))
     return {end for name in names if name in found for end in found[name].ends}
 
 
@@ -115,23 +97,15 @@ def found_by(given: RunConfig, complete: RunConfig, processes: int) -> dict[str,
     return {PROCESSES: processes, **{name: getattr(complete, name) for name in names}}
 
 
-def _says_unlike(config: RunConfig) -> bool:
-    return says_unlike(config.small_ratio, config.small_workers, config.local_batch_sizes)
-
-
 def is_as_given(name: str, given: RunConfig, complete: RunConfig) -> bool:
     """Whether a setting is what was given, perhaps written at greater length."""
     own, value = getattr(given, name), getattr(complete, name)
-    per_worker = name in markers(type(given), PerWorker) and name != "local_batch_sizes"
+    per_worker = name in dict(markers(type(given), PerWorker)) and name != "local_batch_sizes"
     if not per_worker or own in (None, "auto") or not own or not value:
         return own == value
-    length = math.lcm(len(own), len(value))
-    return _at_length(own, length) == _at_length(value, length)
-
-
-def _at_length(values: Sequence[Any], length: int) -> list[Any]:
-    """Return values of resolutions, or of all, as values of resolutions and workers."""
-    return [value for value in values for _ in range(length // len(values))]
+    length = math.lcm(len(own), len(value))  # values of resolutions as those of their workers
+    whole, given_whole = ([x for x in xs for _ in range(length // len(xs))] for xs in (value, own))
+    return whole == given_whole
 
 
 def for_workers(
@@ -156,6 +130,5 @@ def for_workers(
 
 def from_workers(values: Sequence[Sequence[T]]) -> tuple[T, ...]:
     """Return the shortest setting from which `for_workers` gives [resolution][worker] back."""
-    if all(len(set(row)) == 1 for row in values):
-        return tuple(row[0] for row in values)
-    return tuple(value for row in values for value in row)
+    alike = all(len(set(row)) == 1 for row in values)
+    return tuple(value for row in values for value in (row[:1] if alike else row))

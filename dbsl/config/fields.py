@@ -12,12 +12,14 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Flag, auto
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar
 
 from dbsl.base.errors import SettingError
 from dbsl.base.words import as_given
@@ -27,7 +29,12 @@ M = TypeVar("M")
 PAIRS = {"flag": "pairs"}  # metadata of a field of name=value texts, whose values may be lists
 UNSET = "unset"  # the value that takes back a setting of a file
 
-_WORDS = {int: ("a whole number", "N"), float: ("a number", "X"), Path: ("a text", "FILE")}
+_WORDS = {
+    bool: ("true or false", ""),
+    int: ("a whole number", "N"),
+    float: ("a number", "X"),
+    Path: ("a text", "FILE"),
+}
 _UNIONS = (typing.Union, types.UnionType)
 
 # No setting is beyond it, unless its bound says so: a larger number is a slip, and the arithmetic
@@ -37,37 +44,52 @@ LARGEST = 1e15
 
 @dataclass(frozen=True)
 class Within:
-    """Bounds of a number, or of each number of a list: ``Annotated[float, Within(0, 1)]``."""
+    """Bounds of a number, or of each number of a list: ``Annotated[float, Within(0, 1)]``.
+
+    A list has one of the `lengths`; without them, a number at least. `order` holds between
+    neighbours.
+    """
 
     low: float = -LARGEST
     high: float = LARGEST
     open_low: bool = False
     open_high: bool = False
+    lengths: tuple[int, ...] = ()
+    order: Callable[[float, float], bool] | None = None
 
-    def check(self, name: str, value: float) -> None:
-        """Raise ``SettingError`` naming setting, bound and value unless the value lies within."""
+    def check(self, name: str, value: Any) -> None:
+        """Raise ``SettingError`` naming setting, bound and value unless a value lies within."""
+        is_list = isinstance(value, (tuple, list))
+        for number in value if is_list else (value,):
+            if isinstance(number, (int, float)) and (bound := self._missed(number)):
+                raise SettingError(f"{name} must be {bound}, got {_shown(number)}")
+        if is_list and self.lengths and len(value) not in self.lengths:
+            several = in_words(self.lengths)
+            raise SettingError(f"{name} must have {several} values, got {len(value) or 'none'}")
+        if is_list and self.order and not all(map(self.order, value, value[1:])):
+            raise SettingError(f"{name} must ascend, got {as_given(value)}")
+        if value == () and self != Within():
+            raise SettingError(f"{name} must have a value, got none")
+
+    def _missed(self, value: float) -> str:
+        """Return the bound that a number does not keep, in words; empty: it keeps all."""
         above = value > self.low if self.open_low else value >= self.low
         below = value < self.high if self.open_high else value <= self.high
         if above and below:  # NaN is neither
-            return
+            return ""
         if value in (math.inf, -math.inf) or (value != value and self == Within()):
-            bound = "finite"
-        elif self.high != LARGEST:
+            return "finite"
+        if self.high != LARGEST:
             ends = "(" if self.open_low else "[", ")" if self.open_high else "]"
-            bound = f"in {ends[0]}{_shown(self.low)}, {_shown(self.high)}{ends[1]}"
-        elif value > LARGEST:
-            bound = f"at most {LARGEST:g}"
-        else:
-            bound = f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
-        raise SettingError(f"{name} must be {bound}, got {_shown(value)}")
+            return f"in {ends[0]}{_shown(self.low)}, {_shown(self.high)}{ends[1]}"
+        if value > LARGEST:
+            return f"at most {LARGEST:g}"
+        return f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
 
-    def check_in(self, setting: str, given: Mapping[str, Any], name: str) -> None:
-        """Check an argument of a setting of ``name=value`` texts, if it is given."""
-        if (value := given.get(name)) is None:
-            return
-        if not isinstance(value, int | float):
-            raise SettingError(f"{setting} must have a number as {name}, got {value!r}")
-        self.check(f"{setting} {name}", value)
+
+Count, Number = Annotated[int, Within(1)], Annotated[int, Within(0)]
+Positive, Amount = Annotated[float, Within(0, open_low=True)], Annotated[float, Within(0)]
+Share, BelowOne = Annotated[float, Within(0, 1)], Annotated[float, Within(0, 1, open_high=True)]
 
 
 def _shown(value: float) -> str:
@@ -109,34 +131,63 @@ class PerWorker:
 
 
 class Needs:
-    """A setting counts only with others: of these values, or, of a name alone, not its default.
+    """A setting counts only with others: of these values, or, of a name alone, switched on.
 
     What is `new` is refused without them where a run begins: one that goes on may have had them.
     """
 
-    def __init__(self, *given: str, new: bool = False, **values: Any) -> None:
-        self.new, self._other = new, None
-        self._values = {
-            name: value if isinstance(value, tuple) else (value,) for name, value in values.items()
-        }
-        self._given = given
+    words = "except with"
+
+    def __init__(self, *given: str, new: bool = False, why: str = "", **values: Any) -> None:
+        self.new, self.why = new, why
+        listed = {name: v if isinstance(v, tuple) else (v,) for name, v in values.items()}
+        self._cases = [(given, listed)]
 
     def __or__(self, other: Needs) -> Needs:
         """Return what either meets."""
-        both = Needs(*self._given, new=self.new, **self._values)
-        both._other = other
-        return both
+        either = copy(self)
+        either._cases = self._cases + other._cases
+        return either
 
     def __str__(self) -> str:
-        listed = [f"{name} {' or '.join(values)}" for name, values in self._values.items()]
-        all_of = " and ".join([*self._given, *listed])
-        return f"{all_of} or {self._other}" if self._other else all_of
+        cases = (
+            [*given, *(f"{name} {in_words(among)}" for name, among in values.items())]
+            for given, values in self._cases
+        )
+        return " or ".join(map(" and ".join, cases)) + self.why
 
     def are_met(self, config: Any) -> bool:
         """Whether a config has them."""
-        values = all(getattr(config, name) in among for name, among in self._values.items())
-        given = all(getattr(config, n) != getattr(type(config), n) for n in self._given)
-        return (values and given) or (self._other is not None and self._other.are_met(config))
+        return any(
+            all(getattr(config, name, None) in among for name, among in values.items())
+            and all(is_on(config, name) for name in given)
+            for given, values in self._cases
+        )
+
+    def left(self, name: str, config: Any) -> tuple[Any, ...]:
+        """Return the values that a config leaves a setting; none: any."""
+        return () if self.are_met(config) else (getattr(type(config), name),)
+
+
+class Excludes(Needs):
+    """A setting is off with others, which are given as for `Needs`, or has a value in `but`."""
+
+    words = "with"
+
+    def __init__(self, *given: str, but: tuple[str, ...] = (), **others: Any) -> None:
+        super().__init__(*given, **others)
+        self._but = but
+
+    def left(self, name: str, config: Any) -> tuple[Any, ...]:
+        """Return the values that a config leaves a setting; none: any."""
+        off = is_on(config, name) and self.are_met(config)
+        return (self._but or (getattr(type(config), name),)) if off else ()
+
+
+def is_on(config: Any, name: str) -> bool:
+    """Whether a setting is neither its default nor 0, false or empty."""
+    value = getattr(config, name, None)
+    return bool(value) and value != getattr(type(config), name)
 
 
 # Sources that are no settings: how many processes there are, on which nodes, whether all workers
@@ -155,54 +206,53 @@ class Found:
 
 
 @lru_cache
-def markers(cls: type, kind: type[M]) -> dict[str, M]:
-    """Return what of a kind the fields of a dataclass have in their types, by name."""
+def markers(cls: type, kind: type[M]) -> list[tuple[str, M]]:
+    """Return what of a kind the fields of a dataclass have in their types, each with its field."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    several = {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(cls)}
-    return {name: one for name, own in several.items() for one in own if isinstance(one, kind)}
+    names = [f.name for f in fields(cls)] if is_dataclass(cls) else hints
+    several = ((name, one) for name in names for one in _metadata(hints[name]))
+    return [(name, one) for name, one in several if isinstance(one, kind)]
+
+
+def _metadata(hint: Any) -> Iterator[Any]:
+    yield from getattr(hint, "__metadata__", ())
+    for arm in typing.get_args(hint):
+        yield from _metadata(arm)
 
 
 def with_role(cls: type, role: Role) -> tuple[str, ...]:
     """Return the fields of a dataclass that have a role, or one of several."""
-    return tuple(name for name, own in markers(cls, Role).items() if own & role)
+    return tuple(name for name, own in markers(cls, Role) if own & role)
 
 
 @lru_cache
 def sources(cls: type) -> dict[str, tuple[str, ...]]:
     """Return every setting that a run may find out, and what it is found from."""
-    return {
-        name: tuple(
-            source
-            for one in found.sources
-            for source in (with_role(cls, one) if isinstance(one, Role) else (one,))
-        )
-        for name, found in markers(cls, Found).items()
-    }
+    several = [(name, one) for name, found in markers(cls, Found) for one in found.sources]
+    names: dict[str, tuple[str, ...]] = {name: () for name, _ in markers(cls, Found)}
+    for name, one in several:
+        names[name] += with_role(cls, one) if isinstance(one, Role) else (one,)
+    return names
 
 
 def check_fields(config: Any) -> None:
     """Raise ``SettingError`` for the first field that is not as its type says.
 
-    A number without bounds has those of `Within()`; a list with bounds has a number at least.
+    A number without bounds has those of `Within()`.
     """
-    bounds = markers(type(config), Within)
-    for name in (field.name for field in fields(config)):
-        value, bound = getattr(config, name), bounds.get(name)
-        if bound and value == ():
-            raise SettingError(f"{name} must have a value, got none")
-        for number in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(number, (int, float)):
-                (bound or Within()).check(name, number)
+    bounds = dict(markers(type(config), Within))
+    for field in fields(config):
+        bounds.get(field.name, Within()).check(field.name, getattr(config, field.name))
     check_needs(config, new=False)
 
 
 def check_needs(config: Any, *, new: bool) -> None:
-    """Raise ``SettingError`` for the first field that is set without what it needs."""
-    for name, needs in markers(type(config), Needs).items():
-        value, default = getattr(config, name), getattr(type(config), name)
-        if needs.new == new and value not in (default, None) and not needs.are_met(config):
+    """Raise ``SettingError`` for the first field that does not go with what others are."""
+    for name, needs in markers(type(config), Needs):
+        value, left = getattr(config, name), needs.left(name, config)
+        if needs.new == new and left and value not in (*left, None):
             raise SettingError(
-                f"{name} must be {as_given(default)} except with {needs}, got {as_given(value)}"
+                f"{name} must be {in_words(left)} {needs.words} {needs}, got {as_given(value)}"
             )
 
 
@@ -229,17 +279,17 @@ def read_text(hint: Any, text: str) -> Any:
     return hint(text) if hint in _WORDS else text
 
 
-def in_words(hint: Any) -> str:
-    """Return what a type is in words."""
-    return "true or false" if hint is bool else described(hint)[0]
+def in_words(choices: Sequence[Any]) -> str:
+    """Return choices as a text, the last behind an or."""
+    *before, last = map(as_given, choices)
+    return f"{', '.join(before)} or {last}" if before else last
 
 
 def described(hint: Any) -> tuple[str, str]:
     """Return what a type is in words, and what the help shows."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
-        *before, last = map(str, inside)
-        return f"{', '.join(before)} or {last}" if before else last, "|".join(map(str, inside))
+        return in_words(inside), "|".join(map(str, inside))
     if origin is tuple:
         words, shown = described(inside[0])
         return words.removeprefix("a ") + "s", f"{shown},.."
@@ -249,14 +299,24 @@ def described(hint: Any) -> tuple[str, str]:
     return _WORDS.get(hint, ("a text", "TEXT"))
 
 
-def parse_kwargs(setting: str, pairs: tuple[str, ...]) -> dict[str, Any]:
-    """Return the arguments of ``name=value`` texts; values are Python's literals, or else texts."""
-    found: dict[str, Any] = {}
-    for name, text in _texts(setting, pairs).items():
-        try:
+def parse_kwargs(
+    setting: str,
+    pairs: tuple[str, ...],
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+    bounds: Mapping[str, Within] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return the arguments of ``name=value`` texts; values are Python's literals, or else texts.
+
+    Arguments in `elsewhere` are other settings'.
+    """
+    found: dict[str, Any] = _texts(setting, pairs, elsewhere)
+    for name, text in found.items():
+        with contextlib.suppress(ValueError, SyntaxError):
             found[name] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            found[name] = text
+    for name in found.keys() & bounds.keys():
+        if not isinstance(found[name], int | float):
+            raise SettingError(f"{setting} must have a number as {name}, got {found[name]!r}")
+        bounds[name].check(f"{setting} {name}", found[name])
     return found
 
 
@@ -268,48 +328,21 @@ def read_kwargs(
 
     Their types and bounds are those of settings; the fields in `but` are settings themselves.
     """
-    hints: dict[str, Any] = {}
-    for taker in takers:
-        hints |= typing.get_type_hints(taker, include_extras=True)
-    texts, found = _texts(setting, pairs), {}
-    check_names(setting, texts, hints, dict(zip(but, but, strict=True)))
-    for name, text in texts.items():
-        hint, *more = typing.get_args(hints[name]) if _annotated(hints[name]) else [hints[name]]
+    hints = {name: hint for taker in takers for name, hint in typing.get_type_hints(taker).items()}
+    bounds = {name: one for taker in takers for name, one in markers(taker, Within)}
+    found: dict[str, Any] = _texts(setting, pairs, dict(zip(but, but, strict=True)))
+    check_names(setting, found, hints)
+    for name, text in found.items():
         try:
-            found[name] = read_text(hint, text)
+            found[name] = read_text(hints[name], text)
         except (KeyError, ValueError):
-            raise SettingError(
-                f"{setting} must have {in_words(hint)} as {name}, got {text!r}"
-            ) from None
-        bound = next((own for own in more if isinstance(own, Within)), Within())
-        for number in found[name] if isinstance(found[name], tuple) else (found[name],):
-            if isinstance(number, int | float):
-                bound.check(f"{setting} {name}", number)
+            kind = described(hints[name])[0]
+            raise SettingError(f"{setting} must have {kind} as {name}, got {text!r}") from None
+        bounds.get(name, Within()).check(f"{setting} {name}", found[name])
     return found
 
 
-def check_names(
-    setting: str,
-    given: Collection[str],
-    known: Collection[str],
-    elsewhere: Mapping[str, str] | None = None,
-) -> None:
-    """Refuse the first argument that is not known, or another setting's (`elsewhere`)."""
-    for name in given:
-        if there := (elsewhere or {}).get(name):
-            raise SettingError(f"{setting} must leave {name} to {there}")
-        if name not in known:
-            near = ", ".join(difflib.get_close_matches(name, known, 3, 0.5) or sorted(known))
-            raise SettingError(f"{setting} must name arguments such as {near}, got {name}")
-
-
-def arguments(*functions: Callable[..., Any]) -> set[str]:
-    """Return the names of the further arguments that functions or classes take."""
-    several = (list(inspect.signature(function).parameters.values())[1:] for function in functions)
-    return {one.name for own in several for one in own if one.kind is not one.VAR_KEYWORD}
-
-
-def _texts(setting: str, pairs: tuple[str, ...]) -> dict[str, str]:
+def _texts(setting: str, pairs: tuple[str, ...], elsewhere: Mapping[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
@@ -317,9 +350,21 @@ def _texts(setting: str, pairs: tuple[str, ...]) -> dict[str, str]:
             raise SettingError(f"{setting} must be of the form name=value, got {pair!r}")
         if name in found:
             raise SettingError(f"{setting} must name each argument once, got {name} twice")
+        if name in elsewhere:
+            raise SettingError(f"{setting} must leave {name} to {elsewhere[name]}")
         found[name] = text
     return found
 
 
-def _annotated(hint: Any) -> bool:
-    return hasattr(hint, "__metadata__")
+def check_names(setting: str, given: Collection[str], known: Collection[str]) -> None:
+    """Refuse the first argument that is not known."""
+    for name in given:
+        if name not in known:
+            near = ", ".join(difflib.get_close_matches(name, known, 3, 0.5) or sorted(known))
+            raise SettingError(f"{setting} must name arguments such as {near}, got {name}")
+
+
+def arguments(*functions: Callable[..., Any]) -> set[str]:
+    """Return the names of the further arguments that functions or classes take."""
+    several = [list(inspect.signature(function).parameters.values())[1:] for function in functions]
+    return {one.name for own in several for one in own if one.kind is not one.VAR_KEYWORD}

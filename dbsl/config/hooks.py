@@ -37,10 +37,7 @@ _FOLDER = Path(dbsl.__file__).parent / "extras"
 _SETTINGS = {
     "average.py": ("ema_decay",),
     "charts.py": ("report_to",),
-    "emulate.py": (
-        *("slowdown", "disturb", "time_noise"),
-        *("link_gbps", "link_ms", "link_overlap"),
-    ),
+    "emulate.py": ("slowdown", "disturb", "time_noise", "link_gbps", "link_ms", "link_overlap"),
     "hub.py": ("push_to_hub",),
     "mirror": ("mirror",),
     "noise.py": ("noise_scale",),
@@ -198,11 +195,10 @@ class Extras:
     def of(cls, config: Any) -> Extras:
         """Return the extras that these settings ask for."""
         known = {
-            name: extra.of(config)
-            for name, extra in found_extras().items()
-            if extra.Settings is None or isinstance(config, extra.Settings)
+            n: e for n, e in found_extras().items() if isinstance(config, e.Settings or object)
         }
-        return cls({name: extra for name, extra in known.items() if extra is not None})
+        made = {name: extra.of(config) for name, extra in known.items()}
+        return cls({name: extra for name, extra in made.items() if extra is not None})
 
     def __enter__(self) -> Extras:
         return self
@@ -216,8 +212,7 @@ class Extras:
 
     def first(self, moment: Callable[..., T | None], *given: Any) -> T | None:
         """Return the first answer of an extra that is not None."""
-        answers = (getattr(extra, moment.__name__)(*given) for extra in self._extras.values())
-        return next((answer for answer in answers if answer is not None), None)
+        return next((one for one in self.each(moment, *given) if one is not None), None)
 
     def evaluated(
         self,
@@ -247,10 +242,9 @@ def found_extras() -> dict[str, type[Extra]]:
     found = {}
     for name in sorted(module.name for module in pkgutil.iter_modules([str(_FOLDER)])):
         module = importlib.import_module(f"dbsl.extras.{name}")
-        for value in vars(module).values():
-            own = isinstance(value, type) and value.__module__.startswith(module.__name__)
-            if own and issubclass(value, Extra):
-                found[name] = value
+        for one in vars(module).values():
+            own = isinstance(one, type) and one.__module__.startswith(module.__name__)
+            found |= {name: one} if own and issubclass(one, Extra) else {}
     return found
 
 
@@ -261,12 +255,8 @@ def settings_of_extras() -> tuple[type, ...]:
 
 def defaults_of_extras() -> dict[str, Any]:
     """Return the defaults of the extras' settings, by name."""
-    return {
-        field.name: field.default
-        for cls in settings_of_extras()
-        for field in fields(cls)
-        if field.name in inspect.get_annotations(cls)
-    }
+    several = [(cls, field) for cls in settings_of_extras() for field in fields(cls)]
+    return {f.name: f.default for cls, f in several if f.name in inspect.get_annotations(cls)}
 
 
 def file_of(setting: str) -> str | None:

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import le, lt
 from typing import Annotated, Any, Literal, TypedDict
 
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import lazy_import
 from dbsl.base.words import as_given
-from dbsl.config.fields import PAIRS, Role, Within, read_kwargs
+from dbsl.config.fields import (
+    PAIRS,
+    Amount,
+    Count,
+    Excludes,
+    Number,
+    Role,
+    Share,
+    Within,
+    read_kwargs,
+)
 
 timm = lazy_import("timm")
 
+Refusal = tuple[Any, str, Any]  # whether it holds, what must be, and the value that is not so
+
 Augment = Literal["none", "crop", "paper", "timm"]
-
-
 Interpolation = Literal["bilinear", "bicubic", "lanczos", "nearest", "box", "hamming"]
 CropMode = Literal["rrc", "rkrc", "rkrr"]
 TrainInterpolation = Literal[
     "random", "bilinear", "bicubic", "lanczos", "nearest", "box", "hamming"
 ]
 EraseMode = Literal["const", "rand", "pixel"]
+
+
+_ENDS = Within(0, open_low=True, lengths=(2,), order=le)
 
 
 @dataclass(frozen=True)
@@ -33,14 +47,15 @@ class AugmentKwargs:
     """
 
     aa: str | None = None
-    scale: Annotated[tuple[float, ...] | None, Within(0, open_low=True)] = None
-    ratio: Annotated[tuple[float, ...] | None, Within(0, open_low=True)] = None
-    hflip: Annotated[float | None, Within(0, 1)] = None
-    vflip: Annotated[float | None, Within(0, 1)] = None
-    color_jitter: Annotated[tuple[float, ...] | None, Within(0)] = None
-    color_jitter_prob: Annotated[float | None, Within(0, 1)] = None
-    grayscale_prob: Annotated[float | None, Within(0, 1)] = None
-    gaussian_blur_prob: Annotated[float | None, Within(0, 1)] = None
+    scale: Annotated[tuple[float, ...] | None, _ENDS] = None
+    ratio: Annotated[tuple[float, ...] | None, _ENDS] = None
+    hflip: Share | None = None
+    vflip: Share | None = None
+    # of all, or of brightness, contrast, saturation and, if it is to change, hue
+    color_jitter: Annotated[tuple[float, ...] | None, Within(0, lengths=(1, 3, 4))] = None
+    color_jitter_prob: Share | None = None
+    grayscale_prob: Share | None = None
+    gaussian_blur_prob: Share | None = None
     train_crop_mode: CropMode | None = None
     train_interpolation: TrainInterpolation | None = None
 
@@ -57,17 +72,19 @@ class EraseKwargs:
     recount: Annotated[int, Within(1, 100)] = 1
 
 
-_RAND_TRANSFORMS = ("weights", "3a", "3aw")  # names that timm's RandAugment knows
+_RAND_TRANSFORMS = ("tweights", "t3a", "t3aw")  # sections that timm's RandAugment knows
 
 
 class MixupKwargs(TypedDict, total=False):
     """More arguments of `Mixing`, by the names of timm's Mixup."""
 
-    cutmix_minmax: Annotated[tuple[float, ...] | None, Within(0, 1, open_low=True)]
-    prob: Annotated[float, Within(0, 1)]
-    switch_prob: Annotated[float, Within(0, 1)]
+    cutmix_minmax: Annotated[
+        tuple[float, ...] | None, Within(0, 1, open_low=True, lengths=(2,), order=lt)
+    ]
+    prob: Share
+    switch_prob: Share
     mode: Literal["batch", "pair", "elem"]
-    off_epoch: Annotated[int, Within(0)]
+    off_epoch: Number
 
 
 @dataclass(frozen=True)
@@ -82,18 +99,18 @@ class ImageConfig:
     # column of the classes; unset: label, or the class column with most classes
     label_column: Annotated[str | None, Role.ROUND] = None
     # images to train on, a stratified and seeded subset; unset: all
-    train_samples: Annotated[int | None, Within(1), Role.ROUND] = None
+    train_samples: Annotated[Count | None, Role.ROUND] = None
     # images to evaluate on, a stratified and seeded subset; unset: all
-    eval_samples: Annotated[int | None, Within(1), Role.FREE] = None
+    eval_samples: Annotated[Count | None, Role.FREE] = None
     # share of the training images to evaluate on instead of the test split, in (0, 1)
     holdout: Annotated[float | None, Within(0, 1, open_low=True, open_high=True), Role.ROUND] = None
     # crop: random crop and flip; paper: flip, rotation and zoom; timm: timm's pipeline, with the
     # settings below; none: nothing; unset: timm with one of those settings, else crop
     augment: Augment | None = None
     # processes that decode large images; unset: by the cores; 0: none
-    loader_workers: Annotated[int | None, Within(0), Role.FREE | Role.NODE] = None
+    loader_workers: Annotated[Number | None, Role.FREE | Role.NODE] = None
     # images of each split that may be left out because they cannot be decoded
-    max_bad_images: Annotated[int, Within(0), Role.FREE] = 16
+    max_bad_images: Annotated[Number, Role.FREE] = 16
     # --- timm's augmentation
     # policy of timm: rand-m9-mstd0.5-inc1 (RandAugment), augmix-m5-w4 (AugMix), original or v0
     # (AutoAugment), 3a (DeiT III's); unset: none
@@ -105,7 +122,7 @@ class ImageConfig:
     augment_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
     # --- random erasing and evaluation
     # probability that a rectangle of a training image is erased; with --augment crop, paper or timm
-    reprob: Annotated[float, Within(0, 1)] = 0.0
+    reprob: Annotated[Share, Excludes(augment="none")] = 0.0
     # side of the centre crop of evaluation images over their shorter side, in (0, 1]; unset: 0.875,
     # and 1 where images stay on the device: squares of one size up to 64 px, at most 2 GiB
     crop_pct: Annotated[float | None, Within(0, 1, open_low=True)] = None
@@ -114,9 +131,9 @@ class ImageConfig:
     # means of red, green and blue in [0, 1], or one for all; unset: those of the weights that are
     # started from; else the training images' own where they stay on the device (see --crop-pct);
     # else ImageNet's
-    mean: Annotated[tuple[float, ...] | None, Within(0, 1)] = None
+    mean: Annotated[tuple[float, ...] | None, Within(0, 1, lengths=(1, 3))] = None
     # standard deviations of red, green and blue in (0, 1], or one for all; unset: as with --mean
-    std: Annotated[tuple[float, ...] | None, Within(0, 1, open_low=True)] = None
+    std: Annotated[tuple[float, ...] | None, Within(0, 1, open_low=True, lengths=(1, 3))] = None
 
     @property
     def augmentation(self) -> Augment:
@@ -144,71 +161,34 @@ class ImageConfig:
         return {n: v for n, v in self.given_to_augment.items() if n in taker.__annotations__}
 
 
-def check_mixing(config: DataConfig) -> None:
-    """Raise ``SettingError`` for the first argument of mixing that does not fit."""
-    given = config.mixing
-    ends = given.get("cutmix_minmax")
-    if ends is not None and (len(ends) != 2 or ends[0] >= ends[1]):
-        raise _not_two("mixup_kwargs cutmix_minmax", ends)
-    if "switch_prob" in given and not (config.mixup and (config.cutmix or ends)):
-        raise SettingError(
-            "mixup_kwargs must leave out switch_prob except with mixup and CutMix, "
-            f"got {given['switch_prob']:g}"
-        )
+def refuse(refusals: Iterable[Refusal]) -> None:
+    """Raise ``SettingError`` for the first refusal that holds."""
+    for holds, text, value in refusals:
+        if holds:
+            shown = f"{value:g}" if isinstance(value, float) else as_given(value)
+            raise SettingError(f"{text}, got {shown}")
 
 
 def check_images(config: ImageConfig) -> None:
     """Raise ``SettingError`` for the first setting of augmentation that does not fit the others."""
-    pipeline = config.pipeline
-    given = next((name for name, value in vars(pipeline).items() if value is not None), None)
-    if given and config.augment not in (None, "timm"):
-        raise SettingError(
-            f"{'aa' if given == 'aa' else f'augment_kwargs {given}'} must go with augment timm, "
-            f"whose setting it is, got augment {config.augment}"
-        )
-    _check_augmenting(pipeline)
-    if config.reprob and config.augment == "none":
-        raise SettingError(f"reprob must be 0 with augment none, got {config.reprob:g}")
-    for name in EraseKwargs.__annotations__ if not config.reprob else ():
-        if name in config.given_to_augment:
-            raise SettingError(f"augment_kwargs {name} must go with reprob, got reprob 0")
-    for name in ("mean", "std"):
-        values = getattr(config, name)
-        if values is not None and len(values) not in (1, 3):
-            raise SettingError(f"{name} must be 1 or 3 values, got {len(values)}")
+    refuse(_of_images(config))
+    if config.aa is not None:
+        _check_policy(config.aa)
 
 
-def _check_augmenting(kwargs: AugmentKwargs) -> None:
-    """Raise ``SettingError`` for the first argument that timm's augmentation cannot take."""
-    for name in ("scale", "ratio"):
-        ends = getattr(kwargs, name)
-        if ends is not None and (len(ends) != 2 or ends[0] > ends[1]):
-            raise _not_two(f"augment_kwargs {name}", ends)
-    jitter = kwargs.color_jitter or ()
-    if len(jitter) not in (0, 1, 3, 4):
-        raise SettingError(
-            "augment_kwargs color_jitter must be one value, or one each for brightness, "
-            f"contrast, saturation and, if it is to change, hue, got {len(jitter)} values"
-        )
-    if len(jitter) == 4 and jitter[3] > 0.5:
-        raise SettingError(
-            f"augment_kwargs color_jitter of hue must be in [0, 0.5], got {jitter[3]:g}"
-        )
-    if kwargs.aa is None:
-        return
-    for name in ("color_jitter", "color_jitter_prob"):
-        value = getattr(kwargs, name)
-        if value is not None and "3a" not in kwargs.aa:
-            raise SettingError(
-                f"augment_kwargs {name} must be left out with aa {kwargs.aa}, which takes its "
-                f"place, got {as_given(value)}"
-            )
-    _check_policy(kwargs.aa)
-
-
-def _not_two(name: str, values: Sequence[float]) -> SettingError:
-    shown = ",".join(f"{value:g}" for value in values)
-    return SettingError(f"{name} must be two values, ascending, got {shown}")
+def _of_images(config: ImageConfig) -> Iterator[Refusal]:
+    given = {name: value for name, value in vars(config.pipeline).items() if value is not None}
+    for name in ("aa" if n == "aa" else f"augment_kwargs {n}" for n in given):
+        text = f"{name} must go with augment timm, whose setting it is"
+        yield config.augment not in (None, "timm"), text, f"augment {config.augment}"
+    for name in config.given_to_augment.keys() & EraseKwargs.__annotations__.keys():
+        yield not config.reprob, f"augment_kwargs {name} must go with reprob", "reprob 0"
+    hue = given.get("color_jitter", ())[3:]
+    yield hue and hue[0] > 0.5, "augment_kwargs color_jitter of hue must be in [0, 0.5]", hue
+    if config.aa is not None and "3a" not in config.aa:
+        text = f"must be left out with aa {config.aa}, which takes its place"
+        for name in ("color_jitter", "color_jitter_prob"):
+            yield name in given, f"augment_kwargs {name} {text}", given.get(name)
 
 
 @lru_cache
@@ -222,8 +202,8 @@ def _check_policy(policy: str) -> None:
     try:
         for section in sections:
             if name == "rand" and section.startswith("t"):
-                if section[1:] not in _RAND_TRANSFORMS:
-                    known = ", ".join(f"t{own}" for own in _RAND_TRANSFORMS)
+                if section not in _RAND_TRANSFORMS:
+                    known = ", ".join(_RAND_TRANSFORMS)
                     raise ValueError(f"transforms must be one of {known}, got section {section!r}")
             elif not any(character.isdecimal() for character in section):
                 raise ValueError(f"a section must be a name and a number, got section {section!r}")
@@ -242,11 +222,13 @@ class DataConfig(ImageConfig):
 
     # how often an epoch has each of its images, in a row and with another augmentation each time;
     # the number of samples stays, so that an epoch has fewer images
-    aug_repeats: Annotated[int, Within(1), Role.ORDER] = 1
+    aug_repeats: Annotated[
+        Count, Role.ORDER, Excludes(augment="none", why=": copies are equal")
+    ] = 1
     # --- mixing
-    mixup: Annotated[float, Within(0)] = 0.0  # alpha of mixup, say 0.2; 0: off
+    mixup: Amount = 0.0  # alpha of mixup, say 0.2; 0: off
     # alpha of CutMix, say 1.0; 0: off; with --mixup, each batch gets one of the two
-    cutmix: Annotated[float, Within(0)] = 0.0
+    cutmix: Amount = 0.0
     # more arguments of timm's Mixup as name=value: prob=1 switch_prob=0.5 (of CutMix where both are
     # on) mode=batch (pair, elem: what one mixing is drawn for) cutmix_minmax=0.2,0.8 (sides of
     # CutMix's area over the image's; it replaces --cutmix); off_epoch=90: none from there on
@@ -261,3 +243,15 @@ class DataConfig(ImageConfig):
     def mixing(self) -> Mapping[str, Any]:
         """What `dbsl.data.augment.Mixing` takes of ``mixup_kwargs``."""
         return read_kwargs("mixup_kwargs", self.mixup_kwargs, MixupKwargs)
+
+
+def of_mixing(config: DataConfig) -> Iterator[Refusal]:
+    """Yield what does not go together in how images are mixed."""
+    text = "mixup_kwargs must be empty except with mixup, cutmix or cutmix_minmax"
+    yield config.mixup_kwargs and not config.mixes, text, config.mixup_kwargs
+    one, given = (
+        not (config.mixup and (config.cutmix or config.mixing.get("cutmix_minmax"))),
+        config.mixing,
+    )
+    text = "mixup_kwargs must leave out switch_prob except with mixup and CutMix"
+    yield one and "switch_prob" in given, text, given.get("switch_prob")

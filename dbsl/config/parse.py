@@ -2,61 +2,72 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import inspect
+import itertools
 import os
+import re
+import shutil
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+import textwrap
+import typing
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from textwrap import indent
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import yaml
 
 from dbsl.base.errors import SettingError
-from dbsl.base.launcher import launched_precision, recall
-from dbsl.config.complete import RESOLVED, check_names, still_true
-from dbsl.config.fields import PROCESSES, UNSET
-from dbsl.config.flags import build, kinds_in_words, read_flags, unknown
-from dbsl.config.hooks import found_extras
+from dbsl.base.machine import launched_precision, recall
+from dbsl.base.words import as_given
+from dbsl.config.complete import RESOLVED, still_true
+from dbsl.config.fields import PAIRS, PROCESSES, UNSET, described, read_text, sources
+from dbsl.config.hooks import file_of, found_extras
 from dbsl.config.image_settings import AugmentKwargs, MixupKwargs
-from dbsl.config.settings import CHECKPOINTS, LrKwargs, is_url
+from dbsl.config.settings import CHECKPOINTS, LrKwargs, RunConfig, is_url
 
 T = TypeVar("T")
+
+# Metadata of a field of texts, which keep their commas.
+POSITIONAL = {"flag": "positional"}  # the values that stand behind no flag
+REPEATED = {"flag": "repeated"}  # one value behind each flag, which may be given again
 
 # What most people need first.
 COMMON = (
     *("dataset", "model", "epochs", "lr", "workers", "small_ratio", "large_batch_size"),
-    *("sync", "output_dir", "resume"),
+    *("sync", "output_dir", "resume", "config"),
 )
-_COMMAND = "accelerate launch train.py"
-_CONFIG_HELP = {"config": "YAML file of settings; flags win over it"}
+_CONFIG_HELP = "YAML file of settings; flags win over it"
+_GROUP = re.compile(r"\s*# --- (.+)")
+_COMMENT = re.compile(r"\s*# (?!--- )(.+)")
+_BETWEEN_PAIRS = re.compile(r",\s*(?=[^,=]*=)")
+_FIELD = re.compile(r"    (\w+): [^#]*(?:# (.+))?")
+_HELP_FROM = 32  # column that the help of a flag begins in
 # Names in timm and transformers that resemble none here, or another one; all: docs/timm.md.
-_LARGE = "--large-batch-size or --local-batch-sizes"
 _ELSEWHERE = {
-    "amp": "--mixed-precision",
-    "batch-size": _LARGE,
-    "bf16": "--mixed-precision",
+    **dict.fromkeys(("amp", "bf16", "fp16"), "--mixed-precision"),
+    **dict.fromkeys(
+        ("batch-size", "per-device-train-batch-size"), "--large-batch-size or --local-batch-sizes"
+    ),
+    **dict.fromkeys(
+        ("grad-accum-steps", "gradient-accumulation-steps"),
+        "--micro-batch-size, a number of samples,",
+    ),
+    **dict.fromkeys(("img-size", "input-size"), "--resolutions"),
+    **dict.fromkeys(("drop-connect", "drop-path"), "--model-kwargs drop_path_rate="),
     "class-weights": "a line of loss_function in train.py",
-    "fp16": "--mixed-precision",
-    "grad-accum-steps": "--micro-batch-size, a number of samples,",
-    "gradient-accumulation-steps": "--micro-batch-size, a number of samples,",
-    "img-size": "--resolutions",
-    "input-size": "--resolutions",
     "learning-rate": "--lr",
     "log-wandb": "--report-to wandb",
     "model-ema": "--ema-decay",
     "num-workers": "--loader-workers",
     "opt": "--optimizer",
-    "per-device-train-batch-size": _LARGE,
     "sched": "--lr-schedule",
     "val-split": "--holdout",
     "bce-sum": "--bce-kwargs sum=True",
     "bce-target-thresh": "--bce-kwargs target_thresh=",
-    "drop-connect": "--model-kwargs drop_path_rate=",
-    "drop-path": "--model-kwargs drop_path_rate=",
     "gp": "--model-kwargs global_pool=",
     "layer-decay": "--opt-kwargs layer_decay=",
     "drop-block": "--model-kwargs drop_block_rate=",
@@ -80,101 +91,218 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     process that torchrun or accelerate has restarted resumes what it was doing. What a run found
     out, and its file says, is taken over unless a setting has changed that it came from.
     """
-    flags = sys.argv[1:] if argv is None else argv
-    said = read_flags(cls, flags, _COMMAND, COMMON, _CONFIG_HELP, _ELSEWHERE)
-    known = {field.name for field in fields(cls) if field.metadata.get("flag", True)}
-    sources = [_Source.read(said.pop("config"), known)] if "config" in said else []
-    settings = (sources[0].settings if sources else {}) | said
+    said = _read_flags(cls, sys.argv[1:] if argv is None else argv, "accelerate launch train.py")
+    path = said.pop("config", None)
+    named = {path: _read_files(path, cls)} if path else {}
+    settings = _merged(named.get(path, ())) | said
     resume, output_dir = settings.get("resume"), settings.get("output_dir")
     if (resume is None or is_url(resume)) and (unfinished := recall(RUN_FOLDER)):
         resume, output_dir = "auto", unfinished
         said |= {"resume": resume, "output_dir": output_dir}
-    with tempfile.TemporaryDirectory() as scratch:
-        where = {"resume": resume, "output_dir": output_dir}
-        own = _own_settings(settings | where, Path(scratch))
-        if own is not None and own.is_file():
-            sources.insert(0, _Source.read(own, known))
-    given = [flag for source in sources for flag in yaml_to_argv(source.settings)]
-    with _naming_source(sources, said):
-        for source in sources:
-            _check_switches(cls, source.settings)
-        config = build(cls, read_flags(cls, given) | said)
-    for source in sources:  # what the run itself found out comes first
-        for number in range(len(source.files), 0, -1):
-            if RESOLVED in source.files[number - 1]:
-                return _keep_found(config, source.files[:number])
-    return config
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A YAML file: what it and its bases have, the deepest base first."""
-
-    path: Path
-    files: list[dict[str, Any]]
-
-    @classmethod
-    def read(cls, path: Path, known: Collection[str]) -> _Source:
-        return cls(path, _read_files(path, known))
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return _merged(self.files)
-
-
-def _check_switches(cls: type, settings: Mapping[str, Any]) -> None:
-    """Raise ``SettingError`` for a setting of a file that is true or false and must not be."""
-    kinds = kinds_in_words(cls)
-    for name, value in settings.items():
-        kind = kinds.get(str(name).replace("-", "_"))
-        if isinstance(value, bool) and kind is not None:
-            words = "yes or on" if value else "no or off"
-            raise SettingError(
-                f"{name} must be {kind}, got {str(value).lower()}, as which YAML reads an "
-                f"unquoted {words}"
-            )
-
-
-@contextmanager
-def _naming_source(sources: Sequence[_Source], said: Collection[str]) -> Iterator[None]:
-    """Say of a setting that is refused which file has set it, unless a flag has."""
+    read = {}  # files and their bases, by path; a resumed run's own come first
+    if resume is not None:
+        with tempfile.TemporaryDirectory() as scratch:
+            where = settings | {"resume": resume, "output_dir": output_dir}
+            several = (e.own_settings(where, Path(scratch)) for e in found_extras().values())
+            own = next(filter(None, several), None)
+            own = own or run_folder_of(str(resume), output_dir) / "config.yaml"
+            read = {own: _read_files(own, cls)} if own.is_file() else {}
+    read |= named
+    given = [flag for files in read.values() for flag in yaml_to_argv(_merged(files))]
     try:
-        yield
+        config = _build(cls, _read_flags(cls, given) | said)
     except SettingError as error:  # its first word is the setting, or its flag
-        name = str(error).partition(" ")[0].removeprefix("--").replace("-", "_")
-        paths = [s.path for s in sources if name in {k.replace("-", "_") for k in s.settings}]
+        name = _name(str(error).partition(" ")[0].removeprefix("--"))
+        paths = [p for p, files in read.items() if name in map(_name, _merged(files))]
         if not paths or name in said:
             raise
         way = "a flag wins over it"
         if f"{name} must be {UNSET} " in str(error):
-            way += f": --{name.replace('_', '-')} {UNSET}"
+            way += f": {_flag(name)} {UNSET}"
         raise SettingError(f"{error} ({paths[-1]} sets {name}; {way})") from None
-
-
-def _own_settings(said: Mapping[str, Any], scratch: Path) -> Path | None:
-    """Return where a resumed run's own settings are, if it is one."""
-    if said["resume"] is None:
-        return None
-    for extra in found_extras().values():
-        if own := extra.own_settings(said, scratch):
-            return own
-    resume, output_dir = str(said["resume"]), said["output_dir"]
-    return run_folder_of(resume, output_dir) / "config.yaml"
+    for files in read.values():
+        for number in range(len(files), 0, -1):
+            if RESOLVED in files[number - 1]:
+                return _keep_found(config, files[:number])
+    return config
 
 
 def _keep_found(config: T, files: Sequence[Mapping[str, Any]]) -> T:
     """Return the config with what the last of these files found out, as far as it still holds."""
-    given, resolved = yaml_to_argv(_merged(files)), files[-1][RESOLVED]
-    check_names(resolved, type(config))
-    defaults = {field.name: field.default for field in fields(config)}
-    before = SimpleNamespace(**defaults | read_flags(type(config), given))
+    cls, resolved = type(config), files[-1][RESOLVED]
+    if not isinstance(resolved, Mapping):
+        raise SettingError(f"resolved must map settings to values, got {resolved!r}")
     found = {name: value for name, value in resolved.items() if name != PROCESSES}
-    typed = read_flags(type(config), yaml_to_argv(found))
+    if others := found.keys() - sources(cls).keys():
+        known = ", ".join(sources(cls))
+        raise SettingError(
+            f"resolved must name settings that a run finds out ({known}), got {min(others)}"
+        )
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    before = SimpleNamespace(**defaults | _read_flags(cls, yaml_to_argv(_merged(files))))
+    typed = _read_flags(cls, yaml_to_argv(found))
     values = dict(resolved) | {name: typed.get(name) for name in found}
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    return replace(
-        config, resolved=still_true(values, before, config, processes, launched_precision())
-    )
+    found = still_true(values, before, config, processes, launched_precision())
+    return dataclasses.replace(config, resolved=found)
+
+
+def parse_flags(cls: type[T], flags: Sequence[str] | None = None, prog: str = "") -> T:
+    """Build the dataclass `cls` from flags; unset: this process's.
+
+    Lists take commas or spaces, and the last flag counts.
+    """
+    return _build(cls, _read_flags(cls, sys.argv[1:] if flags is None else flags, prog))
+
+
+def _build(cls: type[T], values: Mapping[str, Any]) -> T:
+    for field in dataclasses.fields(cls):
+        required = field.default is field.default_factory is dataclasses.MISSING
+        if required and field.name not in values:
+            raise SettingError(f"{_flag(field.name)} must be given")
+    return cls(**values)
+
+
+def _flags_of(cls: type) -> tuple[dict[str, dataclasses.Field], dict[str, Any]]:
+    """Return the fields that are flags, and their types, by name."""
+    known = {f.name: f for f in dataclasses.fields(cls) if f.metadata.get("flag", True)}
+    more = {"config": dataclasses.field(default=None)} if issubclass(cls, RunConfig) else {}
+    return known | more, typing.get_type_hints(cls) | dict.fromkeys(more, Path)
+
+
+def _read_flags(cls: type, flags: Sequence[str], prog: str = "") -> dict[str, Any]:
+    """Return the fields that flags set."""
+    known, hints = _flags_of(cls)
+    if not {"-h", "--help"}.isdisjoint(flags):
+        if os.environ.get("RANK", "0") == "0":
+            print(_help(cls, prog))
+        raise SystemExit(0)
+    positional = next((name for name, f in known.items() if f.metadata == POSITIONAL), None)
+    found: dict[str, list[Any]] = {positional: [[]]} if positional else {}  # by flag, each time
+    taker = positional  # the field that the next value is of
+    for flag in flags:
+        if not flag.startswith("--"):
+            if taker is None:
+                raise SettingError(f"values must come behind a flag that takes them, got {flag!r}")
+            found[taker][-1].append(flag)
+        else:
+            given, equals, value = flag[2:].partition("=")
+            name = _name(given)
+            on = not (name not in known and hints.get(name.removeprefix("no_")) is bool)
+            name = name if on else name.removeprefix("no_")
+            if name not in known or name == positional:
+                raise _unknown(cls, "flag must be one that --help lists", _flag(_name(given)))
+            switch = hints[name] is bool
+            if switch and equals:
+                raise SettingError(f"{_flag(name)} must have no value, got {value!r}")
+            found.setdefault(name, []).append(on if switch else [value] * bool(equals))
+            taker = positional if switch else name
+        # Values may stand behind no flag: one value, or all up to the next flag, are the flag's.
+        if positional and taker != positional and found[taker][-1]:
+            one = known[taker].metadata == REPEATED or not _is_list(hints[taker])
+            taker = positional if one else taker
+    return {name: _value(name, known[name], hints[name], given) for name, given in found.items()}
+
+
+def _value(name: str, field: dataclasses.Field, hint: Any, given: list[Any]) -> Any:
+    """Return what was given for a field, each time, as its type has it."""
+    last = given[-1]
+    if hint is bool or field.metadata == POSITIONAL:
+        return last if hint is bool else tuple(last)
+    text = (",".join if _is_list(hint) else " ".join)(last)
+    if field.metadata == PAIRS:
+        return tuple(pair for pair in _BETWEEN_PAIRS.split(text) if pair)
+    try:
+        if field.metadata == REPEATED:
+            return tuple(value for (value,) in given)
+        if len(last) != 1 and not _is_list(hint):
+            raise ValueError
+        return read_text(hint, text)
+    except (KeyError, ValueError):
+        shown = repr(text) if last else "nothing"
+        raise SettingError(f"{_flag(name)} must be {described(hint)[0]}, got {shown}") from None
+
+
+def _is_list(hint: Any) -> bool:
+    return any(typing.get_origin(arm) is tuple for arm in (hint, *typing.get_args(hint)))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _name(flag: object) -> str:
+    return str(flag).replace("-", "_")
+
+
+def _unknown(cls: type, must: str, got: str, where: str = "") -> SettingError:
+    """Return the refusal of a name that is not known, with what may be meant."""
+    name = _name(got.removeprefix("--"))
+    here = _ELSEWHERE.get(name.replace("_", "-")) if issubclass(cls, RunConfig) else None
+    if here:
+        return SettingError(f"{must}, got {got}{where}, which is {here} here")
+    if file := file_of(name):
+        return SettingError(f"{must}, got {got}{where}, which needs {file}")
+    near = difflib.get_close_matches(name, _flags_of(cls)[0], 1)
+    shown = _flag if got.startswith("--") else str
+    such = f", such as {shown(near[0])}" if near else ""
+    return SettingError(f"{must}{such}, got {got}{where}")
+
+
+def _help(cls: type, prog: str) -> str:
+    """Return the help of the flags: of a run the common ones first, then by group."""
+    known, hints = _flags_of(cls)
+    groups, words = read_source(cls)
+    if issubclass(cls, RunConfig):
+        groups, words = {"common": list(COMMON)} | groups, words | {"config": _CONFIG_HELP}
+    width = shutil.get_terminal_size().columns - 2
+    text = " ".join(inspect.cleandoc(cls.__doc__ or "").split())
+    blocks = [f"usage: {prog} [--flag VALUE ...]", textwrap.fill(text, width)]
+    for title, names in groups.items():
+        rows = []
+        for name, field in ((name, known.pop(name)) for name in names if name in known):
+            default, how = field.default, f"{_flag(name)} {described(hints[name])[1]}"
+            if default is not False and default not in (None, (), "", dataclasses.MISSING):
+                words[name] += f" (default: {'on' if default is True else as_given(default)})"
+            if hints[name] is bool:
+                how = f"{_flag(name)}, {_flag(f'no_{name}')}"
+            rows.append((name if field.metadata == POSITIONAL else how, words[name]))
+        rows += [("-h, --help", "show this and exit")] * (len(blocks) == 2)
+        several = [_help_rows(flag, text, width) for flag, text in rows]
+        blocks += ["\n".join([f"{title}:", *itertools.chain(*several)])] * bool(rows)
+    return "\n\n".join(blocks)
+
+
+def _help_rows(flag: str, text: str, width: int) -> list[str]:
+    """Return a flag and its help, beside it where the flag is short."""
+    rows = textwrap.wrap(text, width - _HELP_FROM, break_on_hyphens=False) or [""]
+    head, *more = [f"{' ' * _HELP_FROM}{row}" for row in rows]
+    if len(flag) + 4 > _HELP_FROM:
+        return [f"  {flag}", head, *more]
+    return [f"  {flag}{head[len(flag) + 2 :]}", *more]
+
+
+def read_source(cls: type) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Return the names of fields by group, inherited ones first, and what the source says.
+
+    A comment ``# --- title`` begins a group. A field's help is the comment behind it, or the ones
+    directly above where there is none behind.
+    """
+    title, groups = "options", {"options": []}  # where a class has no groups
+    words: dict[str, str] = {}
+    above: list[str] = []
+    sources = [inspect.getsource(c) for c in reversed(cls.__mro__) if dataclasses.is_dataclass(c)]
+    for line in "\n".join(sources).splitlines():
+        if found := _GROUP.fullmatch(line):
+            title = found[1]
+            groups.setdefault(title, [])
+        elif found := _FIELD.fullmatch(line):
+            name, behind = found.groups()
+            groups[title].append(name)
+            words[name] = behind or " ".join(above)
+        comment = _COMMENT.fullmatch(line)
+        above = [*above, comment[1]] if comment else []
+    return {title: names for title, names in groups.items() if names}, words
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -183,18 +311,18 @@ def read_settings(path: Path) -> dict[str, Any]:
     ``base`` is relative to the file that it stands in; a base may have a base of its own. What a
     run found out (``resolved``) is no setting, and left out.
     """
-    return _merged(_read_files(path))
+    return _merged(_read_files(path, None))
 
 
-def _read_files(path: Path, known: Collection[str] | None = None) -> list[dict[str, Any]]:
+def _read_files(path: Path, cls: type | None) -> list[dict[str, Any]]:
     """Return what a YAML file and its bases have, the deepest base first; None: any names."""
-    files, seen = [_read_yaml(path, known)], [path.resolve()]
+    files, seen = [_read_yaml(path, cls)], [path.resolve()]
     while "base" in files[0]:
         base = seen[-1].parent / str(files[0].pop("base"))
         if base.resolve() in seen:
             raise SettingError(f"base must not lead back to its own file, got {base} in {path}")
         seen.append(base.resolve())
-        files.insert(0, _read_yaml(base, known))
+        files.insert(0, _read_yaml(base, cls))
     return files
 
 
@@ -228,7 +356,9 @@ def config_to_yaml(settings: Mapping[str, Any], resolved: Mapping[str, Any] | No
     if resolved:
         lines += ["\n# Found out by the run; dropped where a setting changes that it came from.\n"]
         lines += [f"{RESOLVED}:\n"]
-        lines += [indent(_yaml_line(name, value), "  ") for name, value in resolved.items()]
+        lines += [
+            textwrap.indent(_yaml_line(name, value), "  ") for name, value in resolved.items()
+        ]
     return "".join(lines)
 
 
@@ -276,7 +406,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _read_yaml(path: Path, known: Collection[str] | None) -> dict[str, Any]:
+def _read_yaml(path: Path, cls: type | None) -> dict[str, Any]:
     try:
         settings = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: an endless number, say
@@ -288,9 +418,21 @@ def _read_yaml(path: Path, known: Collection[str] | None) -> dict[str, Any]:
         raise SettingError(
             f"config must map settings to values, got {path} with a bare value or list"
         )
-    for key in settings if known else ():
-        name = str(key).replace("-", "_")
-        if {name, name.removeprefix("no_")}.isdisjoint({*known, "base", RESOLVED}):
-            must, got = "config must set what --help lists", f"{key} in {path}"
-            raise unknown(must, name, got, known, _ELSEWHERE)
+    if cls is not None:
+        _check_file(settings, path, cls)
     return settings
+
+
+def _check_file(settings: Mapping[Any, Any], path: Path, cls: type) -> None:
+    """Refuse names that are no settings, and true or false where a setting is neither."""
+    known, hints = _flags_of(cls)
+    for key, value in settings.items():
+        name = _name(key)
+        if {name, name.removeprefix("no_")}.isdisjoint({*known, "base", RESOLVED} - {"config"}):
+            raise _unknown(cls, "config must set what --help lists", str(key), f" in {path}")
+        if isinstance(value, bool) and hints.get(name, bool) is not bool:
+            words = "yes or on" if value else "no or off"
+            raise SettingError(
+                f"{key} must be {described(hints[name])[0]}, got {str(value).lower()}, as which "
+                f"YAML reads an unquoted {words} ({path} sets {key})"
+            )

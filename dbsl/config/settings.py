@@ -7,29 +7,34 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import lt
 from typing import Annotated, Any, Literal, TypedDict
 
 from dbsl.base.errors import SettingError
-from dbsl.base.words import as_given
 from dbsl.config.fields import (
     JOINT,
     NODES,
     PAIRS,
     PROCESSES,
     UNLIKE,
+    Amount,
+    BelowOne,
+    Count,
+    Excludes,
     Found,
     Needs,
+    Number,
     PerWorker,
+    Positive,
     Role,
+    Share,
     Within,
     check_fields,
-    check_names,
     check_needs,
-    in_range,
     parse_kwargs,
     read_kwargs,
 )
-from dbsl.config.image_settings import DataConfig, check_images, check_mixing
+from dbsl.config.image_settings import DataConfig, Refusal, check_images, of_mixing, refuse
 
 Precision = Literal["auto", "no", "bf16", "fp16"]
 Rounding = Literal["round", "truncate"]
@@ -45,6 +50,8 @@ Balance = Literal["none", "dynamic", "dbs"]
 ClipMode = Literal["norm", "value", "agc"]  # timm's names
 Wire = Literal["float32", "bf16"]
 
+_IN_PARTS = ", where each push is part of a step"
+_OWN_SCALES = ", as each worker would choose the loss scale of fp16 for itself"
 CHECKPOINTS = "checkpoints"  # in a run folder
 NO_SIDE = 0  # the only resolution of inputs that are no images
 LARGEST_SIDE = 8192  # pixels
@@ -55,17 +62,8 @@ def check_resolutions(resolutions: Sequence[int]) -> None:
 
     `NO_SIDE` alone passes, too: whoever loads images refuses it.
     """
-    if tuple(resolutions) == (NO_SIDE,):
-        return
-    if not resolutions:
-        raise SettingError("resolutions must name at least one image side in pixels, got none")
-    if resolutions[0] < 1 or any(a >= b for a, b in itertools.pairwise(resolutions)):
-        raise SettingError(f"resolutions must be positive and ascend, got {as_given(resolutions)}")
-    in_range("resolutions", resolutions[-1], 1, LARGEST_SIDE)
-
-
-# Arguments of timm's optimizers that are settings.
-_NOT_OPT_KWARGS = {name: name for name in ("lr", "momentum", "weight_decay")}
+    if tuple(resolutions) != (NO_SIDE,):
+        Within(1, LARGEST_SIDE, order=lt).check("resolutions", tuple(resolutions))
 
 
 @dataclass(frozen=True)
@@ -76,15 +74,17 @@ class OptimizerConfig:
     # name in timm.optim; sgd has Nesterov momentum, momentum is plain SGD
     optimizer: Annotated[str, Role.STEP] = "sgd"
     # momentum of SGD and optimizers that have one, in [0, 1)
-    momentum: Annotated[float, Within(0, 1, open_high=True)] = 0.9
-    weight_decay: Annotated[float, Within(0)] = 5e-4  # weight decay; biases and norms have none
+    momentum: BelowOne = 0.9
+    weight_decay: Amount = 5e-4  # weight decay; biases and norms have none
     # more arguments of timm's optimizer as name=value: eps=1e-8 betas=0.9,0.95 amsgrad=True;
     # layer_decay=0.75, a factor on the learning rate from each layer to the one below it, down to
     # layer_decay_min_scale=0.1
     opt_kwargs: Annotated[tuple[str, ...], Role.STEP] = field(default=(), metadata=PAIRS)
     # bound of gradient clipping, right before each optimizer step; unset: none. gradient_norm in
     # metrics.jsonl is the norm before it
-    clip_grad: Annotated[float | None, Within(0, open_low=True), Role.STEP] = None
+    clip_grad: Annotated[
+        Positive | None, Role.STEP, Excludes(push="gradients", sync=("ssp", "asp"), why=_IN_PARTS)
+    ] = None
     # what --clip-grad bounds: the norm of all gradients (norm), each number (value), or each unit's
     # norm in proportion to that of its weights, the classifier left out (agc)
     clip_mode: Annotated[ClipMode, Role.STEP, Needs("clip_grad")] = "norm"
@@ -92,24 +92,25 @@ class OptimizerConfig:
     @property
     def optimizer_settings(self) -> dict[str, Any]:
         """What the optimizer takes beside its learning rate, momentum and weight decay."""
-        more = parse_kwargs("opt_kwargs", self.opt_kwargs)
-        check_names("opt_kwargs", more, more, _NOT_OPT_KWARGS)
-        Within(0, 1, open_low=True).check_in("opt_kwargs", more, "layer_decay")
-        return more
+        own = {name: name for name in ("lr", "momentum", "weight_decay")}
+        bounds = {"layer_decay": Within(0, 1, open_low=True)}
+        return parse_kwargs("opt_kwargs", self.opt_kwargs, own, bounds)
 
 
 def without_rates(opt_kwargs: Sequence[str]) -> dict[str, Any]:
     """Return the optimizer's arguments but those that any step of it can take."""
-    more = parse_kwargs("opt_kwargs", tuple(opt_kwargs))
     any_step = ("eps", "betas", "layer_decay", "layer_decay_min_scale")
+    more = parse_kwargs("opt_kwargs", opt_kwargs)
     return {name: value for name, value in more.items() if name not in any_step}
 
 
 _Times = Annotated[tuple[float, ...] | None, Role.PLAN | Role.TIMES, PerWorker()]
-_Sizes = Annotated[tuple[int, ...] | Literal["auto"] | None, Within(1), PerWorker()]
+_Sizes = Annotated[tuple[Count, ...] | Literal["auto"] | None, PerWorker()]
 # What the largest batch that fits is found from.
 _FITS = (JOINT, Role.ROUND | Role.STEP, "global_batch_size", "local_batch_sizes", "memory_limit")
 _JOINTLY = Needs(sync="step") | Needs(push="gradients")
+_SHARED = ", where all workers share each global batch (see local_batch_sizes)"
+_NO_JOINTLY = Excludes(sync="step", why=_SHARED) | Excludes(push="gradients")
 
 
 @dataclass(frozen=True)
@@ -120,47 +121,46 @@ class BatchConfig:
     # workers simulated in one process; unset: 1, or 4 with --small-ratio, --small-workers or
     # --local-batch-sizes; with several processes, their number
     workers: Annotated[
-        int | None,
-        Within(1),
+        Count | None,
         Role.WORKERS | Role.SPLIT | Role.ROUND | Role.TIMED,
         Found(PROCESSES, "dedicated_server", UNLIKE),
     ] = None
     # share of workers on the small batch, in [0, 1]
-    small_ratio: Annotated[float, Within(0, 1)] = 0.0
+    small_ratio: Annotated[Share, _NO_JOINTLY] = 0.0
     # number of workers on the small batch; wins over --small-ratio
     small_workers: Annotated[
-        int | None,
-        Within(0),
+        Number | None,
         Role.WORKERS | Role.PLAN | Role.SOLVED,
         Found("small_ratio", "workers"),
+        _NO_JOINTLY,
     ] = None
     # how much longer an epoch may take with small batches than with large ones alone: a ratio k > 1
     time_ratio: Annotated[float, Within(1, open_low=True), Role.PLAN | Role.SOLVED] = 1.05
     # share of samples trained in small batches, in (0, 1); replaces --time-ratio
-    small_share: Annotated[float | None, Within(0, open_low=True), Role.PLAN | Role.SOLVED] = None
+    small_share: Annotated[Positive | None, Role.PLAN | Role.SOLVED] = None
     # samples per step of a large worker; one value, one per resolution, or one per resolution and
     # worker; auto: the largest that fits; unset: up to 128
     large_batch_size: Annotated[_Sizes, Role.PLAN | Role.SOLVED | Role.TIMED, Found(*_FITS)] = None
     # samples per step set by hand; one value per worker, or per resolution and worker
     local_batch_sizes: Annotated[
-        tuple[int, ...] | None,
-        Within(1),
+        tuple[Count, ...] | None,
         PerWorker(),
         Role.PLAN | Role.SPLIT | Role.TIMED,
         Found("workers", "resolutions"),
+        Excludes("small_ratio"),
+        Excludes("small_workers"),
     ] = None
     # samples per joint step over all workers; unset: the sum of their batches
     global_batch_size: Annotated[
-        int | None,
-        Within(1),
+        Count | None,
         Role.WORKERS | Role.PLAN | Role.SPLIT | Role.TIMED,
         Found(JOINT, Role.ROUND, "local_batch_sizes"),
         _JOINTLY,
+        Excludes("local_batch_sizes", why=", whose sum it is"),
     ] = None
     # samples per step of a small worker; one value, or one per resolution; 0 or unset: solved
     small_batch_size: Annotated[
-        tuple[int, ...] | None,
-        Within(0),
+        tuple[Number, ...] | None,
         Role.PLAN,
         PerWorker(),
         Found(JOINT, Role.ROUND | Role.SOLVED | Role.TIMES),
@@ -173,10 +173,10 @@ class BatchConfig:
         None
     )
     # smallest batch that a solved or balanced plan may give a worker
-    min_batch_size: Annotated[int, Within(1), Role.PLAN | Role.SOLVED] = 2
+    min_batch_size: Annotated[Count, Role.PLAN | Role.SOLVED] = 2
     # GiB that a step may use with --large-batch-size or --micro-batch-size auto; unset: what is
     # free
-    memory_limit: Annotated[float | None, Within(0, open_low=True), Role.FREE] = None
+    memory_limit: Annotated[Positive | None, Role.FREE] = None
     # seconds per sample; one value, one per resolution, or one per resolution and worker; unset:
     # measured
     slope: Annotated[
@@ -191,10 +191,10 @@ class BatchConfig:
     # worker; unset: measured with the slope, or 0 where that is given
     floor: Annotated[_Times, Found("slope"), Needs("slope")] = None
     # file of step times from python -m dbsl.profile --output; unset: the cache, or measured
-    profile: Annotated[str | None, Role.FREE | Role.TIMED] = None
+    profile: Annotated[str | None, Role.FREE | Role.TIMED, Excludes("slope")] = None
     # seconds to measure step times for, all resolutions together; unset: 30, or 3 for one worker
     # alone, whose batch does not depend on them
-    profile_seconds: Annotated[float | None, Within(0, open_low=True), Role.FREE] = None
+    profile_seconds: Annotated[Positive | None, Role.FREE] = None
     # measure step times even if the cache has them
     profile_refresh: Annotated[bool, Role.FREE | Role.COMMAND | Role.TIMED] = False
     # merge weight of small workers: d_S/d_L (data), its square root (sqrt) or 1 (none)
@@ -205,17 +205,17 @@ class BatchConfig:
     # published rule (dbs)
     balance: Annotated[Balance, Role.PLAN | Role.SPLIT] = "none"
     # rounds between two changes of the plan; unset: an epoch
-    balance_every: Annotated[int | None, Within(1), Needs("balance", new=True)] = None
+    balance_every: Annotated[Count | None, Needs("balance", new=True)] = None
 
 
 class LrKwargs(TypedDict, total=False):
     """More arguments of `dbsl.plan.stages.learning_rate_at`, by timm's names."""
 
-    warmup_lr: Annotated[float | None, Within(0)]
+    warmup_lr: Amount | None
     warmup_prefix: bool
-    cooldown_epochs: Annotated[float, Within(0)]
-    k_decay: Annotated[float, Within(0, open_low=True)]
-    power: Annotated[float, Within(0, open_low=True)]
+    cooldown_epochs: Amount
+    k_decay: Positive
+    power: Positive
 
 
 @dataclass(frozen=True)
@@ -236,33 +236,33 @@ class StageConfig:
     # stays as it is (fixed)
     schedule: Schedule = "cyclic"
     # dropout before the classifier, in [0, 1); one value, or one per resolution
-    dropout: Annotated[tuple[float, ...], Within(0, 1, open_high=True), Role.MODEL] = (0.0,)
+    dropout: Annotated[tuple[BelowOne, ...], Role.MODEL] = (0.0,)
     # learning rate of the first stage; unset: 0.1 for SGD, else the optimizer's own (adamw 0.001)
-    lr: Annotated[float | None, Within(0, open_low=True), Found("optimizer")] = None
+    lr: Annotated[Positive | None, Found("optimizer")] = None
     # samples per step that --lr was chosen for, for example a recipe's. A run with other batches
     # keeps --lr and prints what timm's rule would make it; unset: nothing is printed
-    lr_batch_size: Annotated[int | None, Within(1), Role.FREE] = None
+    lr_batch_size: Annotated[Count | None, Role.FREE] = None
     # how the learning rate falls: at milestones (step), along a cosine (cosine), or as a power of
     # what is left of the run (poly)
     lr_schedule: LrSchedule = "step"
     # scale a worker's learning rate by batch / large batch (linear), or its square root (sqrt)
-    lr_scaling: LrScaling = "none"
+    lr_scaling: Annotated[LrScaling, _NO_JOINTLY] = "none"
     # epochs after which a new stage begins and, with --lr-schedule step, the learning rate falls;
     # unset: 4/7 and 6/7 of the run
     lr_milestones: Annotated[tuple[int, ...] | None, Found("epochs")] = None
     # factor on the learning rate at each milestone, with --lr-schedule step
-    lr_gamma: Annotated[float, Within(0, open_low=True), Needs(lr_schedule="step", new=True)] = 0.2
+    lr_gamma: Annotated[Positive, Needs(lr_schedule="step", new=True)] = 0.2
     # epochs of linear rise from lr/100; unset: a tenth of the run, at most 2
-    warmup_epochs: Annotated[float | None, Within(0), Found("epochs")] = None
+    warmup_epochs: Annotated[Amount | None, Found("epochs")] = None
     # learning rate that cosine and poly end at
-    min_lr: Annotated[float, Within(0), Needs(lr_schedule=("cosine", "poly"))] = 0.0
+    min_lr: Annotated[Amount, Needs(lr_schedule=("cosine", "poly"))] = 0.0
     # more arguments of timm's schedulers as name=value: warmup_lr, where the warm-up starts (unset:
     # lr/100); warmup_prefix=False: cosine and poly begin with the warm-up, not after it;
     # cooldown_epochs, the last ones, at --min-lr; k_decay, above 1 for a later fall; power of poly
     lr_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
     # when workers clear their optimizer's state: never, where a stage or its resolution begins
     # (stage), or before every round (round)
-    reset_momentum: ResetMomentum = "never"
+    reset_momentum: Annotated[ResetMomentum, Excludes(push="gradients")] = "never"
 
     @property
     def curve(self) -> dict[str, Any]:
@@ -271,24 +271,21 @@ class StageConfig:
         return {"warmup_epochs": self.warmup_epochs, "min_lr": self.min_lr, **more}
 
 
-def check_curve(config: StageConfig) -> None:
-    """Raise ``SettingError`` unless the learning rate ends below its peak, and after warm-up."""
-    given = config.curve
+def _of_curve(config: StageConfig) -> Iterator[Refusal]:
+    """Yield what does not go together in a learning rate's course."""
+    given, lr_schedule = config.curve, config.lr_schedule
     without = {"step": LrKwargs.__annotations__.keys() - {"warmup_lr"}, "cosine": {"power"}}
-    if names := sorted(given.keys() & without.get(config.lr_schedule, set())):
-        raise SettingError(
-            f"lr_kwargs must leave out {names[0]} with lr_schedule {config.lr_schedule}, "
-            f"got {given[names[0]]}"
-        )
-    if config.lr is not None and config.min_lr > config.lr:
-        raise SettingError(f"min_lr must be at most lr ({config.lr:g}), got {config.min_lr:g}")
-    left = config.epochs - (config.warmup_epochs or 0)
-    cooldown = given.get("cooldown_epochs", 0.0)
-    if cooldown and cooldown >= left:
-        raise SettingError(
-            f"lr_kwargs cooldown_epochs must be below the {left:g} epochs after the warm-up, "
-            f"got {cooldown:g}"
-        )
+    for name in sorted(given.keys() & without.get(lr_schedule, set())):
+        yield True, f"lr_kwargs must leave out {name} with lr_schedule {lr_schedule}", given[name]
+    if config.lr is not None:
+        most = f"min_lr must be at most lr ({config.lr:g})"
+        yield config.min_lr > config.lr, most, config.min_lr
+    warmup, cooldown = config.warmup_epochs or 0, given.get("cooldown_epochs", 0.0)
+    most = f"warmup_epochs must be at most the {config.epochs} epochs of the run"
+    yield warmup > config.epochs, most, warmup
+    left = config.epochs - warmup
+    below = f"lr_kwargs cooldown_epochs must be below the {left:g} epochs after the warm-up"
+    yield cooldown and cooldown >= left, below, cooldown
 
 
 @dataclass(frozen=True)
@@ -302,47 +299,51 @@ class SyncConfig:
     # on its own
     sync: Annotated[Sync, Role.MEETING] = "bsp"
     # what workers send: their weights, or gradients for an optimizer at the server
-    push: Annotated[Push, Role.MEETING] = "weights"
+    push: Annotated[
+        Push, Role.MEETING, Excludes(sync="step", why=", which averages gradients itself")
+    ] = "weights"
     # steps whose gradients are summed in one push, with --push gradients
-    push_every: Annotated[int, Within(1), Role.MEETING, Needs(push="gradients")] = 1
+    push_every: Annotated[Count, Role.MEETING, Needs(push="gradients")] = 1
     wire: Wire = "float32"  # number format of pushes between processes; bf16 halves their size
     # give each joint step the whole global batch, and leave out the samples of an epoch that are
     # too few for another; else an epoch's steps have equal sizes, at most the global batch
     drop_last: Annotated[bool, Role.PLAN, _JOINTLY] = False
     # batch-norm statistics over the global batch, with --sync step on GPUs
-    sync_batch_norm: Annotated[bool, Role.STEP, Needs(sync="step")] = False
+    sync_batch_norm: Annotated[
+        bool,
+        Role.STEP,
+        Needs(sync="step"),
+        Excludes("micro_batch_size", why=", where processes differ in how many they take"),
+    ] = False
     # rounds that a worker may be ahead of the slowest when it begins another, with --sync ssp
-    staleness: Annotated[int, Within(0), Needs(sync="ssp", new=True)] = 1
+    staleness: Annotated[Number, Needs(sync="ssp", new=True)] = 1
     # merge rule: mean or delta with bsp, ratio or half with ssp and asp; unset: mean or ratio
-    merge: Merge | None = None
+    merge: Annotated[
+        Merge | None,
+        Excludes(sync="bsp", but=("mean", "delta")),
+        Excludes(sync=("ssp", "asp", "step"), but=("ratio", "half")),
+        Excludes(push="gradients", but=("mean", "ratio", "half")),
+    ] = None
     # learning rate of the server's step, with --merge delta
-    outer_lr: Annotated[float, Within(0, open_low=True), Needs(merge="delta", new=True)] = 0.7
+    outer_lr: Annotated[Positive, Needs(merge="delta", new=True)] = 0.7
     # Nesterov momentum of the server's step, with --merge delta; in [0, 1)
-    outer_momentum: Annotated[
-        float, Within(0, 1, open_high=True), Needs(merge="delta", new=True)
-    ] = 0.9
+    outer_momentum: Annotated[BelowOne, Needs(merge="delta", new=True)] = 0.9
     # pushes per worker and epoch
-    rounds_per_epoch: Annotated[int, Within(1), Role.MEETING | Role.ROUND] = 1
+    rounds_per_epoch: Annotated[
+        Count, Role.MEETING | Role.ROUND, Excludes(push="gradients", why=" (see push_every)")
+    ] = 1
     # rank 0 serves and evaluates but does not train
-    dedicated_server: Annotated[bool, Role.WORKERS | Role.MEETING] = False
+    dedicated_server: Annotated[
+        bool, Role.WORKERS | Role.MEETING, Excludes(sync="step", why=", which has no server")
+    ] = False
     # seconds of silence after which a process counts as lost, and longest wait at a barrier; with
     # asp and ssp a process that computes is not silent
-    worker_timeout: Annotated[float, Within(0, 1e9, open_low=True), Role.FREE] = 1800.0
+    worker_timeout: Annotated[float, Within(0, 1000000000.0, open_low=True), Role.FREE] = 1800.0
 
 
 def meets_at_server(sync: Sync) -> bool:
     """Whether processes meet at a server on rank 0, each in its own time, in no collective."""
     return sync in ("ssp", "asp")
-
-
-# Arguments of timm's `create_model` that settings are, or the data decide.
-_NOT_MODEL_KWARGS = {
-    "drop_rate": "dropout",
-    "pretrained": "pretrained",
-    "checkpoint_path": "initial_checkpoint",
-    "num_classes": "the data",
-    "in_chans": "the data",
-}
 
 
 @dataclass(frozen=True)
@@ -357,7 +358,7 @@ class ModelConfig:
     # file of weights to start from, of safetensors or torch; the classifier, and a stem for small
     # images, are new where theirs do not fit. Images are normalised as the config.json beside the
     # file says, else as timm's weights of the model are; --mean and --std win
-    initial_checkpoint: Annotated[str | None, Role.MODEL] = None
+    initial_checkpoint: Annotated[str | None, Role.MODEL, Excludes("pretrained")] = None
     # more arguments of timm's model as name=value: drop_path_rate=0.1 (stochastic depth)
     # drop_block_rate=0.1 global_pool=avg bn_eps=1e-3 init_values=1e-6
     model_kwargs: Annotated[tuple[str, ...], Role.STEP | Role.MODEL] = field(
@@ -369,10 +370,10 @@ class ModelConfig:
     @property
     def model_settings(self) -> dict[str, Any]:
         """What timm's `create_model` takes beside the name and the number of classes."""
-        more = parse_kwargs("model_kwargs", self.model_kwargs)
-        check_names("model_kwargs", more, more, _NOT_MODEL_KWARGS)
-        Within(0, 1, open_high=True).check_in("model_kwargs", more, "drop_path_rate")
-        return more
+        own = {"drop_rate": "dropout", "checkpoint_path": "initial_checkpoint"}
+        own |= {"pretrained": "pretrained", "num_classes": "the data", "in_chans": "the data"}
+        bounds = {"drop_path_rate": Within(0, 1, open_high=True)}
+        return parse_kwargs("model_kwargs", self.model_kwargs, own, bounds)
 
 
 @dataclass(frozen=True)
@@ -390,11 +391,16 @@ class MachineConfig:
     # precision of forward passes; auto: what accelerate launch was asked for, else bf16 where the
     # device computes it natively, else no; no: float32, where PyTorch lets convolutions on CUDA use
     # TF32, but not matrix products
-    mixed_precision: Annotated[Precision, Role.STEP, Found()] = "auto"
+    mixed_precision: Annotated[
+        Precision,
+        Role.STEP,
+        Found(),
+        Excludes(push="gradients", but=("no", "bf16"), why=_OWN_SCALES),
+    ] = "auto"
     # samples per step of evaluation; unset: 256, on CUDA four times the largest batch, up to 2,000
-    eval_batch_size: Annotated[int | None, Within(1), Role.FREE] = None
+    eval_batch_size: Annotated[Count | None, Role.FREE] = None
     # minutes after which the run saves and stops with status 75, as after SIGTERM
-    max_minutes: Annotated[float | None, Within(0, open_low=True), Role.FREE] = None
+    max_minutes: Annotated[Positive | None, Role.FREE] = None
 
 
 @dataclass(frozen=True)
@@ -411,24 +417,29 @@ class RunConfig(
 
     # --- run
     # steps of a worker between its lines of loss, speed and gradient norm in metrics.jsonl; 0: none
-    log_every: Annotated[int, Within(0), Role.FREE] = 50
+    log_every: Annotated[Number, Role.FREE] = 50
     # epochs (2) or minutes (10m) between checkpoints; 0: only at the end, or when stopped
     checkpoint_every: Annotated[int | str, Role.FREE] = "10m"
     # number of newest checkpoints to keep; 0: one while the run lasts, none after it
-    keep_checkpoints: Annotated[int, Within(0), Role.FREE] = 2
+    keep_checkpoints: Annotated[Number, Role.FREE] = 2
     # run folder or checkpoint to go on from, or the URL of a mirror, which is pulled into a new run
     # folder; auto: --output-dir, if it has a run, else --mirror, if that has one
     resume: Annotated[str | None, Role.FREE | Role.COMMAND] = None
     # allow --resume with settings that change what is trained
     allow_config_change: Annotated[bool, Role.FREE | Role.COMMAND] = False
     # print the plan and its timeline, then stop
-    plan_only: Annotated[bool, Role.FREE | Role.COMMAND] = False
+    plan_only: Annotated[bool, Role.FREE | Role.COMMAND, Excludes("eval_only")] = False
     # evaluate the weights of --model or --resume, print one line, and write nothing
     eval_only: Annotated[bool, Role.COMMAND] = False
     # rounds that may be refused because loss or weights are not finite
-    max_bad_rounds: Annotated[int, Within(0), Role.FREE] = 10
+    max_bad_rounds: Annotated[Number, Role.FREE] = 10
     # use torch.compile; graphs for all batch sizes are made before training
-    compile: Annotated[bool, Role.STEP] = False
+    compile: Annotated[
+        bool,
+        Role.STEP,
+        Excludes("sync_batch_norm", why=": processes would wait while each compiles its own steps"),
+        Excludes("balance", why=", which changes batch sizes: each would be compiled"),
+    ] = False
     # run folder, a new one; unset: runs/<dataset>-<model>-<time>
     output_dir: Annotated[str | None, Role.FREE | Role.COMMAND] = None
     # what a run found out, as its config.yaml has it; no flag
@@ -438,18 +449,11 @@ class RunConfig(
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.warmup_epochs is not None and self.warmup_epochs > self.epochs:
-            raise SettingError(
-                f"warmup_epochs must be at most the {self.epochs} epochs of the run, "
-                f"got {self.warmup_epochs:g}"
-            )
         parse_interval(self.checkpoint_every)
         if self.resolutions is not None:
             check_resolutions(self.resolutions)
         check_images(self)
-        check_mixing(self)
-        check_curve(self)
-        _check_together(self)
+        refuse(itertools.chain(of_mixing(self), _of_curve(self), _of_run(self)))
 
 
 def is_url(text: str | None) -> bool:
@@ -457,47 +461,22 @@ def is_url(text: str | None) -> bool:
     return text is not None and "://" in text
 
 
-def _check_together(config: RunConfig) -> None:
-    """Raise ``SettingError`` for the first setting that does not go with another."""
-    for holds, name, must, where in _rules(config):
-        value = getattr(config, name)
-        if holds and value not in (must, None):
-            raise SettingError(f"{name} must be {as_given(must)} {where}, got {as_given(value)}")
-    if config.micro_batch_size is not None and config.large_batch_size == "auto":
-        raise SettingError(
-            "large_batch_size must not be auto with micro_batch_size, with which any batch fits, "
-            "got auto"
-        )
-    _check_meeting(config)
-    _check_places(config)
-
-
-def _check_meeting(config: RunConfig) -> None:
-    """Raise ``SettingError`` for a setting of how workers meet that does not go with another."""
-    parts = (config.balance_every or 0) % config.rounds_per_epoch
-    if parts and meets_at_server(config.sync):
-        raise SettingError(
-            f"balance_every must be whole epochs of {config.rounds_per_epoch} rounds with sync "
-            f"{config.sync}, got {config.balance_every}"
-        )
-    rules = ("mean", "delta") if config.sync == "bsp" else ("ratio", "half")
-    if config.push == "gradients" and config.merge == "delta":
-        raise SettingError("merge must not be delta with push gradients, got delta")
-    if config.merge is not None and config.merge not in rules:
-        raise SettingError(
-            f"merge must be {' or '.join(rules)} with sync {config.sync}, got {config.merge}"
-        )
-    if config.push == "gradients" and config.mixed_precision == "fp16":
-        raise SettingError(
-            "mixed_precision must be no or bf16 with push gradients, got fp16, whose "
-            "loss scale each worker would choose for itself"
-        )
-
-
-def _check_places(config: RunConfig) -> None:
-    """Raise ``SettingError`` for a place to read from or write to that does not go with another."""
-    if config.eval_only and config.output_dir and config.resume != "auto":
-        raise SettingError(f"output_dir must be left out with eval_only, got {config.output_dir}")
+def _of_run(config: RunConfig) -> Iterator[Refusal]:
+    """Yield what the fields' types do not say of settings that do not go together."""
+    text = "large_batch_size must not be auto with micro_batch_size, with which any batch fits"
+    micro = config.micro_batch_size is not None
+    yield micro and config.large_batch_size == "auto", text, "auto"
+    text = f"opt_kwargs must be empty with push gradients and sync {config.sync}{_IN_PARTS}"
+    others = steps_in_parts(config) and bool(without_rates(config.opt_kwargs))
+    yield others, text, config.opt_kwargs
+    weights, text = config.initial_checkpoint, "initial_checkpoint must be unset with a model of"
+    yield weights and ":" in config.model, f"{text} other weights", weights
+    rounds = config.rounds_per_epoch
+    text = f"balance_every must be whole epochs of {rounds} rounds with sync {config.sync}"
+    parts = meets_at_server(config.sync) and (config.balance_every or 0) % rounds
+    yield parts, text, config.balance_every
+    written = config.eval_only and config.output_dir and config.resume != "auto"
+    yield written, "output_dir must be left out with eval_only", config.output_dir
 
 
 def check_effects(config: RunConfig, processes: int = 1) -> None:
@@ -508,55 +487,17 @@ def check_effects(config: RunConfig, processes: int = 1) -> None:
     check_needs(config, new=True)
     workers = config.workers if processes == 1 else processes - config.dedicated_server
     name = "small_ratio" if config.small_workers is None else "small_workers"
-    if workers == 1 and getattr(config, name):
-        raise SettingError(
-            f"{name} must be 0 with one worker, beside which none is large (see "
-            f"large_batch_size), got {getattr(config, name):g}"
-        )
-    if config.lr_schedule == "step":
-        return
+    small = getattr(config, name)
+    text = f"{name} must be 0 with one worker, since no other is large (see large_batch_size)"
+    alone = (workers == 1 and small, text, small)
     climbs = config.schedule == "cyclic" and len(config.resolutions or (0, 0)) > 1
+    stages = config.lr_schedule == "step" or climbs or config.reset_momentum == "stage"
     given = config.lr_milestones and "lr_milestones" not in config.resolved
-    if given and not climbs and config.reset_momentum != "stage":
-        raise SettingError(
-            f"lr_milestones must be left out with lr_schedule {config.lr_schedule}, unless "
-            "resolutions climb between them (schedule cyclic) or reset_momentum is stage, "
-            f"got {as_given(config.lr_milestones)}"
-        )
-
-
-def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
-    """Yield settings that others leave one value: whether they do, name, value, and where."""
-    step, gradients = config.sync == "step", config.push == "gradients"
-    joint, where = step or gradients, "with sync step or push gradients"
-    shared = f"{where}, where all workers share each global batch (see local_batch_sizes)"
-    yield step, "push", "weights", "with sync step, which averages gradients itself"
-    yield joint, "lr_scaling", "none", f"{where}, where the batch is one for all workers"
-    yield joint, "small_workers", 0, shared
-    yield joint, "small_ratio", 0, shared
-    unlike = "with micro_batch_size, where processes differ in how many they take"
-    yield config.micro_batch_size is not None, "sync_batch_norm", False, unlike
-    waits = "with sync_batch_norm: processes would wait while each compiles for its own batches"
-    yield config.sync_batch_norm, "compile", False, waits
-    resized = "with balance, which changes batch sizes as it trains: each would be compiled"
-    yield config.balance != "none", "compile", False, resized
-    by_hand = config.local_batch_sizes is not None
-    yield by_hand, "global_batch_size", None, "with local_batch_sizes, whose sum it is"
-    small = "small_ratio" if config.small_ratio else "small_workers"
-    share = getattr(config, small) or 0
-    yield share > 0, "local_batch_sizes", None, f"with {small} {share:g}"
-    yield step, "dedicated_server", False, "with sync step, which has no server"
-    yield gradients, "reset_momentum", "never", "with push gradients"
-    yield gradients, "rounds_per_epoch", 1, "with push gradients (see push_every)"
-    yield config.slope is not None, "profile", None, "with slope"
-    parts = f"with push gradients and sync {config.sync}, where each push is part of a step"
-    yield steps_in_parts(config), "clip_grad", None, parts
-    yield steps_in_parts(config) and bool(without_rates(config.opt_kwargs)), "opt_kwargs", (), parts
-    weights = config.pretrained or ":" in config.model
-    yield weights, "initial_checkpoint", None, "with other weights, pretrained or of a folder"
-    yield not config.mixes, "mixup_kwargs", (), "except with mixup, cutmix or cutmix_minmax"
-    yield config.augmentation == "none", "aug_repeats", 1, "with augment none: copies are equal"
-    yield config.eval_only, "plan_only", False, "with eval_only"
+    text = (
+        f"lr_milestones must be left out with lr_schedule {config.lr_schedule}, unless resolutions "
+        "climb between them (schedule cyclic) or reset_momentum is stage"
+    )
+    refuse([alone, (given and not stages, text, config.lr_milestones)])
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ datasets, timm = lazy_import("datasets"), lazy_import("timm")
 logger = logging.getLogger(__name__)
 
 _STORE_UP_TO = 64  # pixels; larger images are cheaper to decode when needed than to keep
-_CHUNK = 1024  # images decoded or summed at a time
+_CHUNK = 1024  # images summed at a time
 STORE_BYTES = 2 * 2**30  # most bytes of decoded pixels that are kept
 _PROBES = 64  # images per split whose size is looked at before any are decoded
 

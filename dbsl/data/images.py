@@ -37,7 +37,7 @@ from dbsl.plan.sampler import Order
 datasets = lazy_import("datasets")
 logger = logging.getLogger(__name__)
 
-_CHUNK = 1024  # images decoded at a time
+_CHUNK = 1024  # images read from a table at a time
 _CACHE_FORMAT = 1
 _IMPORTS = [__name__, "datasets", "torchvision.transforms.v2"]  # what loader processes import
 _HAS_FORK_SERVER = "forkserver" in multiprocessing.get_all_start_methods()  # not on Windows
@@ -208,9 +208,10 @@ class ImageSplit:
 
     def decode(self, samples: np.ndarray) -> Iterator[Image.Image | str]:
         """Yield the RGB images of these samples, or why one cannot be decoded."""
-        for value in self._values(samples):
-            image = _attempt(self._open, value)
-            yield image if isinstance(image, str) else _attempt(image.convert, "RGB")
+        for some in np.split(samples, range(_CHUNK, len(samples), _CHUNK)):
+            for value in self._values(some):
+                image = _attempt(self._open, value)
+                yield image if isinstance(image, str) else _attempt(image.convert, "RGB")
 
     def describe_bad(self, row: int, reason: str) -> str:
         """Return which image cannot be decoded, and why."""
@@ -292,14 +293,13 @@ def decode_cached(split: ImageSplit, side: int, max_bad: int) -> Decoded | None:
         if pixels.shape == shape and pixels.dtype == np.uint8:
             return pixels, everything, {}
     pixels, bad = np.empty(shape, np.uint8), {}
-    for samples in np.split(everything, range(_CHUNK, len(split), _CHUNK)):
-        for sample, image in zip(samples, split.decode(samples), strict=True):
-            if isinstance(image, str):
-                bad[int(sample)] = image
-            elif image.size != (side, side):
-                return None
-            else:
-                pixels[sample] = image
+    for sample, image in enumerate(split.decode(everything)):
+        if isinstance(image, str):
+            bad[sample] = image
+        elif image.size != (side, side):
+            return None
+        else:
+            pixels[sample] = image
     if not bad:
         _write_cache(cache, pixels)
         return pixels, everything, {}

@@ -1,7 +1,7 @@
-"""An exponential moving average of the global weights, evaluated beside them.
+"""An exponential moving average of the global weights, evaluated like them.
 
 Batch norm's running statistics belong to the weights that they were measured with. Averaged weights
-give other activations, so their statistics are measured anew wherever they are used.
+give other activations, so their statistics are measured again wherever they are used.
 """
 
 from __future__ import annotations
@@ -45,23 +45,18 @@ class Average(Extra):
     """Averages the merged weights over epochs: a <- decay * a + (1 - decay) * g at each one's end.
 
     Only merged weights are worth averaging: in between, each worker has its own. The average is one
-    vector; timm's ModelEmaV3 and torch's AveragedModel would keep a second model.
-
-    Attributes:
-        decay: In (0, 1), per epoch: with 0.8 the last five epochs have two thirds of the weight.
-        vector: The average, [P], statistics of batch norm included; None before the first epoch's
-            end.
+    vector; timm's ModelEmaV3 and torch's AveragedModel would keep a second model. With a decay of
+    0.8 the last five epochs have two thirds of the weight.
     """
 
     Settings = AverageSettings
 
     def __init__(self, decay: float) -> None:
-        self.decay = decay
-        self.vector: Tensor | None = None
+        self.decay = decay  # in (0, 1), per epoch
+        self.vector: Tensor | None = None  # [P], statistics of batch norm included; None: no epoch
 
     @classmethod
     def of(cls, config: AverageSettings) -> Average | None:
-        """Return the average; None: there is no decay."""
         return cls(config.ema_decay) if config.ema_decay else None
 
     @torch.no_grad()
@@ -73,7 +68,6 @@ class Average(Extra):
             self.vector.lerp_(weights, 1 - self.decay)
 
     def begin(self, session: Session) -> None:
-        """Note where the weights are."""
         self._device = session.cluster.weights.vector.device
 
     def evaluated(
@@ -83,7 +77,7 @@ class Average(Extra):
         result: Evaluation | None,
         evaluate: Callable[[Session], Evaluation],
     ) -> Evaluation | None:
-        """Take in the merged weights, and evaluate the average beside them."""
+        """Take in the merged weights, and evaluate the average, too."""
         self.add(session.cluster.weights.vector)
         if result is None:
             return None
@@ -94,7 +88,6 @@ class Average(Extra):
         return result
 
     def finish(self, session: Session) -> None:
-        """Save the average."""
         with self._weights(session):
             session.save_model(EMA)
 
@@ -114,11 +107,9 @@ class Average(Extra):
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average."""
         return {"vector": self.vector}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same: bool) -> None:
-        """Go on from an average."""
         vector = state["vector"]
         self.vector = None if vector is None else vector.to(self._device)
 
@@ -135,15 +126,8 @@ def statistics_batches(
     """Return this rank's index batches of training images to measure batch norm's statistics on.
 
     They are the same images at every epoch. All batches of all ranks have one size, so that their
-    plain mean is the mean over the images. The first images fill the last batches up.
-
-    Args:
-        samples: Training images.
-        batch_size: Images of a batch; 2 at least, since one has no variance.
-        seed: The run's seed.
-        rank: This rank.
-        world_size: Ranks that share the images.
-        blocks: Draws the images; None: any are as likely as others.
+    plain mean is the mean over the images; it is at least 2, since one image has no variance. The
+    first images fill the last batches up. `blocks` draw the images; None: any are as likely.
     """
     rng = generator(seed, "batch statistics")
     order = (blocks.order(rng) if blocks else rng.permutation(samples))[:_STATISTICS_SAMPLES]
@@ -164,21 +148,12 @@ def recompute_statistics(
     seed: int,
     together: bool,
 ) -> None:
-    """Set batch norm's running statistics to those of the model's present weights.
+    """Set batch norm's running statistics to those of the model's present weights, one vector.
 
-    The cost is a forward pass over at most 8,192 training images. A model without running
-    statistics stays as it is, and no image is read.
-
-    Args:
-        model: The model.
-        weights: Its weights as one vector.
-        images: The training images.
-        transform: The transform of evaluation, which draws nothing at random.
-        accelerator: Tells the precision and the processes.
-        batch_size: Images of a batch.
-        seed: The run's seed.
-        together: Whether all processes call this: each then passes a part of the images, and all
-            get the mean. Else this process passes all of them.
+    The cost is a forward pass over at most 8,192 training images, transformed as evaluation does,
+    which draws nothing at random. A model without running statistics stays as it is, and no image
+    is read. `together` all processes call this: each passes a part of the images, and all get the
+    mean. Else this process passes all of them.
     """
     before = model.training
     set_training(model)  # statistics of frozen layers stay

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,23 +93,22 @@ class Charts(Extra):
         return cls(names) if names else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the trackers' names, with what a later session needs to go on in their charts."""
         return {"trackers": {shown.tracker.name: shown.id for shown in self._shown}}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same: bool) -> None:
-        """Go on in the charts of before."""
         self._before = state["trackers"]
 
     def report(self, folder: Path, rows: Sequence[Row]) -> None:
         """Start the trackers, with their files in the run folder."""
         self._folder = folder
-        settings = dict(_flatten(settings_in(folder)))
-        workers = max((len(row["workers"]) for row in rows if row["event"] == "plan"), default=1)
+        settings = {name: _plain(value) for name, value in settings_in(folder).items()}
         done = sum(row["event"] == "times" for row in rows)
+        workers = max((len(row["workers"]) for row in rows if row["event"] == "plan"), default=1)
+        last = max(min(workers, _LINES) - 1, 1)
         for name in self._names:
             kind = _WandB if name == "wandb" else _Tracker
-            before = self._before.get(name)
-            self._shown.append(kind(name, folder, settings, before, done, _spread(workers)))
+            self._shown.append(kind(name, folder, settings, self._before.get(name), done))
+            self._shown[-1].lines = {n * (workers - 1) // last for n in range(last + 1)}
         for row in rows:
             self.row(row)
         self._live = True
@@ -141,7 +140,6 @@ class Charts(Extra):
             self._log({f"{event}/{n}": v for n, v in values.items()} | spent, row["epoch"] + 1)
 
     def _epoch(self, row: Row) -> None:
-        """Show an epoch that is over."""
         reports = [report_from_row(own) for own in self._rounds.pop(row["epoch"], [])]
         self._epochs = row["epoch"] + 1
         workers = of_workers(sorted(reports, key=lambda report: report.worker))
@@ -180,7 +178,6 @@ class Charts(Extra):
                 shown.images(files, epochs)
 
     def end(self, folder: Path) -> None:
-        """Send what the run came to."""
         values = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         for shown in self._shown:
             shown.summary(values)
@@ -198,18 +195,18 @@ class Charts(Extra):
 
 
 class _Tracker:
-    """A tracker of which nothing is known but that it takes numbers."""
+    """A tracker of which nothing is known but that it takes numbers.
+
+    `before` is the id of the session before, if there was one, which has shown so many `epochs`.
+    """
+
+    id = ""  # a later session goes on by it
+    lines: Set[int] = frozenset()  # workers that a chart of all of them shows
 
     def __init__(
-        self,
-        name: str,
-        folder: Path,
-        settings: dict[str, Any],
-        before: str | None,
-        epochs: int,
-        lines: Sequence[int],
+        self, name: str, folder: Path, settings: dict[str, Any], before: str | None, epochs: int
     ) -> None:
-        self.resumed, self._lines = before is not None, lines
+        self.resumed = before is not None
         own: dict[str, dict[str, Any]] = {
             "dvclive": {"dir": str(folder / "dvclive")},
             "mlflow": {"run_name": folder.name},
@@ -221,11 +218,6 @@ class _Tracker:
         # TensorBoard uses the project's name for its folder.
         project = name if name == "tensorboard" else PROJECT
         self.tracker = start_tracker(name, project, folder, settings, own.get(name, {}))
-
-    @property
-    def id(self) -> str:
-        """What a later session goes on by."""
-        return ""
 
     def log(self, values: Mapping[str, Any], epochs: float) -> None:
         self.tracker.log({"epoch": epochs, **values}, step=round(THOUSANDTHS * epochs))
@@ -262,29 +254,19 @@ class _WandB(_Tracker):
     """W&B: figures of workers are hidden from automatic charts, and drawn in charts of all."""
 
     def __init__(
-        self,
-        name: str,
-        folder: Path,
-        settings: dict[str, Any],
-        before: str | None,
-        epochs: int,
-        lines: Sequence[int],
+        self, name: str, folder: Path, settings: dict[str, Any], before: str | None, epochs: int
     ) -> None:
-        self.resumed, self._lines = before is not None, lines
-        self.tracker = start_wandb(folder, settings, before)
+        self.resumed, self.tracker = before is not None, start_wandb(folder, settings, before)
         self._points: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(dict)
         self._began = self._sent = time.monotonic()
         self._new, self._epochs = False, 0.0
         self._hidden: set[str] = set()
         run = self.tracker.tracker
+        self.id = run.id
         run.define_metric("epoch", hidden=True)
         run.define_metric("*", step_metric="epoch")
         for shown in ("eval/accuracy", "eval/ema_accuracy"):
             run.define_metric(shown, step_metric="epoch", summary="max,last")
-
-    @property
-    def id(self) -> str:
-        return self.tracker.tracker.id
 
     def log(self, values: Mapping[str, Any], epochs: float) -> None:
         # Without a step: W&B would hold one back until a later one comes.
@@ -293,7 +275,7 @@ class _WandB(_Tracker):
     def workers(
         self, kind: str, values: Mapping[int, Mapping[str, float]], epochs: float, *, live: bool
     ) -> None:
-        for worker in values.keys() & {*self._lines}:
+        for worker in values.keys() & self.lines:
             for name, value in values[worker].items():
                 if name in _OVERLAID[kind] or name not in RESERVED:  # or a loss function's figure
                     line = self._points[f"{kind}/{name}"].setdefault(worker, [])
@@ -448,13 +430,11 @@ def _answers(url: str, timeout_s: float) -> bool:
     return answered.is_set()
 
 
-def _flatten(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield settings in the types that every tracker takes: bool, int, float, str."""
-    for key, value in settings.items():
-        if isinstance(value, list | tuple):
-            yield key, ",".join(map(str, value))
-        else:
-            yield key, value if isinstance(value, bool | int | float | str) else str(value)
+def _plain(value: Any) -> bool | int | float | str:
+    """Return a setting in a type that every tracker takes."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return value if isinstance(value, bool | int | float | str) else str(value)
 
 
 def _is_number(value: Any) -> bool:
@@ -468,12 +448,6 @@ def _flat(kind: str, values: Mapping[int, Mapping[str, float]]) -> dict[str, flo
         for worker, own in values.items()
         for name, value in own.items()
     }
-
-
-def _spread(workers: int) -> list[int]:
-    """Return the workers that charts have lines for: all, or of many some, evenly spaced."""
-    count = min(workers, _LINES)
-    return [index * (workers - 1) // max(count - 1, 1) for index in range(count)]
 
 
 def _thinned(line: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float]]:

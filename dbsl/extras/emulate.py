@@ -10,12 +10,12 @@ to or from the server is one message of S.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated
 
-import numpy as np
 from accelerate import Accelerator
 
 from dbsl.base.errors import SettingError
@@ -26,6 +26,8 @@ from dbsl.config.hooks import Extra, Machine
 from dbsl.config.settings import RunConfig
 from dbsl.plan.types import Segment
 from dbsl.run.training import Run, SimulatedTimes
+
+_COUNT, _NUMBER = r"(\d{1,9})", r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|inf)"
 
 
 @dataclass(frozen=True)
@@ -54,36 +56,31 @@ class Emulate(Extra):
 
     @classmethod
     def of(cls, config: EmulateSettings) -> Emulate | None:
-        """Return it if one of its settings is given."""
         given = (config.slowdown, config.disturb, config.time_noise, config.link_gbps)
         return cls() if any(given) else None
 
     def check(self, config: EmulateSettings, accelerator: Accelerator) -> None:
         """Refuse what is for simulated workers in several processes."""
-        if accelerator.num_processes == 1:
-            return
-        if config.time_noise:
+        several = accelerator.num_processes > 1
+        if several and config.time_noise:
             raise SettingError(
                 f"time_noise must be 0 with several processes, whose times are real, "
                 f"got {config.time_noise:g}"
             )
-        if config.link_gbps is not None:
+        if several and config.link_gbps is not None:
             raise SettingError(
                 "link_gbps must be unset with several processes, whose network is real, "
                 f"got {config.link_gbps:g}"
             )
 
     def machine(self, config: EmulateSettings) -> Emulation:
-        """Return the factors and the link."""
-        link = None
-        if config.link_gbps is not None:
-            link = Link(config.link_gbps, config.link_ms, config.link_overlap)
+        link = (config.link_gbps, config.link_ms, config.link_overlap)
         return Emulation(
-            slowdown=parse_slowdown(config.slowdown or (), config.workers),
-            disturbance=parse_disturb(config.disturb) if config.disturb else None,
-            noise=config.time_noise,
-            seed=config.seed,
-            link=link,
+            parse_slowdown(config.slowdown or (), config.workers),
+            parse_disturb(config.disturb) if config.disturb else None,
+            config.time_noise,
+            config.seed,
+            None if config.link_gbps is None else Link(*link),
         )
 
 
@@ -102,36 +99,25 @@ class Disturbance:
 
 @dataclass(frozen=True)
 class Emulation(Machine):
-    """How much longer than its time model each worker takes, by epoch and round.
+    """How much longer than its time model each worker takes, by epoch and round."""
 
-    Attributes:
-        slowdown: Constant factors, at least 1, by worker.
-        disturbance: Factors that come and go.
-        noise: Standard deviation of a round's time, relative; lognormal with mean 1.
-        seed: The run's seed.
-        link: The network between simulated workers; None: exchanges take no time.
-    """
-
-    slowdown: Mapping[int, float] = field(default_factory=dict)
-    disturbance: Disturbance | None = None
-    noise: float = 0.0
-    seed: int = 0
-    link: Link | None = None
+    slowdown: Mapping[int, float] = field(default_factory=dict)  # factors, at least 1, by worker
+    disturbance: Disturbance | None = None  # factors that come and go
+    noise: float = 0.0  # standard deviation of a round's time, relative; lognormal with mean 1
+    seed: int = 0  # the run's
+    link: Link | None = None  # between simulated workers; None: exchanges take no time
 
     @property
     def slows(self) -> bool:
-        """Whether a worker is slowed on purpose."""
         return bool(self.slowdown or self.disturbance)
 
     def factor(self, worker: int, epoch: int) -> float:
-        """Return the factor on a worker's compute time in an epoch, without noise."""
         factor = self.slowdown.get(worker, 1.0)
         if self.disturbance and _disturbed(self.disturbance, self.seed, worker, epoch):
             factor *= self.disturbance.factor
         return factor
 
     def noise_factor(self, worker: int, epoch: int, round_: int) -> float:
-        """Return the noise on one round's time, a factor."""
         if not self.noise:
             return 1.0
         sigma = math.sqrt(math.log1p(self.noise**2))
@@ -163,7 +149,6 @@ class Emulation(Machine):
         return 0.0 if worker == 0 and not config.dedicated_server else link.round_trip_s(size)
 
     def lines(self, run: Run) -> list[str]:
-        """Return a line on the link, if there is one."""
         config = run.config
         if self.link is None:
             return []
@@ -202,33 +187,33 @@ def parse_slowdown(values: Sequence[str], workers: int) -> dict[int, float]:
     """Return factors by worker from ``("0:2.0", "3:1.5")``."""
     factors: dict[int, float] = {}
     for value in values:
-        worker, _, factor = str(value).partition(":")
-        if not _is_count(worker) or not _is_number(factor):
+        found = re.fullmatch(f"{_COUNT}:{_NUMBER}", str(value))
+        if not found:
             raise SettingError(
                 f"slowdown must be worker:factor (in YAML in quotes), such as 0:2.0, got {value}"
             )
-        if int(worker) >= workers:
+        worker, factor = int(found[1]), float(found[2])
+        if worker >= workers:
             raise SettingError(f"slowdown must name a worker in [0, {workers - 1}], got {worker}")
-        if int(worker) in factors:
+        if worker in factors:
             raise SettingError(f"slowdown must name each worker once, got {worker} twice")
-        in_range(f"slowdown of worker {worker}", float(factor), 1)
-        factors[int(worker)] = float(factor)
+        in_range(f"slowdown of worker {worker}", factor, 1)
+        factors[worker] = factor
     return factors
 
 
 def parse_disturb(value: str) -> Disturbance:
     """Return the disturbance of ``PROBABILITY:SHORTEST-LONGEST[:FACTOR]``, say ``0.1:4-20``."""
-    probability, _, rest = value.partition(":")
-    epochs, _, factor = rest.partition(":")
-    shortest, _, longest = epochs.partition("-")
-    longest, factor = longest or shortest, factor or "2"
-    numeric = _is_number(probability) and _is_number(factor)
-    if not (numeric and _is_count(shortest) and _is_count(longest)):
+    form = re.fullmatch(f"{_NUMBER}:{_COUNT}(?:-{_COUNT})?(?::{_NUMBER})?", value)
+    if not form:
         raise SettingError(
             "disturb must be probability:epochs[:factor], such as 0.1:4-20 or 0.1:4-20:3, "
             f"got {value}"
         )
-    found = Disturbance(float(probability), int(shortest), int(longest), float(factor))
+    probability, shortest, longest, factor = form.groups()
+    found = Disturbance(
+        float(probability), int(shortest), int(longest or shortest), float(factor or 2)
+    )
     if not (0 <= found.probability <= 1 and 1 <= found.shortest <= found.longest):
         raise SettingError(
             "disturb must have a probability in [0, 1] and ascending numbers of epochs from 1 on, "
@@ -238,44 +223,23 @@ def parse_disturb(value: str) -> Disturbance:
     return found
 
 
-def _is_count(text: str) -> bool:
-    return text.isdecimal() and len(text) < 10
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return not np.isnan(float(text))
-    except ValueError:
-        return False
-
-
 @dataclass(frozen=True)
 class Link:
-    """The network between workers.
+    """The network between workers: seconds that vectors of `size` bytes take."""
 
-    Attributes:
-        gbps: Rate of every worker's link in each direction, Gbit/s.
-        ms: Delay of a message, milliseconds.
-        overlap: Share of a joint step's computing that gradients travel behind, in [0, 1].
-    """
-
-    gbps: float
-    ms: float = 0.0
-    overlap: float = 0.0
+    gbps: float  # rate of every worker's link in each direction, Gbit/s
+    ms: float = 0.0  # delay of a message
+    overlap: float = 0.0  # share of a joint step's computing that gradients travel behind
 
     def message_s(self, size: float) -> float:
-        """Return the seconds of one message of `size` bytes."""
         return 8 * size / (self.gbps * 1e9) + self.ms / 1e3
 
     def all_reduce_s(self, size: float, workers: int) -> float:
-        """Return the seconds in which `workers` sum a vector of `size` bytes, in a ring."""
+        """Return the seconds in which `workers` sum a vector, in a ring."""
         return 2 * (workers - 1) * self.message_s(size / workers)
 
     def joint_step_s(self, size: float, workers: int, compute_s: float) -> float:
-        """Return the seconds of a joint step that `workers` wait for the sum of `size` bytes.
-
-        The step is computed for `compute_s`, of which `overlap` hides the sum.
-        """
+        """Return the seconds that `workers` wait for a sum behind `compute_s` of computing."""
         return max(0.0, self.all_reduce_s(size, workers) - self.overlap * compute_s)
 
     def barrier_s(self, size: float, workers: int, *, at_server: bool) -> float:
@@ -285,5 +249,5 @@ class Link:
         return self.all_reduce_s(size, workers) + at_server * self.message_s(size)
 
     def round_trip_s(self, size: float) -> float:
-        """Return the seconds of a push to the server and a pull, of `size` bytes each."""
+        """Return the seconds of a push to the server and a pull."""
         return 2 * self.message_s(size)

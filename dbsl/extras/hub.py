@@ -26,7 +26,6 @@ from dbsl.run.folder import RESULTS, code_in_words, settings_in
 
 huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
 
-
 CARD = "README.md"
 _LOAD = """To read the model (up to 64 px a ResNet has a 3x3 stem, which `load_model` knows of; \
 else `timm.create_model('local-dir:{name}', pretrained=True)` does, too):
@@ -45,6 +44,11 @@ from safetensors.torch import load_file
 model.load_state_dict(load_file("{name}/model.safetensors"))
 ```
 """
+_ACCURACIES = {
+    "final_accuracy": "accuracy, last epoch",
+    "final_top5_accuracy": "top-5 accuracy, last epoch",
+    "final_ema_accuracy": "the same of averaged weights (`model_ema.safetensors`)",
+}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -97,7 +101,7 @@ class Hub(Extra):
             (folder / CARD).unlink(missing_ok=True)
 
     def finished(self, config: HubSettings, folder: Path, accelerator: Accelerator) -> None:
-        """Upload the run; if that fails, the folder is as it was."""
+        """Upload the run; if that fails, the folder stays as it was."""
         repo_id = config.push_to_hub
         if repo_id is None or not accelerator.is_main_process:
             return
@@ -140,80 +144,65 @@ def _metadata(
         metric_name="accuracy at the last epoch",
         metric_value=values["final_accuracy"],
     )
+    source, colon, place = settings["model"].partition(":")
+    base = None  # the hub's name of the weights that the run has started from
+    if colon:
+        base = place.partition("@")[0] if source == "hf-hub" else None
+    elif settings.get("pretrained", False):
+        base = timm.get_pretrained_cfg(source).hf_hub_id or None
     dual = ["dual-batch-learning"] if values["workers"] > 1 else []
     return {
         "library_name": "timm" if of_timm else "pytorch",
         "pipeline_tag": task,
         "tags": [*[task] * bool(task), *["timm"] * of_timm, "dbsl", *dual],
         "datasets": [dataset] if on_hub else None,
-        "base_model": _base_model(settings["model"], settings.get("pretrained", False)),
+        "base_model": base,
         "model_name": name,
         "eval_results": [result],
     }
 
 
-def _base_model(model: str, pretrained: bool) -> str | None:
-    """Return the hub's name of the weights that a run has started from."""
-    source, colon, place = model.partition(":")
-    if colon:
-        return place.partition("@")[0] if source == "hf-hub" else None
-    return (timm.get_pretrained_cfg(model).hf_hub_id or None) if pretrained else None
-
-
 def _body(
     folder: Path, settings: Mapping[str, Any], values: Mapping[str, Any], of_timm: bool
 ) -> str:
-    rows = [
-        *(_percent(values, name, text) for name, text in _ACCURACIES.items() if name in values),
-        ("cross-entropy, last epoch", f"{values['final_loss']:.4f}"),
-        ("epochs, samples trained on", f"{values['epochs']}, {values['samples_seen']}"),
-        ("training, evaluation left out", f"{values['train_time_s']:.1f} s"),
-        ("workers, of them on small batches", f"{values['workers']}, {values['small_workers']}"),
-        ("how workers meet", values["sync"]),
-        ("seed", values["seed"]),
-        ("device, precision", f"{values['device']}, {values['precision']}"),
-        ("torch, timm", f"{values['torch']}, {values['timm']}"),
-    ]
-    if values["workers"] == 1:
-        del rows[-5:-3]
-    plans: dict[int, Any] = {}  # each resolution's first
+    several = values["workers"] > 1
+    of_workers = {
+        "workers, of them on small batches": f"{values['workers']}, {values['small_workers']}",
+        "how workers meet": values["sync"],
+    }
+    results = {
+        **{text: f"{100 * values[n]:.2f} %" for n, text in _ACCURACIES.items() if n in values},
+        "cross-entropy, last epoch": f"{values['final_loss']:.4f}",
+        "epochs, samples trained on": f"{values['epochs']}, {values['samples_seen']}",
+        "training, evaluation left out": f"{values['train_time_s']:.1f} s",
+        **(of_workers if several else {}),
+        "seed": values["seed"],
+        "device, precision": f"{values['device']}, {values['precision']}",
+        "torch, timm": f"{values['torch']}, {values['timm']}",
+    }
+    batches: dict[str, str] = {}  # of each resolution's first plan
     for row in read_metrics(folder / "metrics.jsonl"):
         if row["event"] == "plan":
-            plans.setdefault(row["resolution"], row["workers"])
-    batches = "".join(f"| {px(r) or 'all'} | {_batches(own)} |\n" for r, own in plans.items())
-    results = "".join(f"| {name} | {value} |\n" for name, value in rows)
-    model = settings["model"]
-    each = "" if values["workers"] == 1 else " on each worker, as planned (`plan.json`)"
+            counts = Counter(worker["local_batch_size"] for worker in row["workers"])
+            each = [f"{n} x {size}" if several else f"{size}" for size, n in counts.items()]
+            batches.setdefault(px(row["resolution"]) or "all", ", ".join(each))
+    model, side = settings["model"], px(settings["resolutions"][-1], " for ", " images")
+    planned = " on each worker, as planned (`plan.json`)" * several
     load = (_LOAD if of_timm else _LOAD_OWN).format(name=folder.name, model=model)
     return f"""# {folder.name}
 
-A {"timm " * of_timm}`{model}`{px(settings["resolutions"][-1], " for ", " images")}, trained on \
-`{settings["dataset"]}`.
+A {"timm " * of_timm}`{model}`{side}, trained on `{settings["dataset"]}`.
 
 | one run, no mean over seeds | |
 |---|---|
-{results}
-| resolution | samples a step{each} |
+{_rows(results)}
+| resolution | samples a step{planned} |
 |---|---|
-{batches}
+{_rows(batches)}
 {load}
 Trained by {code_in_words(folder)}, with dbsl {dbsl.__version__} and the settings in `config.yaml`.
 """
 
 
-_ACCURACIES = {
-    "final_accuracy": "accuracy, last epoch",
-    "final_top5_accuracy": "top-5 accuracy, last epoch",
-    "final_ema_accuracy": "the same of averaged weights (`model_ema.safetensors`)",
-}
-
-
-def _percent(values: Mapping[str, Any], name: str, text: str) -> tuple[str, str]:
-    return text, f"{values[name]:.2%}".replace("%", " %")
-
-
-def _batches(workers: list[dict[str, Any]]) -> str:
-    counts = Counter(worker["local_batch_size"] for worker in workers)
-    if len(workers) == 1:
-        return str(*counts)
-    return ", ".join(f"{count} x {size}" for size, count in counts.items())
+def _rows(values: Mapping[str, Any]) -> str:
+    return "".join(f"| {name} | {value} |\n" for name, value in values.items())

@@ -8,9 +8,8 @@ and twice the fewest samples, that any batch size can do with.
 An epoch draws its batches without replacement: a batch of b out of N training samples has
 E|g_b|^2 = |G|^2 + tr(Sigma) * (1/b - 1/N). Two batch sizes at the same weights give both numbers
 (`NoiseProbe` measures them at the first step of a round, when a worker has just pulled its
-weights). Augmentation makes new images of the same samples, so
-that the true term lies between 1/b - 1/N and 1/b. The estimate is then too low: 1/B_simple is too
-large, by at most 1/N.
+weights). Augmentation makes new images of the same samples, so that the true term lies between
+1/b - 1/N and 1/b. The estimate is then too low: 1/B_simple is too large, by at most 1/N.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dbsl.base.errors import SettingError
 from dbsl.base.machine import lazy_import
 from dbsl.cluster.weights import uncompiled
 from dbsl.config.fields import Role
@@ -40,52 +38,37 @@ from dbsl.run.session import Session
 special = lazy_import("scipy.special")
 
 Squares = Sequence[tuple[int, float]]  # batch sizes, and the squared norms of their gradients
+Kind = Literal["micro", "joined"]
 
 CONFIDENCE = 0.95
 _KEPT = 0.95  # share of a pair's weight that is left when the next one comes: about 40 count
 _FEW = 10  # measurements, below which nothing is advised
 _WIDE = 10.0  # ratio of an interval's ends from which on it says little
+_MICRO = 4  # a micro-batch is this part of a batch
+_COST = 0.015  # share of the compute that extra passes may take; the promise is 2 %
 
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """An estimate of B_simple, smoothed.
+    """An estimate of B_simple, smoothed."""
 
-    Attributes:
-        b_simple: tr(Sigma)/|G|^2, samples; inf where |G|^2 is not above 0.
-        low: Lower end of its 95 % interval (Fieller's, for a ratio of means).
-        high: Upper end; inf where |G|^2 cannot be told from 0.
-        gradient_square: |G|^2.
-        trace: tr(Sigma).
-        pairs: Measurements so far.
-    """
-
-    b_simple: float
-    low: float
-    high: float
-    gradient_square: float
-    trace: float
-    pairs: int
+    b_simple: float  # tr(Sigma)/|G|^2, samples; inf where |G|^2 is not above 0
+    low: float  # lower end of its 95 % interval (Fieller's, for a ratio of means)
+    high: float  # upper end; inf where |G|^2 cannot be told from 0
+    gradient_square: float  # |G|^2
+    trace: float  # tr(Sigma)
+    pairs: int  # measurements so far
 
 
 def separate(squares: Squares, samples: int) -> tuple[float, float]:
     """Return |G|^2 and tr(Sigma) from gradients of two or more batch sizes.
 
     tr(Sigma) is the slope of the least-squares line of the squares over 1/b, and |G|^2 the value of
-    that line at b = N, where a batch has every sample. Either may come out negative: their means do
-    not.
-
-    Args:
-        squares: Batch sizes, and the squared norms of their gradients.
-        samples: Training samples, N, that batches are drawn from without replacement.
-
-    Raises:
-        SettingError: If there is one batch size alone.
+    that line at b = N, `samples`, where a batch has every training sample. Either may come out
+    negative: their means do not.
     """
     inverse = np.array([1 / batch for batch, _ in squares])
     values = np.array([square for _, square in squares])
-    if np.ptp(inverse) == 0:
-        raise SettingError(f"squares must be of two batch sizes or more, got {list(squares)}")
     centred = inverse - inverse.mean()
     trace = float(centred @ values / (centred @ centred))
     return float(values.mean() - trace * (inverse.mean() - 1 / samples)), trace
@@ -130,7 +113,6 @@ class Noise(Extra):
             )
 
     def measure(self, turn: Turn, step: Step, images: Tensor, labels: Tensor) -> dict[str, Any]:
-        """Return what the report tells of the gradients, if it is time."""
         if self.probe is None or not self.probe.due(turn):
             return {}
         return self.probe.measure(turn, step, self._joint, images, labels, self._loss_of)
@@ -138,34 +120,27 @@ class Noise(Extra):
     def epoch(
         self, epoch: int, plan: Plan, reports: Sequence[RoundReport]
     ) -> Iterable[tuple[str, Row]]:
-        """Return the estimate so far."""
         self.mean.add_epoch(reports)
         self._plan = plan
         if (scale := self.mean.estimate()) is not None:
             yield "noise", asdict(scale)
 
     def summary(self) -> dict[str, Any]:
-        """Return the last estimate, and what it says of the run's batches."""
         scale = self.mean.estimate()
         return noise_summary(scale, self._plan) if scale else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was joined of a round so far, and the means."""
         return {"probe": self.probe and self.probe.state_dict(), "mean": self.mean.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same: bool) -> None:
-        """Go on from what `state_dict` returned; other workers begin their rounds anew."""
+        """Go on; other workers begin their rounds again."""
         self.mean.load_state_dict(state["mean"])
         if same and self.probe and state["probe"]:
             self.probe.load_state_dict(state["probe"])
 
 
 class NoiseAverage:
-    """Means of |G|^2 and tr(Sigma), each smoothed before they are divided, with an interval.
-
-    Args:
-        samples: Training samples.
-    """
+    """Means of |G|^2 and tr(Sigma), each smoothed before they are divided, with an interval."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
@@ -185,7 +160,6 @@ class NoiseAverage:
         self.pairs += 1
 
     def add_epoch(self, reports: Iterable[RoundReport]) -> None:
-        """Count in what an epoch's rounds have measured."""
         for gradient_square, trace in pairs_of(reports, self._samples):
             self.add(gradient_square, trace)
 
@@ -203,7 +177,6 @@ class NoiseAverage:
         return NoiseScale(max(y, 0.0) / x if x > 0 else math.inf, low, high, x, y, self.pairs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` goes on from."""
         return {
             "weight": self._weight,
             "weight_squares": self._weight_squares,
@@ -212,7 +185,6 @@ class NoiseAverage:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
         self._weight, self._weight_squares = state["weight"], state["weight_squares"]
         self._sums, self.pairs = list(state["sums"]), state["pairs"]
 
@@ -241,10 +213,6 @@ def pairs_of(reports: Iterable[RoundReport], samples: int) -> list[tuple[float, 
     Workers that each measured a part of their own batch beside it give one each. Else a round gives
     one altogether, because its measurements are not independent: parts of workers beside the one
     batch that all of them share, or workers' batches and all of them joined.
-
-    Args:
-        reports: Reports of one epoch.
-        samples: Training samples.
     """
     rounds: dict[int, list[RoundReport]] = {}
     for report in sorted(reports, key=lambda report: (report.round, report.worker)):
@@ -252,7 +220,11 @@ def pairs_of(reports: Iterable[RoundReport], samples: int) -> list[tuple[float, 
             rounds.setdefault(report.round, []).append(report)
     found = []
     for measured in rounds.values():
-        own = [_squares(report) for report in measured]
+        own = [
+            [(r.micro_batch, r.micro_square)] * bool(r.micro_batch)
+            + [(r.gradient_batch, r.gradient_square)]
+            for r in measured
+        ]
         shared = any(report.gradient_batch > report.local_batch_size for report in measured)
         alone = not shared and all(len(squares) > 1 for squares in own)
         for squares in own if alone else [list(chain(*own))]:
@@ -261,57 +233,35 @@ def pairs_of(reports: Iterable[RoundReport], samples: int) -> list[tuple[float, 
     return found
 
 
-def _squares(report: RoundReport) -> Squares:
-    part = [(report.micro_batch, report.micro_square)] * bool(report.micro_batch)
-    return [*part, (report.gradient_batch, report.gradient_square)]
-
-
 def noise_summary(scale: NoiseScale, plan: Plan | None) -> dict[str, Any]:
-    """Return what summary.json says of a run's noise scale and, if that is known, its batches."""
-    found = {
+    """Return what summary.json says of a run's noise scale.
+
+    Where that is known well enough, a line compares it with the largest batch of the last epoch's
+    plan. None: the run was resumed behind its last epoch.
+    """
+    found: dict[str, Any] = {
         "noise_scale": scale.b_simple,
         "noise_scale_low": scale.low,
         "noise_scale_high": scale.high,
     }
-    if plan is None:  # the run was resumed behind its last epoch
+    if plan is None or scale.pairs < _FEW or math.isinf(scale.b_simple):
         return found
-    joint = plan.global_batch_size
-    batch = joint or max(worker.local_batch_size for worker in plan.workers)
-    advice = advise(scale, batch, "the global batch" if joint else "B_L")
-    return found | ({"noise_advice": advice} if advice else {})
-
-
-def advise(scale: NoiseScale, batch: int, name: str) -> str | None:
-    """Return what an estimate says about a batch size; None where it is not known well enough.
-
-    Args:
-        scale: The estimate.
-        batch: Samples per step, of the largest kind in the run.
-        name: Name of that size: ``B_L``, or ``the global batch``.
-    """
-    if scale.pairs < _FEW or math.isinf(scale.b_simple):
-        return None
+    batch = plan.global_batch_size or max(worker.local_batch_size for worker in plan.workers)
     if batch < scale.low / 2:
         verdict = "a larger batch would save steps at few extra samples"
     elif batch > 2 * scale.high:
         verdict = "a smaller batch would take hardly more steps, and far fewer samples"
-    elif scale.high > _WIDE * scale.low:
-        return None
-    else:
+    elif scale.high <= _WIDE * scale.low:
         verdict = "about what is worth having"
-    upper = "or more" if math.isinf(scale.high) else f"to {_samples(scale.high)}"
-    found = f"{_samples(scale.b_simple)} (95 %: {_samples(scale.low)} {upper})"
-    return f"gradient noise scale {found}; {name} is {batch}: {verdict}"
-
-
-def _samples(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
-
-
-Kind = Literal["micro", "joined"]
-
-_MICRO = 4  # a micro-batch is this part of a batch
-_COST = 0.015  # share of the compute that extra passes may take; the promise is 2 %
+    else:
+        return found
+    value, low, high = (
+        f"{v:.3g}" if v < 1000 else f"{v:.0f}" for v in (scale.b_simple, scale.low, scale.high)
+    )
+    upper = "or more" if math.isinf(scale.high) else f"to {high}"
+    name = "the global batch" if plan.global_batch_size else "B_L"
+    advice = f"gradient noise scale {value} (95 %: {low} {upper}); {name} is {batch}: {verdict}"
+    return found | {"noise_advice": advice}
 
 
 class NoiseProbe:
@@ -322,17 +272,10 @@ class NoiseProbe:
     | joined | those of all workers of a round together | each worker's | a sum in memory |
     | micro | a worker's, or of a joint step the global one | a quarter of a worker's | its pass |
 
-    It leaves gradients, batch norm's statistics and random streams as they were. Nothing in it
+    `joined` is the most precise by far; its workers share a process and start a round from the same
+    weights. A worker is measured again after `every` rounds; a micro-batch has `least` samples or
+    more. Gradients, batch norm's statistics and random streams stay as they were. Nothing in it
     waits for the device.
-
-    Args:
-        kind: The way. `joined` is the most precise by far; its workers share a process and start a
-            round from the same weights.
-        every: Rounds from one measurement of a worker to its next.
-        workers: Workers that are joined.
-        rounds: Rounds per epoch.
-        least: Samples of a micro-batch at least.
-        model: The model; nothing is wrapped around it.
     """
 
     def __init__(
@@ -361,13 +304,9 @@ class NoiseProbe:
     ) -> dict[str, Any]:
         """Return what a report tells of the gradients, the squares still on the device.
 
-        Args:
-            turn: Whose turn it is.
-            step: The step; its last part's gradients have been computed.
-            joint: Whether the gradients are of all workers' batches together.
-            images: The last part's images, or those of its last micro-batch, [B, 3, R, R].
-            labels: Their labels, [B].
-            loss_of: Mean loss of a model on images and labels.
+        The gradients of the step's last part have been computed; `joint` ones are of all workers'
+        batches together. Images [B, 3, R, R] and labels [B] are those of that part, or of its last
+        micro-batch.
         """
         parts = [part for part in step.parts if len(part.indices)]
         if not parts or (joint and step.odd):  # not summed over the processes yet
@@ -390,11 +329,9 @@ class NoiseProbe:
         return _named("gradient", whole, square)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was joined of a round so far."""
         return {"clock": self._clock, "sum": list(self._sum), "joined": dict(self._joined)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
         self._clock, self._joined = state["clock"], dict(state["joined"])
         device = next(self._model.parameters()).device
         self._sum = [_numbers(gradient.to(device)) for gradient in state["sum"]]

@@ -332,7 +332,7 @@ class RunLog:
         if report.fault != NO_FAULT:  # without: another report of the joint steps says why
             precision = str(self._session.accelerator.mixed_precision)
             self._say(refusal(report, self._run.config, precision, names_of(self._run.model)))
-        report = replace(report, logged=0, lines=())
+        report = replace(report, lines=())
         if not self._pushes:
             clock = given_values({"virtual_time_s": virtual_time_s})
             self.write("round", round_row(report) | clock)

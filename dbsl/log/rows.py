@@ -87,7 +87,7 @@ def round_row(report: RoundReport) -> dict[str, Any]:
     """Return a round's report as a row, without what was not measured."""
     row = asdict(report)
     seldom = ("refused", "micro_batch", "micro_square", "gradient_batch", "gradient_square")
-    seldom += ("logged", "lines")
+    seldom += ("lines",)
     del row["fault"]  # said in words
     figures = row.pop("figures")
     return {name: value for name, value in row.items() if value or name not in seldom} | figures

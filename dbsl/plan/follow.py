@@ -27,8 +27,6 @@ from dbsl.plan.machines import (
     balanced_sizes,
     check_global_batch,
     largest_remainder,
-    predicted_time_s,
-    proportional_parts,
 )
 from dbsl.plan.solve import (
     PlanRules,
@@ -85,32 +83,31 @@ class Planner:
         self.members = members or Members(workers)
         self.ledger = Ledger(plans, resolution_at)
         self.balance: Balance = balance
-        self.changes = 0
-        self._resolution_at, self._models = resolution_at, models
+        self.changes = 0  # since this process began
+        self._first, self._resolution_at, self._models = dict(plans), resolution_at, models
         self._every, self._rounds = every, self.members.rounds
         self._maker, self._sampler = maker, sampler
-        self._first = dict(plans)
         self._begun = 0  # rounds of the run that a loss left as they were planned
         self._epochs = [0] * workers  # epoch of each worker's last report
         self._speeds = [SpeedEstimate() for _ in range(workers)]
-        self._measured = [0] * workers  # rounds of each worker
         self._refine_at = 2  # measurements of each worker
         self._since: defaultdict[int, list[RoundReport]] = defaultdict(list)  # last change, dbs
 
     def at(self, epoch: int, round_: int = 0) -> Segment:
         """Return the plan in force in a round of an epoch."""
-        resolution, ledger = self._resolution_at(epoch), self.ledger
+        ledger = self.ledger
         if epoch in ledger.kept or self.balance == "none":
             return ledger.at(epoch, round_)
-        clock = epoch * self._rounds + round_
         if epoch not in ledger.segments:
-            first = self._renewed(resolution, epoch * self._rounds, ledger.current[resolution])
-            ledger.segments[epoch], ledger.decided[epoch] = [Segment(first)], 1
-            self._forget_epochs()
+            ledger.segments[epoch] = [Segment(self._renewed(epoch, 0, ledger.current_at(epoch)))]
+            ledger.decided[epoch] = 1
+            # Plans of epochs that every worker has left behind are forgotten.
+            slowest = min(self._epochs[worker] for worker in self.members.active)
+            ledger.forget([before for before in ledger.segments if before < slowest])
         segments = ledger.segments[epoch]
         if round_ >= ledger.decided[epoch]:  # a round that somebody has begun keeps its plan
             ledger.decided[epoch] = round_ + 1
-            plan = self._renewed(resolution, clock, segments[-1].plan)
+            plan = self._renewed(epoch, round_, segments[-1].plan)
             if plan is not segments[-1].plan:
                 start = self._sampler.start_of(segments[-1], round_)
                 segments.append(Segment(plan, round_, start))
@@ -136,10 +133,9 @@ class Planner:
         self._epochs[report.worker] = max(self._epochs[report.worker], report.epoch)
         if self.balance == "none" or not report.steps or report.compute_time_s <= 0:
             return
-        self._measured[report.worker] += 1
         if self.balance == "dbs":
             # The log keeps the lines: a checkpoint need not have them, too.
-            self._since[report.worker].append(replace(report, logged=0, lines=()))
+            self._since[report.worker].append(replace(report, lines=()))
         self._speeds[report.worker].observe(
             self._models[report.resolution][report.worker],
             report.samples / report.steps,
@@ -153,13 +149,9 @@ class Planner:
     def join(self, worker: int, last: int) -> int:
         """Plan with one more worker from the first epoch on that nobody has begun.
 
-        Args:
-            worker: The one that joins. It was lost, or was not there when the run began.
-            last: Rounds of the whole run.
-
-        Returns:
-            The rounds that it has behind it. At `last` no epoch is left for it, and nothing has
-            changed; nor has it where the plan with it is refused.
+        It was lost, or was not there when the run of `last` rounds began. Returns the rounds that
+        it has behind it. At `last` no epoch is left for it, and nothing has changed; nor has it
+        where the plan with it is refused.
         """
         workers = len(self._speeds)
         if not 0 <= worker < workers or worker in self.members.active:
@@ -193,50 +185,33 @@ class Planner:
     def drop(self, worker: int, last: int) -> int:
         """Plan without a worker from the first round on that nobody has begun.
 
-        An epoch that other workers had begun before this run's keeps its plan to its end.
-
-        Args:
-            worker: The one that was lost; it still counts as there.
-            last: Rounds of the whole run.
-
-        Returns:
-            The samples, counted once in each epoch, that nobody will train on because it was lost:
-            its part of the rounds that it had not pushed and that keep their plan.
+        The worker still counts as there. An epoch that other workers had begun before this run's
+        keeps its plan to its end. Returns the samples, counted once in each epoch, that nobody will
+        train on because it was lost: its part of the rounds, of `last` in the run, that it had not
+        pushed and that keep their plan.
         """
-        members, rounds = self.members, self._rounds
+        members, ledger, rounds = self.members, self.ledger, self._rounds
         others = self._plans_of(members.active - {worker})
-        clock = members.clocks[worker]
+        clock, lost = members.clocks[worker], 0
         # Begun, too: rounds that the lost worker was ahead, or that an earlier loss left alone.
         ahead = 0 if worker in members.newcomers else min(clock, last)
         self._begun = max(self._begun, members.begun(last, but=worker), ahead)
         first = min(clock, members.slowest(but=worker)) // rounds
-        under_way = range(first, -(-self._begun // rounds))
-        later = sorted(epoch for epoch in self.ledger.kept if epoch >= under_way.stop)
-        epochs = (*under_way, *later)
-        lost = sum(self._give_up(worker, epoch, others) for epoch in epochs)
+        stop = -(-self._begun // rounds)
+        for epoch in (*range(first, stop), *sorted(e for e in ledger.kept if e >= stop)):
+            segments, before, kept = ledger.planned(epoch), epoch * rounds, rounds
+            if not ledger.left_by_others(epoch):  # then rounds that keep their plan are fewer
+                kept = min(max(self._begun - before, 0), rounds)
+            for round_ in range(max(clock - before, 0), kept):
+                turn = Turn((worker,), epoch, round_)
+                lost += self._sampler.count(ledger.at(epoch, round_), turn)
+            if kept < rounds:
+                start = self._sampler.start_of(segments[-1], kept)
+                earlier = (segment for segment in segments if segment.first_round < kept)
+                plan = others[self._resolution_at(epoch)]
+                segments = [*earlier, Segment(plan, kept, start)]
+            ledger.keep(epoch, segments)
         self._begin_with(others)
-        return lost
-
-    def _give_up(self, worker: int, epoch: int, others: Mapping[int, Plan]) -> int:
-        """Give the rounds of an epoch that nobody has begun to the others.
-
-        Returns the samples of the lost worker in the rounds that it was to push before these.
-        """
-        before = epoch * self._rounds
-        *earlier, end = segments = self.ledger.planned(epoch)
-        kept = self._rounds  # rounds that keep their plan
-        if not end.left:
-            kept = min(max(self._begun - before, 0), self._rounds)
-        lost = sum(
-            self._sampler.count(self.ledger.at(epoch, round_), Turn((worker,), epoch, round_))
-            for round_ in range(max(self.members.clocks[worker] - before, 0), kept)
-        )
-        if kept < self._rounds:
-            plan, start = others[self._resolution_at(epoch)], self._sampler.start_of(end, kept)
-            if end.first_round < kept:
-                earlier.append(end)
-            segments = [*earlier, Segment(plan, kept, start)]
-        self.ledger.keep(epoch, segments)
         return lost
 
     def restart(self, start: Restart) -> None:
@@ -254,10 +229,8 @@ class Planner:
         """Return plans and estimates in plain values."""
         return {
             **self.ledger.state_dict(),
-            "changes": self.changes,
             "begun": self._begun,
             "speeds": [speed.state_dict() for speed in self._speeds],
-            "measured": list(self._measured),
             "refine_at": self._refine_at,
             "since": {w: [asdict(r) for r in reports] for w, reports in self._since.items()},
         }
@@ -265,25 +238,23 @@ class Planner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned, for as many workers."""
         self.ledger.load_state_dict(state)
-        self._begun, self.changes = state["begun"], state["changes"]
+        self._begun, self._refine_at = state["begun"], state["refine_at"]
         for speed, saved in zip(self._speeds, state["speeds"], strict=True):
             speed.load_state_dict(saved)
-        self._measured, self._refine_at = list(state["measured"]), state["refine_at"]
         self._since.clear()
         for worker, reports in state["since"].items():
             self._since[worker] = [report_from_plain(report) for report in reports]
 
     def estimates(self, resolution: int) -> TimeModel:
         """Return the workers' time models at a resolution, as estimated so far."""
-        planned, speeds = self._models[resolution], self._speeds
-        models = [speed.model(planned[worker]) for worker, speed in enumerate(speeds)]
-        return TimeModel.of(models, len(models))
+        pairs = zip(self._speeds, self._models[resolution], strict=True)
+        return TimeModel.of([speed.model(planned) for speed, planned in pairs], len(self._speeds))
 
     def _plans_of(self, active: Collection[int]) -> dict[int, Plan]:
         """Return each resolution's plan for these workers and the planned time models."""
         if len(active) == len(self._speeds):
             return dict(self._first)
-        return {r: self._maker.without(r, active) for r in self._first}
+        return {r: self._maker.replan(r, self._models[r], active) for r in self._first}
 
     def _begin_with(self, plans: Mapping[int, Plan]) -> None:
         """Use these plans in all epochs that do not keep theirs; nobody has begun them."""
@@ -291,59 +262,67 @@ class Planner:
         self.ledger.current = dict(plans)
         self._since.clear()
 
-    def _renewed(self, resolution: int, clock: int, plan: Plan) -> Plan:
-        """Return a plan, or the one that takes its place from this round of the run on."""
-        if clock % self._every or self._least_measured() == 0:
+    def _renewed(self, epoch: int, round_: int, plan: Plan) -> Plan:
+        """Return a plan, or the one that takes its place from this round on."""
+        measured = min(self._speeds[worker].measured for worker in self.members.active)
+        if (epoch * self._rounds + round_) % self._every or measured == 0:
             return plan
-        candidate = self._candidate(resolution, plan)
+        resolution = self._resolution_at(epoch)
+        try:
+            if self.balance == "dbs":
+                candidate = self._proportional(resolution, plan)
+            else:
+                candidate = self._faster(resolution, plan, measured)
+        except SettingError:  # the estimates leave no plan
+            return plan
         if candidate is not plan:
             self.changes += 1
             self.ledger.current[resolution] = candidate
         return candidate
 
-    def _candidate(self, resolution: int, plan: Plan) -> Plan:
-        try:
-            if self.balance == "dbs":
-                return self._proportional(resolution, plan)
-            models = self.estimates(resolution)
-            candidate = self._maker.replan(resolution, models, self.members.active)
-        except SettingError:  # the estimates leave no plan
-            return plan
-        now, then = (predicted_time_s(p, models) for p in (plan, candidate))
+    def _faster(self, resolution: int, plan: Plan, measured: int) -> Plan:
+        """Return the plan for the speeds as estimated, if it gains enough over this one."""
+        models = self.estimates(resolution)
+        candidate = self._maker.replan(resolution, models, self.members.active)
+        now, then = (_predicted_time_s(p, models) for p in (plan, candidate))
         band = DEAD_BAND
-        if self._least_measured() >= self._refine_at:
-            band, self._refine_at = REFINE, 2 * self._least_measured()
+        if measured >= self._refine_at:
+            band, self._refine_at = REFINE, 2 * measured
         return candidate if now > (1 + band) * then else plan
 
     def _proportional(self, resolution: int, plan: Plan) -> Plan:
-        if not self.members.active <= self._since.keys():  # since the last change
-            return plan
+        """Return the plan by the published rule, p_i <- (p_i/t_i) / sum_j(p_j/t_j).
+
+        It takes a step to cost nothing but its samples, and believes each measurement.
+        """
         active = sorted(self.members.active)
-        reports = [self._since[worker] for worker in active]
+        if not self._since.keys() >= set(active):  # since the last change
+            return plan
+        samples, times_s = np.array(
+            [
+                (sum(r.samples for r in rows), sum(r.compute_time_s for r in rows))
+                for rows in (self._since[worker] for worker in active)
+            ]
+        ).T
         self._since.clear()
-        samples = [sum(r.samples for r in rows) for rows in reports]
-        times = [sum(r.compute_time_s for r in rows) for rows in reports]
-        parts = proportional_parts(samples, times)
+        speeds = samples / times_s
         planned = self._first[resolution]
         if self.members.lost:
-            planned = self._maker.without(resolution, active)
-        candidate = self._maker.resize(resolution, planned, parts, active)
+            planned = self._maker.replan(resolution, self._models[resolution], active)
+        candidate = self._maker.resize(resolution, planned, speeds / speeds.sum(), active)
         return plan if candidate.workers == plan.workers else candidate
 
-    def _least_measured(self) -> int:
-        return min(self._measured[worker] for worker in self.members.active)
 
-    def _forget_epochs(self) -> None:
-        """Forget the plans of epochs that every worker has left behind."""
-        slowest = min(self._epochs[worker] for worker in self.members.active)
-        self.ledger.forget([epoch for epoch in self.ledger.segments if epoch < slowest])
+def _predicted_time_s(plan: Plan, models: TimeModel) -> float:
+    rows = np.array([(worker.samples, worker.steps) for worker in plan.workers])
+    return float(models.time(rows[:, 0], rows[:, 1]).max())
 
 
 _NO_PART = WorkerPlan(0, 0, 0, 0.0, 0.0, 0.0, small=False)
 
 
 class PlanMaker:
-    """Makes a run's plans by its config: of rounds or of joint steps, first and anew.
+    """Makes a run's plans by its config: of rounds or of joint steps, for all workers or for some.
 
     Workers that are not active get nothing. `least` is the least that a worker takes in a step,
     unless it takes nothing.
@@ -365,15 +344,15 @@ class PlanMaker:
         self._small = {
             r: [size or 0 for size in row] for r, row in zip(resolutions, small, strict=True)
         }
-        by_hand = config.local_batch_sizes
-        if by_hand and len(by_hand) not in (workers, workers * len(resolutions)):
+        by_hand = tuple(config.local_batch_sizes or ())
+        if len(by_hand) not in (0, workers, workers * len(resolutions)):
             raise SettingError(
                 f"local_batch_sizes must have one value per worker ({workers}), got {len(by_hand)}"
             )
-        self._by_hand: dict[int, list[int]] = {}
-        for i, resolution in enumerate(resolutions if by_hand else ()):
-            first = 0 if len(by_hand) == workers else i * workers
-            self._by_hand[resolution] = list(by_hand[first : first + workers])
+        if len(by_hand) == workers:
+            by_hand *= len(resolutions)
+        rows = [list(by_hand[i : i + workers]) for i in range(0, len(by_hand), workers)]
+        self._by_hand = dict(zip(resolutions, rows, strict=False))  # of none where none are given
 
     def first(self, resolution: int, say: Callable[[str], object]) -> Plan:
         """Return the plan that a resolution starts with, on the planned time models."""
@@ -387,39 +366,28 @@ class PlanMaker:
         return plan
 
     def replan(self, resolution: int, models: TimeModel, active: Collection[int]) -> Plan:
-        """Return a resolution's plan for workers with other time models."""
+        """Return a resolution's plan for the workers that are there, with these time models."""
         active = sorted(active)
+        models = models[active]
         if takes_joint_steps(self._config):
-            total = int(self._first_sizes(resolution).sum())
-            limits = self._limits(resolution, total)[active]
+            total = self._total(resolution)
             lowest = self._rules.lowest(total, len(active))
-            sizes = balanced_sizes(total, models[active], limits, lowest)
-            plan = self._of_steps(sizes, models[active])
+            limits = self._limits(resolution)[active]
+            plan = self._of_steps(balanced_sizes(total, models, limits, lowest), models)
         else:
-            plan, _ = self._rounds(resolution, models[active], active, measured=True)
+            plan, _ = self._rounds(resolution, models, active, measured=True)
         return self._of_all(plan, active)
-
-    def without(self, resolution: int, active: Collection[int]) -> Plan:
-        """Return a resolution's plan for the workers that are left, on the planned time models."""
-        return self.replan(resolution, self._known.models[resolution], active)
 
     def resize(
         self, resolution: int, plan: Plan, proportions: np.ndarray, active: Sequence[int]
     ) -> Plan:
-        """Return a resolution's planned plan with other proportions of its active workers' parts.
-
-        Args:
-            resolution: The resolution.
-            plan: As it was planned, for these workers.
-            proportions: One for each active worker.
-            active: The workers that are there, in order.
-        """
+        """Return a resolution's plan with other `proportions` of its active workers' parts, [a]."""
         moved = with_proportions(
             self._samples,
             replace(plan, workers=tuple(plan.workers[worker] for worker in active)),
             proportions,
             self._known.models[resolution][active],
-            self._limits(resolution, int(self._first_sizes(resolution).sum()))[active],
+            self._limits(resolution)[active],
             self._rules,
         )
         return self._of_all(moved, active)
@@ -435,10 +403,9 @@ class PlanMaker:
 
     def _of_all(self, plan: Plan, active: Sequence[int]) -> Plan:
         """Return a plan of the active workers as one of all."""
-        rows = [_NO_PART] * self._config.workers
-        for worker, row in zip(active, plan.workers, strict=True):
-            rows[worker] = row
-        return replace(plan, workers=tuple(rows))
+        rows = dict(zip(active, plan.workers, strict=True))
+        everyone = range(self._config.workers)
+        return replace(plan, workers=tuple(rows.get(worker, _NO_PART) for worker in everyone))
 
     def _rounds(
         self, resolution: int, models: TimeModel, active: Sequence[int], measured: bool
@@ -447,13 +414,12 @@ class PlanMaker:
         config, given = self._config, self._small[resolution][0]
         small_workers = sum(worker < config.small_workers for worker in active)
         large = self._by_hand.get(resolution) or self._known.large_batch_sizes[resolution]
-        goal: dict[str, Any] = {}
         if given:
-            goal["small_batch_size"] = given if small_workers else None
+            goal = {"small_batch_size": given if small_workers else None}
         elif small_workers and config.small_share is not None:
-            goal["small_share"] = config.small_share
+            goal = {"small_share": config.small_share}
         else:
-            goal["time_ratio"] = config.time_ratio
+            goal = {"time_ratio": config.time_ratio}
         counts = (self._samples, len(active), small_workers, [large[w] for w in active], models)
         rules = replace(self._rules, **goal)
         if measured:
@@ -462,12 +428,10 @@ class PlanMaker:
 
     def _first_sizes(self, resolution: int) -> np.ndarray:
         """Return the sizes of joint steps: by hand, or such that planned workers end together."""
-        config, workers = self._config, self._config.workers
+        workers, model = self._config.workers, self._known.models[resolution]
         if self._by_hand:
             return np.array(self._by_hand[resolution])
-        model = self._known.models[resolution]
-        total = config.global_batch_size or sum(self._known.large_batch_sizes[resolution])
-        limits = self._limits(resolution, total)
+        total, limits = self._total(resolution), self._limits(resolution)
         check_global_batch(total, workers, limits, self.least)
         if total > self._samples:
             raise SettingError(
@@ -478,7 +442,14 @@ class PlanMaker:
             return largest_remainder(np.ones(workers), total)
         return balanced_sizes(total, model, limits, self.least)
 
-    def _limits(self, resolution: int, total: int) -> np.ndarray:
-        """Return the most that each worker may take of a global batch, int64 [n]."""
-        limits = self._known.limits[resolution]
+    def _total(self, resolution: int) -> int:
+        """Return the samples of a joint step."""
+        large = self._known.large_batch_sizes[resolution]
+        return (
+            sum(self._by_hand.get(resolution, ())) or self._config.global_batch_size or sum(large)
+        )
+
+    def _limits(self, resolution: int) -> np.ndarray:
+        """Return the most that each worker may take of a joint step, int64 [n]."""
+        total, limits = self._total(resolution), self._known.limits[resolution]
         return np.full(self._config.workers, total) if limits is None else np.minimum(limits, total)

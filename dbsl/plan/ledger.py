@@ -123,9 +123,7 @@ class TurnSampler:
             each = rounds_left * self.least
             there = there[: max(1, left // each)]  # of few samples the first workers have enough
             weights, shares = shares[there], np.zeros_like(shares)
-            shares[there] = bounded_split(
-                left, weights, np.full(len(there), min(each, left)), np.full(len(there), left)
-            )
+            shares[there] = bounded_split(left, weights, min(each, left), left)
         return EpochSampler(
             shares,
             rounds=rounds_left,

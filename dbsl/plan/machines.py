@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dbsl.base.errors import SettingError
-from dbsl.plan.types import NoPlanError, Plan, TimeModel
+from dbsl.plan.types import NoPlanError, TimeModel
 
 NOISE = 0.10  # standard deviation of a measured time, relative
 _PRIOR = 0.5  # relative uncertainty of a planned time model's coefficients
@@ -90,19 +90,10 @@ class Machines:
         """Return each worker's seconds for its share, every begun step counted whole."""
         return self.model.time(shares, steps_in_shares(shares, sizes, rounds))
 
-    def all_large_time(self, samples: int, rounds: int) -> float:
-        """Return the predicted seconds if all took their largest batch, in balanced shares."""
-        shares = largest_remainder(self.speeds(self.limits), samples)
-        sizes = np.clip(shares // rounds, 1, self.limits)
-        return float(self.times(shares, sizes, rounds).max())
-
-    def equal_batch_time(self, samples: int, rounds: int) -> float:
-        """Return the predicted seconds with equal shares and one batch size that all can hold.
-
-        A launcher that knows a single batch size plans like this.
-        """
-        shares = largest_remainder(np.ones(len(self.limits)), samples)
-        sizes = np.clip(shares // rounds, 1, self.limits.min())
+    def epoch_time(self, samples: int, rounds: int, weights: np.ndarray, most: np.ndarray) -> float:
+        """Return the predicted seconds with shares by `weights`, in batches of at most `most`."""
+        shares = largest_remainder(weights, samples)
+        sizes = np.clip(shares // rounds, 1, most)
         return float(self.times(shares, sizes, rounds).max())
 
     def common_batch(self, small: int, time_s: float, samples: float) -> float:
@@ -164,7 +155,7 @@ class SpeedEstimate:
     def __init__(self) -> None:
         self.factors = np.ones(2)  # u, v
         self._covariance = np.eye(2) * _PRIOR**2
-        self._known = False  # before the first measurement all is plan
+        self.measured = 0  # before the first measurement all is plan
         self._outlier = 0.0  # the last measurement's deviation, if it was set aside
 
     def observe(self, planned: TimeModel, local_batch_size: float, step_time_s: float) -> None:
@@ -181,14 +172,14 @@ class SpeedEstimate:
         variance = float(direction @ self._covariance @ direction) + noise
         deviation = error / math.sqrt(variance)
         before, self._outlier = self._outlier, 0.0
+        self.measured += 1
         if abs(deviation) > _OUTLIER:
-            if self._known and abs(deviation) < _JUMP and before * deviation <= 0:
+            if self.measured > 1 and abs(deviation) < _JUMP and before * deviation <= 0:
                 self._outlier = deviation  # wait for the next to tell
                 return
             # The time has changed, beyond noise: forget how sure the estimate was.
             self._covariance += np.eye(2) * error**2 / float(direction @ direction)
             variance = float(direction @ self._covariance @ direction) + noise
-        self._known = True
         gain = self._covariance @ direction / variance
         self.factors = np.maximum(self.factors + gain * error, _LOWEST)
         self._covariance -= np.outer(gain, direction @ self._covariance)
@@ -198,7 +189,7 @@ class SpeedEstimate:
         return {
             "factors": self.factors.tolist(),
             "covariance": self._covariance.tolist(),
-            "known": self._known,
+            "measured": self.measured,
             "outlier": self._outlier,
         }
 
@@ -206,8 +197,7 @@ class SpeedEstimate:
         """Take back what `state_dict` returned."""
         self.factors = np.array(state["factors"])
         self._covariance = np.array(state["covariance"])
-        self._known = state["known"]
-        self._outlier = state["outlier"]
+        self.measured, self._outlier = state["measured"], state["outlier"]
 
     def model(self, planned: TimeModel) -> TimeModel:
         """Return the time model as estimated, for a resolution with this planned one."""
@@ -217,21 +207,6 @@ class SpeedEstimate:
             intercept=float(v * max(planned.intercept, 0.0)),
             floor=float(v * planned.floor),
         )
-
-
-def proportional_parts(parts: Sequence[float], times_s: Sequence[float]) -> np.ndarray:
-    """Return the published rule's new proportions, p_i <- (p_i/t_i) / sum_j(p_j/t_j), [n].
-
-    It takes a step to cost nothing but its samples, and believes each measurement.
-    """
-    speeds = np.asarray(parts, dtype=np.float64) / np.asarray(times_s, dtype=np.float64)
-    return speeds / speeds.sum()
-
-
-def predicted_time_s(plan: Plan, models: TimeModel | Sequence[TimeModel]) -> float:
-    """Return the seconds of a plan's epoch for workers with these time models."""
-    rows = np.array([(worker.samples, worker.steps) for worker in plan.workers])
-    return float(TimeModel.of(models, len(rows)).time(rows[:, 0], rows[:, 1]).max())
 
 
 def split_batch(samples: int, sizes: Sequence[int] | np.ndarray, least: int = 1) -> np.ndarray:
@@ -258,18 +233,19 @@ def split_batch(samples: int, sizes: Sequence[int] | np.ndarray, least: int = 1)
 
 
 def bounded_split(
-    total: int, weights: np.ndarray, lowest: np.ndarray, highest: np.ndarray
+    total: int, weights: np.ndarray, lowest: np.ndarray | int, highest: np.ndarray | int
 ) -> np.ndarray:
     """Split `total` in proportion to `weights`, each part within its bounds, int64 [n].
 
-    Parts that meet a bound stay there and the others share the rest. If even the lowest bounds
-    are more than the total, the first part alone takes it.
+    Bounds are one for all parts or one for each. Parts that meet a bound stay there and the others
+    share the rest. If even the lowest bounds are more than the total, the first part alone takes
+    it.
     """
+    lowest, highest = (np.broadcast_to(bound, len(weights)) for bound in (lowest, highest))
+    parts, free, left = np.zeros(len(weights), dtype=np.int64), np.ones(len(weights), bool), total
     if lowest.sum() > total:
-        parts = np.zeros(len(weights), dtype=np.int64)
         parts[0] = total
         return parts
-    parts, free, left = np.zeros(len(weights), dtype=np.int64), np.ones(len(weights), bool), total
     while free.any():
         quotas = weights[free] / weights[free].sum() * left
         low, high = lowest[free], highest[free]

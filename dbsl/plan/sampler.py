@@ -279,26 +279,18 @@ def steps_of_epoch(
 def micro_parts(part: Part, most: int | None, least: int = 1) -> list[Part]:
     """Return a part as micro-batches whose weighted losses sum to its own.
 
-    Args:
-        part: One worker's samples of a step.
-        most: Samples of a micro-batch at most; None: the part stays whole.
-        least: Samples of a micro-batch at least.
+    Each has `least` to `most` samples; None: the part stays whole.
     """
     count = len(part.indices)
     if most is None or count <= most:
         return [part]
     pieces = split_evenly(part.indices, most, least)
-    return [
-        Part(
-            part.worker,
-            piece,
-            part.weight * len(piece) / count,
-            share=len(piece) / count,
-            begins=number == 0,
-            ends=number == len(pieces) - 1,
-        )
-        for number, piece in enumerate(pieces)
-    ]
+    micro = []
+    for number, piece in enumerate(pieces):
+        weight, share = part.weight * len(piece) / count, len(piece) / count
+        ends = number == len(pieces) - 1
+        micro.append(Part(part.worker, piece, weight, share, begins=number == 0, ends=ends))
+    return micro
 
 
 def split_evenly(indices: np.ndarray, local_batch_size: int, least: int = 1) -> list[np.ndarray]:

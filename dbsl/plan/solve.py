@@ -138,7 +138,13 @@ class _DualBatch:
             )
 
     def plan(self) -> Plan:
-        machines, samples, rules = self.machines, self.samples, self.rules
+        machines, samples, rules, rounds = (
+            self.machines,
+            self.samples,
+            self.rules,
+            self.rules.rounds,
+        )
+        limits = machines.limits
         batch, published, ratio = rules.small_batch_size, None, 1.0
         if self.small_workers and batch is None:
             ratio = self._wanted_ratio()
@@ -147,13 +153,12 @@ class _DualBatch:
         shares = largest_remainder(machines.speeds(sizes), samples)
         if published:
             exact = self._published_shares(published[0])
-            times = machines.times(exact, sizes, rules.rounds)
-            if times.max() - times.min() <= rules.rounds * machines.model.time(sizes).max():
+            times = machines.times(exact, sizes, rounds)
+            if times.max() - times.min() <= rounds * machines.model.time(sizes).max():
                 shares = exact
             else:  # rounding a B_S of a few samples has moved the times
-                self.notes.append(
-                    f"small batch rounded to {batch}, samples moved to finish together"
-                )
+                note = f"small batch rounded to {batch}, samples moved to finish together"
+                self.notes.append(note)
                 published = None
         if machines.equal:
             self._check_fits(batch, shares)
@@ -161,15 +166,17 @@ class _DualBatch:
         weights, terms = merge_weights(shares / shares.max(), rules.factor), {}
         if machines.equal:
             weights, terms = self._published_terms(sizes, published)
-        time_s, all_large_s = (machines.balanced_time(samples, s) for s in (sizes, machines.limits))
-        steps, simplified_s = steps_in_shares(shares, sizes, rules.rounds), machines.speeds(sizes)
-        times, small = machines.model.time(shares, steps), self._is_small
+        time_s, all_large_s = (machines.balanced_time(samples, s) for s in (sizes, limits))
+        steps, speeds = steps_in_shares(shares, sizes, rounds), machines.speeds(sizes)
+        times = machines.model.time(shares, steps)
+        fastest, alike = machines.speeds(limits), np.ones(len(sizes))
         return Plan(
             samples=samples,
             time_ratio=float(ratio) if published else time_s / all_large_s,
-            all_large_time_s=machines.all_large_time(samples, rules.rounds),
-            equal_batch_time_s=machines.equal_batch_time(samples, rules.rounds),
-            workers=_rows(sizes, shares, steps, weights, times, shares / simplified_s, small),
+            all_large_time_s=machines.epoch_time(samples, rounds, fastest, limits),
+            # As a launcher plans that knows a single batch size.
+            equal_batch_time_s=machines.epoch_time(samples, rounds, alike, limits.min()),
+            workers=_rows(sizes, shares, steps, weights, times, shares / speeds, self._is_small),
             notes=tuple(self.notes),
             small_batch_size=batch if self.small_workers else None,
             **terms,
@@ -349,8 +356,7 @@ class _DualBatch:
         lowest = rounds * self.rules.least
         slow = np.flatnonzero(shares < lowest)
         if len(slow) and lowest * len(shares) <= samples:
-            bounds = np.full_like(shares, lowest), np.full_like(shares, samples)
-            shares = bounded_split(samples, machines.speeds(sizes), *bounds)
+            shares = bounded_split(samples, machines.speeds(sizes), lowest, samples)
             sizes = np.where(lowered, np.clip(shares // rounds, 1, machines.limits), sizes)
             self.notes.append(
                 f"{len(slow)} of {len(shares)} workers are so slow that they finish late with the "
@@ -517,8 +523,8 @@ def with_proportions(
         lowest = np.minimum(rules.lowest(plan.global_batch_size, workers), limits)
         sizes = bounded_split(plan.global_batch_size, proportions, lowest, limits)
         return plan_steps(samples, sizes, time_models, drop_last=rules.drop_last, least=rules.least)
-    lowest = np.full(workers, min(rules.rounds * rules.least, plan.samples // workers))
-    shares = bounded_split(plan.samples, proportions, lowest, np.full(workers, plan.samples))
+    lowest = min(rules.rounds * rules.least, plan.samples // workers)
+    shares = bounded_split(plan.samples, proportions, lowest, plan.samples)
     sizes = np.minimum([w.local_batch_size for w in plan.workers], shares // rules.rounds)
     steps = steps_in_shares(shares, sizes, rules.rounds)
     model = Machines.of(workers, sizes, time_models).model

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,9 +49,7 @@ def default_resolutions(image_side: int | None) -> tuple[int, ...]:
 
 def default_milestones(epochs: int) -> tuple[int, ...]:
     """Return milestones after 4/7 and 6/7 of the run, the published 80 and 120 of 140 epochs."""
-    return tuple(
-        sorted({m for m in (round(epochs * 4 / 7), round(epochs * 6 / 7)) if 0 < m < epochs})
-    )
+    return tuple(sorted({m for n in (4, 6) if 0 < (m := round(epochs * n / 7)) < epochs}))
 
 
 def default_warmup(epochs: int) -> float:
@@ -74,57 +73,42 @@ def make_stages(
     the higher ones get the extra epochs, and a span too short for all drops the lowest.
 
     Args:
-        epochs: Epochs of the run, at least 1.
+        epochs: At least 1.
         resolutions: Image sides in pixels, strictly ascending; `fixed` uses the last alone.
         schedule: Where the resolution climbs: in every stage, once per run, or not at all.
         dropout: One probability per resolution, or a single one for all.
-        learning_rate: In the first stage; `gamma` is the factor on it at each milestone.
+        learning_rate: In the first stage.
         milestones: Epochs, strictly ascending inside (0, epochs), at which a new stage starts.
-        gamma: See `learning_rate`.
+        gamma: Factor on the learning rate at each milestone.
     """
-    bounds = [0, *milestones, epochs]
-    _check_schedule(bounds, resolutions, dropout)
-    rates = dict(zip(resolutions, dropout, strict=True)) if len(dropout) > 1 else {}
-    used = resolutions[-1:] if schedule == "fixed" else resolutions
-    # One-pass progressive resizing climbs over the whole run, cyclic over each stage.
-    spans = [(0, epochs)] if schedule == "progressive" else list(itertools.pairwise(bounds))
-    resolution_of = [r for start, end in spans for r in _climb(end - start, used)]
-    index_of = [i for i, (a, b) in enumerate(itertools.pairwise(bounds)) for _ in range(a, b)]
-
-    stages: list[Stage] = []
-    keys = zip(index_of, resolution_of, strict=True)
-    for (index, resolution), group in itertools.groupby(enumerate(keys), lambda item: item[1]):
-        covered = [epoch for epoch, _ in group]
-        stages.append(
-            Stage(
-                index=index,
-                substage=sum(stage.index == index for stage in stages),
-                first_epoch=covered[0],
-                end_epoch=covered[-1] + 1,
-                resolution=resolution,
-                dropout=rates.get(resolution, dropout[0]),
-                learning_rate=learning_rate * gamma**index,
-            )
-        )
-    return tuple(stages)
-
-
-def _check_schedule(
-    bounds: Sequence[int], resolutions: Sequence[int], dropout: Sequence[float]
-) -> None:
     check_resolutions(resolutions)
-    _, *milestones, epochs = bounds
     if epochs < 1:
         raise SettingError(f"epochs must be at least 1, got {epochs}")
+    bounds = [0, *milestones, epochs]
     if any(a >= b for a, b in itertools.pairwise(bounds)):
-        raise SettingError(
-            f"lr_milestones must ascend inside (0, epochs={epochs}), got {_join(milestones)}"
-        )
+        given = ",".join(map(str, milestones))
+        raise SettingError(f"lr_milestones must ascend inside (0, epochs={epochs}), got {given}")
     if len(dropout) not in (1, len(resolutions)):
         raise SettingError(
             f"dropout must have 1 value or one per resolution ({len(resolutions)}), "
             f"got {len(dropout)} values"
         )
+    rates = dict(zip(resolutions, dropout, strict=True)) if len(dropout) > 1 else {}
+    used = resolutions[-1:] if schedule == "fixed" else resolutions
+    # One-pass progressive resizing climbs over the whole run, cyclic over each stage.
+    spans = [(0, epochs)] if schedule == "progressive" else list(itertools.pairwise(bounds))
+    keys = [  # of each epoch: its learning-rate stage, and its resolution
+        (bisect_right(milestones, e), used[len(used) - 1 - (end - 1 - e) * len(used) // (end - a)])
+        for a, end in spans
+        for e in range(a, end)
+    ]
+    stages: list[Stage] = []
+    for (index, resolution), group in itertools.groupby(range(epochs), keys.__getitem__):
+        covered, substage = list(group), sum(stage.index == index for stage in stages)
+        rate, share = learning_rate * gamma**index, rates.get(resolution, dropout[0])
+        span = covered[0], covered[-1] + 1
+        stages.append(Stage(index, substage, *span, resolution, dropout=share, learning_rate=rate))
+    return tuple(stages)
 
 
 def unused_resolutions(
@@ -198,13 +182,3 @@ def batch_scaling(rule: LrScaling, ratio: float) -> float:
     `linear` is the ratio (Goyal et al., arXiv 1706.02677), `sqrt` its root, `none` 1.
     """
     return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[rule]
-
-
-def _climb(epochs: int, resolutions: Sequence[int]) -> list[int]:
-    """Return the resolution of each of `epochs` epochs, low to high, the last being the highest."""
-    count = len(resolutions)
-    return [resolutions[count - 1 - (epochs - 1 - e) * count // epochs] for e in range(epochs)]
-
-
-def _join(values: Sequence[float]) -> str:
-    return ",".join(map(str, values))

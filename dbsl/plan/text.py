@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from dbsl.base.words import duration, plural, px
@@ -13,31 +14,26 @@ from dbsl.plan.types import Plan, WorkerPlan
 
 _BAR_WIDTH = 48  # characters
 MAX_ROWS = 16
+_COLUMNS = ("worker", "node", "batch", "samples", "steps", "weight", "time", "idle")
+_WIDTHS = (9, 8, 8, 10, 8, 8, 10, 8)  # characters
 
 
-def worker_rows(plan: Plan, alone_up_to: int = 0) -> list[tuple[str, WorkerPlan]]:
-    """Return the plan's workers as rows of their numbers and their plan.
+def worker_rows(
+    plan: Plan, alone_up_to: int = 0, nodes: Sequence[int] = ()
+) -> list[tuple[str, WorkerPlan, int]]:
+    """Return the plan's workers as rows of their numbers, their plan and their node.
 
-    Neighbours with equal plans share a row where there are more than `alone_up_to` workers.
+    Neighbours with equal plans on one node share a row where there are more than `alone_up_to`
+    workers.
     """
-    groups = _neighbours(plan, alone_up_to)
-    return [(_span(group[0], group[-1]), plan.workers[group[0]]) for group in groups]
-
-
-def _neighbours(plan: Plan, alone_up_to: int = 0, nodes: Sequence[int] = ()) -> list[range]:
-    """Return the numbers of the workers that share a row, row by row; of several nodes none do."""
-    workers = plan.workers
-    if len(workers) <= alone_up_to:
-        return [range(number, number + 1) for number in range(len(workers))]
+    alone = itertools.count() if len(plan.workers) <= alone_up_to else itertools.repeat(0)
+    workers = zip(plan.workers, nodes or itertools.repeat(0), alone, strict=False)
     rows, first = [], 0
-    for _, group in itertools.groupby(zip(workers, nodes or itertools.repeat(0), strict=False)):
-        rows.append(range(first, first + len(list(group))))
-        first = rows[-1].stop
+    for (worker, node, _), group in itertools.groupby(workers):
+        last = first + len(list(group)) - 1
+        rows.append((str(first) if first == last else f"{first}-{last}", worker, node))
+        first = last + 1
     return rows
-
-
-def _span(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}-{last}"
 
 
 def idle_share(plan: Plan, worker: WorkerPlan) -> float:
@@ -75,21 +71,19 @@ def format_plan(plan: Plan, nodes: Sequence[int] = ()) -> str:
 
     Of several `nodes`, one for each worker, each has rows and a column says which.
     """
-    several = len(set(nodes)) > 1
-    head = f"  {'node':>6}" if several else ""
-    alone = len(plan.workers) == 1
-    titles = f"{'worker':>9}{head}  {'batch':>6} {'samples':>9} {'steps':>7}"
-    lines = [
-        f"{titles} {'time':>9}" if alone else f"{titles} {'weight':>7} {'time':>9} {'idle':>7}"
-    ]
-    rows = _neighbours(plan, nodes=nodes)
-    for group in rows[:MAX_ROWS]:
-        w, name = plan.workers[group[0]], _span(group[0], group[-1])
-        node = f"  {nodes[group[0]]:>6}" if several else ""
-        line = f"{name:>9}{node}  {w.local_batch_size:>6} {w.samples:>9} {w.steps:>7}"
-        weight, time = f" {w.merge_weight:>7.4f}", f" {duration(w.predicted_time_s):>9}"
-        idle = f" {100 * idle_share(plan, w):>5.1f} %"
-        lines.append(f"{line}{time}" if alone else f"{line}{weight}{time}{idle}")
+    left_out = {"weight", "idle"} if len(plan.workers) == 1 else set()
+    if len(set(nodes)) < 2:
+        left_out.add("node")
+
+    def line(*cells: object) -> str:
+        columns = zip(_COLUMNS, _WIDTHS, cells, strict=True)
+        return "".join(f"{c:>{width}}" for name, width, c in columns if name not in left_out)
+
+    lines, rows = [line(*_COLUMNS)], worker_rows(plan, nodes=nodes)
+    for name, w, node in rows[:MAX_ROWS]:
+        counts = name, node, w.local_batch_size, w.samples, w.steps, f"{w.merge_weight:.4f}"
+        idle = f"{100 * idle_share(plan, w):.1f} %"
+        lines.append(line(*counts, duration(w.predicted_time_s), idle))
     if len(rows) > MAX_ROWS:
         lines.append(f"{'':>9}  ... and {len(rows) - MAX_ROWS} rows more")
     lines.append(f"  {comparison(plan)}")
@@ -98,10 +92,7 @@ def format_plan(plan: Plan, nodes: Sequence[int] = ()) -> str:
 
 
 def comparison(plan: Plan) -> str:
-    """Return one line: an epoch's seconds beside those of the all-large and equal-batch plans.
-
-    One worker has no other plan.
-    """
+    """Return one line: an epoch's seconds, and of several workers those of other plans."""
     if len(plan.workers) == 1:
         return f"{duration(plan.time_s)} an epoch of {plural(plan.workers[0].steps, 'step')}"
     if plan.global_batch_size is not None:
@@ -123,21 +114,18 @@ def timeline(plan: Plan, rounds: int) -> str:
     """Return an epoch as bars of text, one row per worker: S, L computing, dots waiting."""
     width = max(1, _BAR_WIDTH // rounds)
     lines = []
-    for name, w in worker_rows(plan)[:MAX_ROWS]:
+    for name, w, _ in worker_rows(plan)[:MAX_ROWS]:
         busy = max(1, round(width * w.predicted_time_s / plan.time_s))
         bar = ("S" if w.small else "L") * busy + "." * (width - busy)
         lines.append(f"{name:>9}  |{'|'.join([bar] * rounds)}|")
     return "\n".join(lines)
 
 
-def total_times_s(stages: Sequence[Stage], plans: Mapping[int, Plan]) -> tuple[float, float, float]:
+def total_times_s(stages: Sequence[Stage], plans: Mapping[int, Plan]) -> tuple[float, ...]:
     """Return the predicted seconds of a run: as planned, all large, with one equal batch."""
     epochs = [(len(stage.epochs), plans[stage.resolution]) for stage in stages]
-    return (
-        sum(count * plan.time_s for count, plan in epochs),
-        sum(count * plan.all_large_time_s for count, plan in epochs),
-        sum(count * plan.equal_batch_time_s for count, plan in epochs),
-    )
+    ways = ("time_s", "all_large_time_s", "equal_batch_time_s")
+    return tuple(sum(count * getattr(plan, way) for count, plan in epochs) for way in ways)
 
 
 def format_run(
@@ -187,28 +175,20 @@ def format_run(
 
 
 def with_notes(plan: Plan, known: Workers, resolution: int) -> Plan:
-    """Return a resolution's plan with notes on memory."""
-    notes = tuple(_on_memory(plan, known, resolution))
-    return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
-
-
-def _on_memory(plan: Plan, known: Workers, resolution: int) -> Iterator[str]:
-    """Yield who takes micro-batches, and whose batch does not fit into memory."""
-    micro = (known.micro_batch_sizes or {}).get(resolution, [None] * len(plan.workers))
-    fits = (known.fits or {}).get(resolution, [None] * len(plan.workers))
-    notes: dict[str, list[int]] = {}
+    """Return a resolution's plan with notes on micro-batches, and on batches beyond memory."""
+    unknown = [None] * len(plan.workers)
+    micro = (known.micro_batch_sizes or {}).get(resolution, unknown)
+    fits = (known.fits or {}).get(resolution, unknown)
+    notes: defaultdict[str, list[str]] = defaultdict(list)
     for number, (worker, most, fit) in enumerate(zip(plan.workers, micro, fits, strict=True)):
         batch = worker.local_batch_size
         at_once = batch if most is None else min(batch, most)
         if at_once < batch:
-            note = f"batches of {batch} in {-(-batch // most)} micro-batches of at most {most}"
-            notes.setdefault(note, []).append(number)
+            parts = -(-batch // most)
+            note = f"batches of {batch} in {parts} micro-batches of at most {most}"
+            notes[note].append(str(number))
         if fit is not None and at_once > fit:
-            note = (
-                f"{at_once} samples at once are more than the {fit} that fit into memory: set "
-                "--micro-batch-size auto"
-            )
-            notes.setdefault(note, []).append(number)
-    for note, numbers in notes.items():
-        workers = "workers" if len(numbers) > 1 else "worker"
-        yield f"{workers} {', '.join(map(str, numbers))}: {note}"
+            note = f"{at_once} samples at once are more than the {fit} that fit into memory"
+            notes[f"{note}: set --micro-batch-size auto"].append(str(number))
+    lines = (f"worker{'s' * (len(w) > 1)} {', '.join(w)}: {note}" for note, w in notes.items())
+    return replace(plan, notes=(*plan.notes, *lines))

@@ -32,29 +32,27 @@ class TimeModel:
     floor: Numbers = 0.0  # the least that a step takes, seconds
 
     def __post_init__(self) -> None:
-        for name in ("slope", "intercept", "floor"):
-            values = np.ravel(getattr(self, name))
+        for name, values in vars(self).items():
             if not np.isfinite(values).all():
-                bad = values[~np.isfinite(values)][0]
+                bad = np.ravel(values)[~np.isfinite(np.ravel(values))][0]
                 raise SettingError(f"{name} must be a finite number of seconds, got {bad}")
-        slope, floor = np.min(self.slope), np.min(self.floor)
-        if floor < 0:
-            raise SettingError(f"floor must be at least 0 seconds per step, got {floor}")
-        if slope <= 0:
+        if np.min(self.floor) < 0:
+            raise SettingError(f"floor must be at least 0 seconds a step, got {np.min(self.floor)}")
+        if (slope := np.min(self.slope)) <= 0:
             raise SettingError(f"slope must be above 0 seconds per sample, got {slope}")
 
     @staticmethod
     def of(models: TimeModel | Sequence[TimeModel], workers: int) -> TimeModel:
         """Return the model of `workers` workers, from one for all or one for each."""
         rows = [models] if isinstance(models, TimeModel) else list(models)
-        columns = [[getattr(row, field.name) for row in rows] for field in fields(TimeModel)]
+        columns = zip(*(vars(row).values() for row in rows), strict=True)
         return TimeModel(*(np.broadcast_to(np.ravel(c), workers) for c in columns))
 
     def __len__(self) -> int:
         return np.size(self.slope)
 
     def __getitem__(self, workers: int | slice | Sequence[int]) -> TimeModel:
-        columns = (getattr(self, field.name)[workers] for field in fields(self))
+        columns = (column[workers] for column in vars(self).values())
         return TimeModel(*(c if isinstance(c, np.ndarray) else float(c) for c in columns))
 
     def __iter__(self) -> Iterator[TimeModel]:
@@ -63,8 +61,7 @@ class TimeModel:
     @property
     def equal(self) -> bool:
         """Whether all workers have the same times."""
-        columns = (np.ravel(getattr(self, field.name)) for field in fields(self))
-        return all((column == column[0]).all() for column in columns)
+        return all((column == np.ravel(column)[0]).all() for column in vars(self).values())
 
     def sample_time(self, local_batch_size: Numbers) -> Numbers:
         """Return seconds per sample in full batches, ``a + b/x`` (the bracket of eq. 3)."""
@@ -207,8 +204,7 @@ class RoundReport:
     micro_square: float = 0.0
     gradient_batch: int = 0
     gradient_square: float = 0.0
-    logged: int = 0  # step lines that follow the report on its way to the main process
-    lines: tuple[StepLine, ...] = ()  # these
+    lines: tuple[StepLine, ...] = ()  # that the main process lacks
     figures: Mapping[str, float] = field(default_factory=dict)  # the loss function's own
 
 

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,39 +36,24 @@ _MEMORY_UP_TO = 64  # samples: enough to see the line, and no more than fits any
 _CUDA_MEMORY_UP_TO = 1024
 
 
+@dataclass(eq=False)
 class Profiler:
     """Profiles of one model on this device: from a file, from the cache, or measured.
 
     Every process gets profiles of its own device. They measure together or not at all, since one
     alone would find the machine idle. Profiles of another setup are not used.
-
-    Args:
-        spec: The step that is measured.
-        seconds: About how long measuring may take for each resolution.
-        rough: Times need not be good: three batch sizes are measured, and nothing is kept.
-        refresh: Measure even what the cache has.
-        file: Take the profiles from this file instead, which must be of the same setup.
-        reserve: Bytes that a run needs besides one worker's training, from those of an optimizer's
-            state.
     """
 
-    def __init__(
-        self,
-        spec: StepSpec,
-        *,
-        seconds: float,
-        rough: bool = False,
-        refresh: bool = False,
-        file: Path | None = None,
-        reserve: Callable[[float], float] = lambda state_bytes: 0.0,
-    ) -> None:
-        self.spec = spec
-        self.file = file
-        self._accelerator = spec.accelerator
-        self._seconds = seconds
-        self._rough = rough
-        self._refresh = refresh
-        self._reserve = reserve
+    spec: StepSpec
+    seconds: float  # about how long measuring may take for each resolution
+    rough: bool = False  # times need not be good: of three batch sizes, and nothing is kept
+    refresh: bool = False  # measure even what the cache has
+    file: Path | None = None  # has the profiles instead, and must be of the same setup
+    # Bytes that a run needs besides one worker's training, from those of an optimizer's state.
+    reserve: Callable[[float], float] = lambda state_bytes: 0.0
+
+    def __post_init__(self) -> None:
+        self._accelerator = self.spec.accelerator
         self._others: dict[int | None, Profiler] = {None: self}
         self._announced = False
         self._open()
@@ -76,16 +61,15 @@ class Profiler:
     def _open(self) -> None:
         """Find what is kept of the setup."""
         self.path = self.file or cache_file(self.spec.setup)
-        strict = bool(self.file)
-        skip = self._refresh and not strict
-        self._known = {} if skip else _read(self.path, self.spec.setup, strict=strict)
+        skip = self.refresh and not self.file
+        self._known = {} if skip else _read(self.path, self.spec.setup, strict=bool(self.file))
 
     @property
     def again(self) -> str:
         """What to do, in words, about step times that are no good."""
         if self.file:
             return f"measure {self.file} again on a quiet machine (python -m dbsl.profile)"
-        how = "--profile-refresh --profile-seconds 30" if self._rough else "the next run"
+        how = "--profile-refresh --profile-seconds 30" if self.rough else "the next run"
         return f"{how} measures again (on a quiet machine)"
 
     def in_micro_batches(self, most: int | None) -> Profiler:
@@ -146,12 +130,15 @@ class Profiler:
         stay.
         """
         known = self._known.get(resolution)
-        covers = known is not None and _covers(known, large_batch_size) and not held_out
-        usable = covers and (not known.misses or self._rough or self.file is not None)
+        # A line that was fitted to much larger batches says little of small ones.
+        ends = (known.batch_sizes[0], known.batch_sizes[-1]) if known and not held_out else (0, 0)
+        covers = ends[0] <= large_batch_size <= ends[1]
+        usable = covers and (not known.misses or self.rough or self.file is not None)
         if self.file and not usable:
+            there = [f"{px(r, after=' ')}up to {p.batch_sizes[-1]}" for r, p in self._known.items()]
             raise SettingError(
                 f"profile must have {px(resolution, after=' with ')}batches up to "
-                f"{large_batch_size}, got {_contents(self._known)} in {self.file}"
+                f"{large_batch_size}, got {', '.join(there) or 'nothing'} in {self.file}"
             )
         if self._all(usable):
             if not self._announced:
@@ -161,17 +148,17 @@ class Profiler:
             return replace(known, memory=self._for_now(known.memory))
         self._accelerator.print(
             f"measuring steps of {self.spec.setup.model}{px(resolution, ' at ')}, "
-            f"{self._seconds:g} s at most"
+            f"{self.seconds:g} s at most"
         )
         sizes = batch_sizes_to_measure(large_batch_size)
-        if self._rough:
+        if self.rough:
             sizes = [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
         step = TrainingStep(self.spec, resolution)
-        profile = profile_steps(step, sizes, seconds=self._seconds, held_out=held_out)
+        profile = profile_steps(step, sizes, seconds=self.seconds, held_out=held_out)
         if covers and known.largest_error < profile.largest_error:
             profile = known
         self._known[resolution] = profile
-        if not self._rough:
+        if not self.rough:
             try:
                 write_profiles(self.path, self.spec.setup, self._known)
             except OSError as error:
@@ -180,11 +167,11 @@ class Profiler:
 
     def _for_now(self, memory: MemoryModel | None) -> MemoryModel | None:
         """Return a memory model, kept or new, for what this run holds and what is free now."""
-        if memory is None:
-            return None
-        capacity = PeakMemory(self._accelerator.device).capacity()
-        reserve = self._reserve(memory.state_bytes)
-        return replace(memory, capacity_bytes=capacity, reserve_bytes=reserve)
+        return memory and replace(
+            memory,
+            capacity_bytes=PeakMemory(self._accelerator.device).capacity(),
+            reserve_bytes=self.reserve(memory.state_bytes),
+        )
 
     def _all(self, here: bool) -> bool:
         """Whether a condition holds in every process."""
@@ -201,18 +188,6 @@ def cache_file(setup: Setup) -> Path:
     # Devices of one name differ in what else runs on them: each process of a machine has its own.
     place = f"-{os.environ.get('LOCAL_RANK', 0)}" if setup.local_processes > 1 else ""
     return root / "dbsl" / "profiles" / f"{setup.model}-{digest[:24]}{place}.json"
-
-
-def _covers(profile: StepProfile, large_batch_size: int) -> bool:
-    # A line that was fitted to much larger batches says little of small ones.
-    return profile.batch_sizes[-1] >= large_batch_size >= profile.batch_sizes[0]
-
-
-def _contents(profiles: Mapping[int, StepProfile]) -> str:
-    return (
-        ", ".join(f"{px(r, after=' ')}up to {p.batch_sizes[-1]}" for r, p in profiles.items())
-        or "nothing"
-    )
 
 
 def _read(path: Path, setup: Setup, *, strict: bool) -> dict[int, StepProfile]:

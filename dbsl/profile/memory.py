@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
 
@@ -51,36 +50,34 @@ class MemoryModel:
     source: str  # the quantity that was measured
     state_bytes: float = 0.0  # optimizer state of one model; a part of p
 
-    def largest_batch(self, limit_bytes: float | None = None) -> int:
-        """Return the largest batch that fits into the capacity, or into a lower limit."""
-        capacity = min(self.capacity_bytes, limit_bytes or self.capacity_bytes)
-        room = capacity * (1 - self.margin) - self.reserve_bytes - self.fixed_bytes
-        batch = int(room // self.sample_bytes)
-        if batch < 1:
-            need = (self.fixed_bytes + self.reserve_bytes + self.sample_bytes) / (1 - self.margin)
-            name = "memory_limit" if capacity == limit_bytes else "memory"
-            raise SettingError(
-                f"{name} must be at least {need / GIB:.2f} GiB for a batch of one sample "
-                f"({self.margin:.0%} stay free), got {capacity / GIB:.2f} GiB"
-            )
-        return batch
+    def _capacity(self, limit_bytes: float | None) -> float:
+        return min(self.capacity_bytes, limit_bytes or self.capacity_bytes)
 
     def fits(self, limit_bytes: float | None = None) -> int:
-        """Return the largest batch that fits, 0 if not even one sample does."""
-        try:
-            return self.largest_batch(limit_bytes)
-        except SettingError:
-            return 0
+        """Return the largest batch in the capacity or a lower limit; 0 if no sample fits."""
+        room = self._capacity(limit_bytes) * (1 - self.margin)
+        return max(0, int((room - self.reserve_bytes - self.fixed_bytes) // self.sample_bytes))
+
+    def largest_batch(self, limit_bytes: float | None = None) -> int:
+        """Return the largest batch that fits; refuse what does not hold one sample."""
+        if batch := self.fits(limit_bytes):
+            return batch
+        capacity = self._capacity(limit_bytes)
+        need = (self.fixed_bytes + self.reserve_bytes + self.sample_bytes) / (1 - self.margin)
+        name = "memory_limit" if capacity == limit_bytes else "memory"
+        raise SettingError(
+            f"{name} must be at least {need / GIB:.2f} GiB for a batch of one sample "
+            f"({self.margin:.0%} stay free), got {capacity / GIB:.2f} GiB"
+        )
 
     def describe(self, limit_bytes: float | None = None) -> str:
         """Return the line and what it admits, in memory or in a lower limit."""
-        capacity = min(self.capacity_bytes, limit_bytes or self.capacity_bytes)
         most = self.fits(limit_bytes)
         fits = f"batches up to {most} fit" if most else "no batch fits"
         return (
             f"memory {self.sample_bytes / 2**20:.3g} MiB * x + {self.fixed_bytes / 2**20:.4g} MiB, "
-            f"{fits} into {capacity / GIB:.1f} GiB with {self.margin:.0%} left free "
-            f"({self.source})"
+            f"{fits} into {self._capacity(limit_bytes) / GIB:.1f} GiB with {self.margin:.0%} left "
+            f"free ({self.source})"
         )
 
 
@@ -122,7 +119,10 @@ class PeakMemory:
         if self.cuda:
             torch.cuda.empty_cache()
             free, _ = torch.cuda.mem_get_info(self.device)
-            return float(free / processes_on_a_gpu() + torch.cuda.memory_reserved(self.device))
+            # With gloo several processes may share a GPU of this machine; NCCL refuses.
+            alone = not chosen_backend()
+            sharing = 1 if alone else -(-local_processes() // torch.cuda.device_count())
+            return float(free / sharing + torch.cuda.memory_reserved(self.device))
         free = float(psutil.virtual_memory().available)
         used = float(psutil.Process().memory_info().rss)
         return min(free / local_processes() + used, _container_limit() / local_processes())
@@ -146,39 +146,11 @@ def give_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def processes_on_a_gpu() -> int:
-    """Return how many processes share a GPU of this machine: with gloo they may, NCCL refuses."""
-    return -(-local_processes() // torch.cuda.device_count()) if chosen_backend() else 1
-
-
 def memory_in_use(device: torch.device) -> float:
     """Return bytes: on CUDA the most that were allocated so far, elsewhere what is resident now."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return float(psutil.Process().memory_info().rss)
-
-
-def fit_memory(
-    batch_sizes: Sequence[int],
-    peaks: Sequence[float],
-    measure: PeakMemory,
-    state_bytes: float = 0.0,
-) -> MemoryModel | None:
-    """Fit the line of peak memory; None where batch sizes make no measurable difference."""
-    if len(batch_sizes) < 2:
-        return None
-    slope, intercept = np.polyfit(batch_sizes, peaks, 1)
-    if slope * (max(batch_sizes) - min(batch_sizes)) < 2**20:  # a MiB in all is no difference
-        return None
-    return MemoryModel(
-        fixed_bytes=max(float(intercept), 0.0),
-        sample_bytes=float(slope),
-        capacity_bytes=measure.capacity(),
-        margin=measure.margin,
-        reserve_bytes=0.0,
-        source=measure.source,
-        state_bytes=float(state_bytes),
-    )
 
 
 def confirm_batch(step: Callable[[int], object], batch: int) -> int:
@@ -205,16 +177,13 @@ def confirm_batch(step: Callable[[int], object], batch: int) -> int:
 
 def is_short_of_memory(error: RuntimeError) -> bool:
     """Whether an error says that the device's memory is short."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return any(words in str(error) for words in _SHORT_OF_MEMORY)
+    said = any(words in str(error) for words in _SHORT_OF_MEMORY)
+    return said or isinstance(error, torch.OutOfMemoryError)
 
 
 def _container_limit() -> float:
     """Return the memory limit of this process's control group, or infinity."""
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
+        with suppress(OSError, ValueError):
             return float(Path(name).read_text())
-        except (OSError, ValueError):
-            continue
     return float("inf")

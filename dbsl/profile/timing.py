@@ -36,7 +36,7 @@ from dbsl.model import set_training
 from dbsl.optimizer import BuildOptimizer, build_optimizer, make_clip
 from dbsl.plan.sampler import Part, micro_parts
 from dbsl.plan.types import TimeModel
-from dbsl.profile.memory import MemoryModel, PeakMemory, fit_memory, without_trials
+from dbsl.profile.memory import MemoryModel, PeakMemory, without_trials
 
 timm = lazy_import("timm")
 
@@ -140,14 +140,12 @@ class StepProfile:
     floor: float = 0.0  # f, the least that a step takes, seconds
 
     def __post_init__(self) -> None:
-        if not self.batch_sizes or len(self.batch_sizes) != len(self.times_s):
+        count = len(self.batch_sizes)
+        whole = count and len(self.times_s) == count and np.isfinite(self.times_s).all()
+        if not whole or min(self.times_s) <= 0:
             raise SettingError(
-                f"times_s must have one time per batch size ({len(self.batch_sizes)}), "
-                f"got {len(self.times_s)}"
+                f"times_s must be {count} times, finite and above 0 s, got {self.times_s}"
             )
-        for value in self.times_s:
-            if not (np.isfinite(value) and value > 0):
-                raise SettingError(f"times_s must be finite and above 0 s, got {value}")
 
     @property
     def time_model(self) -> TimeModel:
@@ -161,11 +159,9 @@ class StepProfile:
 
     def describe(self, limit_bytes: float | None = None, note: str = "") -> str:
         """Return the fit with a note in one line, and in another what fits into memory."""
-        holds = (
-            f"within {TOLERANCE:.0%} from batch {self.holds_from} on"
-            if self.holds_from is not None
-            else f"not within {TOLERANCE:.0%} at the largest batch"
-        )
+        holds = f"within {TOLERANCE:.0%} from batch {self.holds_from} on"
+        if self.holds_from is None:
+            holds = f"not within {TOLERANCE:.0%} at the largest batch"
         least = f", and {1e3 * self.floor:.4g} ms at least" if self.floor else ""
         text = (
             f"{px(self.resolution, after=': ')}a step with x samples takes "
@@ -187,11 +183,11 @@ class TrainingStep:
     """
 
     def __init__(self, spec: StepSpec, resolution: int) -> None:
-        self._setup = setup = spec.setup
-        self.micro_batch = setup.micro_batch
-        self.accelerator = spec.accelerator
-        self.resolution = resolution
-        self._example = spec.example or self._images_of
+        setup, self.accelerator, self.resolution = spec.setup, spec.accelerator, resolution
+        self.micro_batch, self._compiles = setup.micro_batch, setup.compile
+        self._example = spec.example or partial(
+            image_batch, classes=setup.num_classes, device=spec.accelerator.device
+        )
         self._loss_of = spec.loss_of or self._cross_entropy
         self._model = copy.deepcopy(spec.model)
         set_training(self._model)
@@ -209,21 +205,18 @@ class TrainingStep:
             for group in self._optimizer.param_groups:
                 group["lr"] = _LR
         self._clip = make_clip(self._model, setup.clip and 1.0, setup.clip or "norm")
-        self._images: torch.Tensor | None = None
-        self._labels: torch.Tensor | None = None
+        self._batch: Batch | None = None
 
     def __call__(self, batch_size: int) -> None:
         """Take one step; a batch size larger than any before makes new images."""
-        whole = Part(0, np.arange(batch_size), 1.0)
-        parts = micro_parts(whole, self.micro_batch)
+        parts = micro_parts(Part(0, np.arange(batch_size), 1.0), self.micro_batch)
         at_once = max(len(part.indices) for part in parts)
-        if self._images is None or at_once > len(self._images):
-            self._images = self._labels = None  # free the old ones first
-            self._images, self._labels = self._example(at_once, self.resolution)
+        if self._batch is None or at_once > len(self._batch[0]):
+            self._batch = None  # free the old ones first
+            self._batch = self._example(at_once, self.resolution)
         for part in parts:
-            count = len(part.indices)
-            loss = self._loss_of(self._model, self._images[:count], self._labels[:count])
-            (loss * part.weight).backward()
+            images, labels = (tensor[: len(part.indices)] for tensor in self._batch)
+            (self._loss_of(self._model, images, labels) * part.weight).backward()
         if self._optimizer is not None:
             self._clip(self._optimizer)
             self._optimizer.step()
@@ -231,7 +224,7 @@ class TrainingStep:
 
     def compile(self) -> None:
         """Compile the copy, if it is to be."""
-        if self._setup.compile:
+        if self._compiles:
             sums = self.micro_batch is not None
             compile_in_place(self._model, self.accelerator.device, sums=sums)
 
@@ -239,17 +232,14 @@ class TrainingStep:
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state; there is none before the first step."""
         states = self._optimizer.state.values() if self._optimizer is not None else ()
-        tensors = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        values = [value for state in states for value in state.values()]
+        return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
     def _cross_entropy(
         self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor
     ) -> torch.Tensor:
         with self.accelerator.autocast():
             return F.cross_entropy(model(images), labels)
-
-    def _images_of(self, size: int, resolution: int) -> Batch:
-        return image_batch(size, resolution, self._setup.num_classes, self.accelerator.device)
 
 
 def profile_steps(
@@ -282,7 +272,7 @@ def profile_steps(
 
 
 def profile_memory(step: TrainingStep, batch_sizes: Sequence[int]) -> MemoryModel | None:
-    """Measure a step's peak memory at several batch sizes and fit its line."""
+    """Fit a line to a step's peak memory; None where batch sizes make no measurable difference."""
     sizes = sorted(set(batch_sizes))
     peaks = PeakMemory(step.accelerator.device)
     if peaks.cuda:
@@ -292,7 +282,18 @@ def profile_memory(step: TrainingStep, batch_sizes: Sequence[int]) -> MemoryMode
     with without_trials():
         step(sizes[0])  # the optimizer's state exists from now on
         used = [peaks.of(lambda size=size: step(size)) for size in sizes]  # ascending, for the host
-    return fit_memory(sizes, used, peaks, step.state_bytes)
+    slope, intercept = np.polyfit(sizes, used, 1) if len(sizes) > 1 else (0.0, 0.0)
+    if slope * (sizes[-1] - sizes[0]) < 2**20:  # a MiB in all is no difference
+        return None
+    return MemoryModel(
+        fixed_bytes=max(float(intercept), 0.0),
+        sample_bytes=float(slope),
+        capacity_bytes=peaks.capacity(),
+        margin=peaks.margin,
+        reserve_bytes=0.0,
+        source=peaks.source,
+        state_bytes=float(step.state_bytes),
+    )
 
 
 def batch_sizes_to_measure(large_batch_size: int, points: int = 5) -> list[int]:
@@ -313,10 +314,9 @@ def measure_step_times(
 ) -> tuple[list[float], list[float]]:
     """Return the median seconds of ``step(batch_size)`` for each size, and their relative errors.
 
-    Sizes take turns, so that a slow spell of the machine falls on all of them. In its turn each
-    takes a step that warms up and is left out, and then steps for about a quarter of the longest
-    step's time. It ends when the standard error of every median is small enough, or when time is
-    up, after 2 turns at least.
+    Sizes take turns, so that a slow spell of the machine falls on all of them: a step that warms up
+    and is left out, then steps for about a quarter of the longest step's time. It ends when the
+    standard error of every median is small enough, or when time is up, after 2 turns at least.
     """
     from torch.utils.benchmark import Timer, timer  # imports compilers
 
@@ -346,8 +346,8 @@ def measure_step_times(
 
 def _median_error(times_s: Sequence[float]) -> float:
     """Return the standard error of the median over the median, for roughly normal noise."""
-    spread = statistics.stdev(times_s) * 1.2533 / len(times_s) ** 0.5
-    return spread / statistics.median(times_s)
+    error = statistics.stdev(times_s) * 1.2533 / len(times_s) ** 0.5
+    return error / statistics.median(times_s)
 
 
 def fit_profile(

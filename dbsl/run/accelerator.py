@@ -20,7 +20,7 @@ from accelerate.utils import (
 )
 
 from dbsl.base.errors import SettingError
-from dbsl.base.launcher import launched_precision
+from dbsl.base.machine import launched_precision
 from dbsl.cluster.launch import chosen_backend, group_timeout, join_processes
 from dbsl.cluster.wire import wait_for_all
 from dbsl.config.settings import Precision
@@ -36,6 +36,7 @@ _NOT_HERE = (
     ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM", _WHOLE_MODEL),
     ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism config", _WHOLE_MODEL),
     ("ACCELERATE_IN_TPU_POD", "TPUs", "a worker is a process on a GPU or a CPU"),
+    ("ACCELERATE_DYNAMO_BACKEND", "torch.compile (dynamo_backend)", "use --compile"),
 )
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OFF = ("", "0", "no", "false")
@@ -160,17 +161,16 @@ def _set_up_process() -> bool:
 
 
 def check_launcher() -> None:
-    """Raise ``SettingError`` where `accelerate launch` was asked for what is not done here.
+    """Refuse what `accelerate launch` was asked for and is not done here.
 
     Its answers reach a process by the environment. One that nobody reads would be overridden
     without a word.
     """
-    asked = {name: os.environ.get(name, "").lower() for name, *_ in _NOT_HERE}
-    found = [(what, way) for name, what, way in _NOT_HERE if asked[name] not in _OFF]
+    found = [
+        (what, way) for name, what, way in _NOT_HERE if os.environ.get(name, "").lower() not in _OFF
+    ]
     if os.environ.get("PJRT_DEVICE", "").upper() == "TPU":
         found.append(("TPUs", "a worker is a process on a GPU or a CPU"))
-    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "").lower() not in _OFF:
-        found.append(("torch.compile (dynamo_backend)", "use --compile"))
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "").lower()
     if steps not in (*_OFF, "1", "auto"):
         found.append(
@@ -189,12 +189,9 @@ def describe_precision(accelerator: Accelerator) -> str:
     precision = str(accelerator.mixed_precision)
     if precision != "no" or accelerator.device.type != "cuda":
         return precision
-    backends = torch.backends
-    both = (
-        ("convolutions", backends.cudnn.allow_tf32),
-        ("matrix products", backends.cuda.matmul.allow_tf32),
-    )
-    return f"no ({', '.join(f'{name} in {_FLOAT32[allowed]}' for name, allowed in both)})"
+    convolutions = _FLOAT32[torch.backends.cudnn.allow_tf32]
+    products = _FLOAT32[torch.backends.cuda.matmul.allow_tf32]
+    return f"no (convolutions in {convolutions}, matrix products in {products})"
 
 
 def _others_expected() -> str | None:

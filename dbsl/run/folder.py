@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 import dbsl
 from dbsl.base.errors import SettingError
 from dbsl.base.files import write_text
-from dbsl.base.launcher import launched_precision, remember
+from dbsl.base.machine import launched_precision, remember
 from dbsl.base.words import as_given, px
 from dbsl.cluster.wire import refused_by_all, share_from, share_text
 from dbsl.config.complete import RESOLVED

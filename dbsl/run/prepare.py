@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import stream_seed
 from dbsl.base.words import plural
-from dbsl.cluster.steps import takes_parts
+from dbsl.cluster.steps import takes_fractions
 from dbsl.config.fields import Role, with_role
 from dbsl.config.hooks import Extra, Extras, Machine
 from dbsl.config.image_settings import DataConfig
@@ -170,7 +170,7 @@ class Replaced:
                 f"freezes others), got none for {left[0]}"
                 + (f" and {len(left) - 1} more" if left[1:] else "")
             )
-        if steps_in_parts(config) and not takes_parts(optimizer):
+        if steps_in_parts(config) and not takes_fractions(optimizer):
             built = getattr(optimizer, "optimizers", [optimizer])
             kinds = ", ".join(type(one).__name__ for one in built)
             raise SettingError(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dbsl.base.seeds import stream_seed
 from dbsl.cluster.protocol import Cluster
-from dbsl.cluster.steps import ComputeClock, Stepper
+from dbsl.cluster.steps import ComputeTimer, Stepper
 from dbsl.cluster.weights import uncompiled
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import meets_at_server
@@ -93,7 +93,7 @@ def make_reports(
     plan: Plan,
     progress: Progress,
     sums: Mapping[int, Sequence[float]],
-    clock: ComputeClock,
+    timer: ComputeTimer,
     *,
     resolution: int,
     figures: Sequence[str] = (),
@@ -121,14 +121,13 @@ def make_reports(
                 local_batch_size=mine.local_batch_size,
                 samples=count,
                 steps=steps,
-                time_s=clock.seconds(worker),
+                time_s=timer.take_seconds(worker),
                 loss=loss,
                 merge_weight=mine.merge_weight,
                 learning_rate=progress.learning_rate,
                 predicted_time_s=mine.predicted_time_s * count / max(mine.samples, 1),
                 refused=bool(faults),
                 fault=faults.get(worker, NO_FAULT),
-                logged=len(lines),
                 lines=lines,
                 figures=dict(zip(figures, means, strict=True)),
                 **(progress.measured if worker == turn.workers[0] else {}),
@@ -346,7 +345,7 @@ class Work:
             number = cluster.weights.first_not_finite(cluster.outgoing)
             faults[self._turn.workers[0]] = BAD_WEIGHTS + (0 if number is None else 1 + number)
         return make_reports(
-            *(self._turn, self._segment.plan, session.progress, sums, session.stepper.clock),
+            *(self._turn, self._segment.plan, session.progress, sums, session.stepper.timer),
             resolution=self._stage.resolution,
             figures=session.run.figures,
             faults=faults,

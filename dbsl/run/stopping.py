@@ -17,19 +17,17 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from dbsl.base.launcher import has_fault, launcher_address, remember
+from dbsl.base.machine import ask_faults, launcher_address, remember
 
 # A fork's signals are not its parent's.
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 def deadline_of(max_minutes: float | None) -> float | None:
-    """Return when a run of at most so many minutes is to stop, by time.monotonic(); None: never.
-
-    The minutes of a launch count on when torchrun or accelerate restarts its processes.
-    """
+    """Return when a run of at most so many minutes is to stop, by time.monotonic(); None: never."""
     if max_minutes is None:
         return None
+    # They count on when torchrun or accelerate restarts the processes of a launch.
     ends = float(remember("deadline", repr(time.time() + 60 * max_minutes)))
     return time.monotonic() + ends - time.time()
 
@@ -61,14 +59,13 @@ class Stopping:
             self._ends = hears, told = socket.socketpair()
             told.setblocking(False)
             self._wakeup_fd = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
-            own = set(self._before)
-            threading.Thread(
-                target=self._tell, args=(hears, own), name="on-signal", daemon=True
-            ).start()
+            given = (hears, set(self._before))
+            threading.Thread(target=self._tell, args=given, name="on-signal", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
+        while self._before:
+            signal.signal(*self._before.popitem())
         self.on_signal = lambda: None
         if self._ends is not None:
             signal.set_wakeup_fd(self._wakeup_fd)
@@ -86,14 +83,14 @@ class Stopping:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name
-        self._restore()  # the next one ends the process
+        while self._before:  # the next one ends the process
+            signal.signal(*self._before.popitem())
         # A launcher ends all processes where one has failed: `_tell` asks, and then says nothing.
         if number != signal.SIGTERM or launcher_address() is None:
-            self._say(number)
+            self._say(self.signal)
 
-    def _say(self, number: int) -> None:
+    def _say(self, name: str) -> None:
         # Not print: the signal may have come in the middle of one.
-        name = signal.Signals(number).name
         os.write(2, f"{name}: {self._then}; once more to end\n".encode())
 
     def _tell(self, hears: socket.socket, own: set[int]) -> None:
@@ -104,12 +101,12 @@ class Stopping:
                 if number[0] in own and not told:
                     told = True
                     self.on_signal()
-                    if number[0] == signal.SIGTERM and launcher_address() and not has_fault():
-                        self._say(number[0])
+                    if number[0] == signal.SIGTERM and launcher_address() and not _has_fault():
+                        self._say("SIGTERM")
 
-    def _restore(self) -> None:
-        while self._before:
-            signal.signal(*self._before.popitem())
+
+def _has_fault() -> bool:
+    return ask_faults(lambda store: store.check(["first"]) or store.check(["ended"]), False)
 
 
 class Stopwatch:

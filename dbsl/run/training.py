@@ -147,11 +147,7 @@ class Run(Generic[ConfigT]):
 
 
 class SimulatedTimes:
-    """How long rounds take on the virtual clock: what workers compute, and what is exchanged.
-
-    Both take a worker, an epoch, a round and perhaps a plan. Without one the planner is asked for
-    the plan in force, which may decide it.
-    """
+    """How long simulated rounds take. The planner is asked for the plan, and may decide it."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -160,22 +156,15 @@ class SimulatedTimes:
         trained = (p for p in run.model.parameters() if p.requires_grad)
         self.parameters = sum(p.numel() for p in trained)
 
-    def duration(
-        self, worker: int, epoch: int, round_: int, segment: Segment | None = None
-    ) -> float:
-        """Return the seconds that a worker computes in a round."""
-        return self.computed(worker, epoch, round_, segment)[0]
-
-    def exchange(
-        self, worker: int, epoch: int, round_: int, segment: Segment | None = None
-    ) -> float:
-        """Return the seconds that a worker's round takes on the network."""
-        return self.run.machine.exchange_s(self, worker, epoch, round_, segment)
+    def __call__(self, worker: int, epoch: int, round_: int) -> tuple[float, float]:
+        """Return the seconds that a worker's round takes to compute, and on the network."""
+        compute_s, _ = self.computed(worker, epoch, round_)
+        return compute_s, self.run.machine.exchange_s(self, worker, epoch, round_)
 
     def computed(
-        self, worker: int, epoch: int, round_: int, segment: Segment | None
+        self, worker: int, epoch: int, round_: int, segment: Segment | None = None
     ) -> tuple[float, int]:
-        """Return the seconds of a worker's round, and its steps."""
+        """Return the seconds that a worker's round takes to compute, and its steps."""
         run = self.run
         turn = Turn((worker,), epoch, round_)
         steps = run.sampler.steps(segment or run.planner.at(epoch, round_), turn)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ STEPS_A_ROUND = 10  # a worker takes as many at least with the batch that `auto`
 _SMALLEST_AUTO = 16  # samples: below them fewer steps do
 _SAME_MACHINE = 0.10  # relative difference of step times up to which workers count as equal
 _SECONDS, _SECONDS_OF_ONE = 30.0, 3.0  # to measure for; what one worker alone predicts is rough
+_OF_MODELS = ("slope", "intercept", "floor")
+T = TypeVar("T")
 
 
 def default_large_batch_size(round_samples: int) -> int:
@@ -61,7 +64,8 @@ def know_workers(
     resolutions, joint = config.resolutions, takes_joint_steps(config)
     share = max(1, len(data.train) // config.workers // config.rounds_per_epoch)
     auto, measured = config.large_batch_size == "auto", config.slope is None
-    large = _given_batches(config, share)
+    given = _by_worker(config, "large_batch_size", None if auto else config.large_batch_size)
+    large = [[size or default_large_batch_size(share) for size in row] for row in given]
     _check_large_batches(config, large, data, alike=accelerator.num_processes == 1 and measured)
     # Joint steps shift samples between workers, and none may be given more than it can hold.
     # With micro-batches any batch fits.
@@ -72,14 +76,20 @@ def know_workers(
         profiler = make_profiler(config, model, data, accelerator, loss_of, build_optimizer)
         measure = Measurements(config, profiler, accelerator)
     limits: list[list[int] | None] = [None] * len(resolutions)
+    most = largest_auto_batch(share)
     if find_limits:
-        limits = measure.largest_batches(len(data.train) if shifting else largest_auto_batch(share))
+        limits = measure.largest_batches([len(data.train) if shifting else most] * len(resolutions))
     if auto:
-        most = largest_auto_batch(share)
         large = [[min(size, most) for size in row] for row in limits]
     elif joint and config.large_batch_size and config.global_batch_size is not None:
         limits = large
-    micro = measure.largest_micro_batches(large) if micro_auto else _given_micro_batches(config)
+    micro = None
+    if micro_auto:
+        at_most = [_largest_of(config, row, number) for number, row in enumerate(large)]
+        words = {"what": "micro-batch", "why_most": "whole batches fit"}
+        micro = measure.largest_batches(at_most, **words)
+    elif config.micro_batch_size is not None:
+        micro = _by_worker(config, "micro_batch_size", config.micro_batch_size)
     models, fits = measure.models(large, micro) if measured else (_given_models(config), None)
 
     def by_resolution(rows: Sequence | None) -> dict | None:
@@ -96,11 +106,9 @@ def know_workers(
     return known, _with_known(config, models, large, micro)
 
 
-def _given_batches(config: RunConfig, share: int) -> list[list[int]]:
-    """Return large batches as they are given, or by default, [resolution][worker]."""
-    given = None if config.large_batch_size == "auto" else config.large_batch_size
-    rows = for_workers("large_batch_size", given, config.resolutions, config.workers)
-    return [[size or default_large_batch_size(share) for size in row] for row in rows]
+def _by_worker(config: RunConfig, name: str, values: Sequence[T] | None) -> list[list[T]]:
+    """Return a setting's values as [resolution][worker]."""
+    return for_workers(name, values, config.resolutions, config.workers)
 
 
 def _check_large_batches(
@@ -131,21 +139,10 @@ def _check_large_batches(
         )
 
 
-def _given_micro_batches(config: RunConfig) -> list[list[int]] | None:
-    """Return micro-batches as they are given, [resolution][worker]; None: batches are whole."""
-    given = config.micro_batch_size
-    if given is None:
-        return None
-    return for_workers("micro_batch_size", given, config.resolutions, config.workers)
-
-
 def _given_models(config: RunConfig) -> list[TimeModel]:
     """Return time models as they are given, one of all workers for each resolution."""
     given = (config.slope, config.intercept, config.floor or (0.0,))
-    columns = (
-        for_workers(name, values, config.resolutions, config.workers)
-        for name, values in zip(("slope", "intercept", "floor"), given, strict=True)
-    )
+    columns = (_by_worker(config, *column) for column in zip(_OF_MODELS, given, strict=True))
     return [TimeModel(*map(np.array, rows)) for rows in zip(*columns, strict=True)]
 
 
@@ -159,8 +156,7 @@ def _with_known(
     # For joint steps a large batch would be a limit that nobody set.
     keeps_large = config.large_batch_size is not None or not takes_joint_steps(config)
     slope, intercept, floor = (
-        from_workers([getattr(model, name).tolist() for model in models])
-        for name in ("slope", "intercept", "floor")
+        from_workers([getattr(model, name).tolist() for model in models]) for name in _OF_MODELS
     )
     return replace(
         config,
@@ -185,7 +181,7 @@ def make_profiler(
     """Return the profiler of this process's workers, for the step that they will take."""
     setup = replace(
         Setup.of(_profiled_name(config, model, data), model, data.num_classes, accelerator),
-        optimizer=_optimizer_of_worker(config),
+        optimizer=NO_OPTIMIZER if config.push == "gradients" else config.optimizer,
         momentum=config.momentum > 0,
         weight_decay=config.weight_decay > 0,
         compile=config.compile,
@@ -204,11 +200,6 @@ def make_profiler(
         file=Path(config.profile) if config.profile else None,
         reserve=partial(_reserve_bytes, config, model, accelerator.num_processes),
     )
-
-
-def _optimizer_of_worker(config: RunConfig) -> str:
-    """Return the name of the optimizer that a worker's step includes."""
-    return NO_OPTIMIZER if config.push == "gradients" else config.optimizer
 
 
 def _profiled_name(config: RunConfig, model: nn.Module, data: TrainingData) -> str:
@@ -250,16 +241,8 @@ class Measurements:
     def _limit_bytes(self) -> float | None:
         return self.config.memory_limit and self.config.memory_limit * GIB
 
-    def largest_batches(self, most: int) -> list[list[int]]:
-        """Return the largest batches that fit into memory, [resolution][worker]."""
-        return self._largest([most] * len(self.config.resolutions))
-
-    def largest_micro_batches(self, large: list[list[int]]) -> list[list[int]]:
-        """Return the most samples at once that fit into memory, [resolution][worker]."""
-        most = [largest_of(self.config, row, number) for number, row in enumerate(large)]
-        return self._largest(most, what="micro-batch", why_most="whole batches fit")
-
-    def _largest(self, most: Sequence[int], **words: str) -> list[list[int]]:
+    def largest_batches(self, most: Sequence[int], **words: str) -> list[list[int]]:
+        """Return the largest batches that fit into memory, at most these: [resolution][worker]."""
         find, limit = self.profiler.largest_batch, self._limit_bytes
         found = [
             find(resolution, limit_bytes=limit, at_most=at_most, **words)
@@ -279,21 +262,16 @@ class Measurements:
             largest, profiles = max(large[number]), {}
             at_once = [None] * len(large[number])
             if micro is not None:
-                largest = max(largest, largest_of(config, large[number], number))
+                largest = max(largest, _largest_of(config, large[number], number))
                 at_once = [most if most < largest else None for most in micro[number]]
             at_once = [at_once[worker] for worker in self._workers_here()]
             for most in dict.fromkeys(at_once):
-                profiler = self.profiler.in_micro_batches(most)
-                profiles[most] = _measure(profiler, resolution, largest)
-                warning = self._on_bad_fit(profiles[most])
-                self.accelerator.print(profiles[most].describe(note=warning))
+                profiles[most] = profile = self._profile(resolution, largest, most)
+                self.accelerator.print(profile.describe(note=self._on_bad_fit(profile)))
             measured.append([profiles[most] for most in at_once])
             memory = profiles[None].memory if None in profiles else None
             fits.append(memory.fits(self._limit_bytes) if memory else -1)
-        columns = (
-            self._of_all_workers([[getattr(p, name) for p in row] for row in measured])
-            for name in ("slope", "intercept", "floor")
-        )
+        columns = (self._of_all_workers(measured, name) for name in _OF_MODELS)
         models = [
             _equal_but_for_noise(TimeModel(*map(np.array, rows)), min(row))
             for *rows, row in zip(*columns, large, strict=True)
@@ -301,6 +279,18 @@ class Measurements:
         return models, [
             [None if count < 0 else int(count) for count in row] for row in self._of_all(fits)
         ]
+
+    def _profile(self, resolution: int, largest: int, most: int | None) -> StepProfile:
+        """Return the profile of a resolution; where a batch does not fit, say what to set."""
+        try:
+            return self.profiler.in_micro_batches(most).profile(resolution, largest)
+        except RuntimeError as error:
+            if not is_short_of_memory(error):
+                raise
+        raise SettingError(
+            f"large_batch_size must fit into memory{px(resolution, ' at ')}, got {largest}: set "
+            "--micro-batch-size auto"
+        )
 
     def _on_bad_fit(self, profile: StepProfile) -> str:
         """Return what to say of a line, here or in another process, that misses measured times."""
@@ -317,11 +307,11 @@ class Measurements:
             return range(self.config.workers)
         return (max(0, self.accelerator.process_index - self.config.dedicated_server),)
 
-    def _of_all_workers(self, values: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
-        """Return values of the workers here, [resolution][worker], as those of all workers."""
-        if self.accelerator.num_processes == 1:
-            return values
-        return self._of_all([row[0] for row in values])
+    def _of_all_workers(self, measured: list[list[StepProfile]], name: str) -> list[list[float]]:
+        """Return a number of the profiles of the workers here, as those of all workers."""
+        values = [[getattr(profile, name) for profile in row] for row in measured]
+        alone = self.accelerator.num_processes == 1
+        return values if alone else self._of_all([row[0] for row in values])
 
     def _of_all(self, values: Sequence[float]) -> list[list[float]]:
         """Return this process's values, one per resolution, as [resolution][worker] of all."""
@@ -339,32 +329,18 @@ class Measurements:
         return rows.T.tolist()
 
 
-def largest_of(config: RunConfig, row: Sequence[int], number: int) -> int:
+def _largest_of(config: RunConfig, row: Sequence[int], number: int) -> int:
     """Return the most that a worker may have in a step at the resolution of this number.
 
     `row` is the large batches of the workers there.
     """
-    if config.local_batch_sizes:
-        resolutions, sizes = config.resolutions, config.local_batch_sizes
+    if sizes := config.local_batch_sizes:
         if len(sizes) == config.workers:  # they hold for all resolutions
-            sizes = sizes * len(resolutions)
-        row = for_workers("local_batch_sizes", sizes, resolutions, config.workers)[number]
+            sizes = sizes * len(config.resolutions)
+        row = _by_worker(config, "local_batch_sizes", sizes)[number]
     if takes_joint_steps(config):
         return config.global_batch_size or sum(row)
     return max(row)
-
-
-def _measure(profiler: Profiler, resolution: int, largest: int) -> StepProfile:
-    """Return the profile of a resolution; where a batch does not fit, say what to set."""
-    try:
-        return profiler.profile(resolution, largest)
-    except RuntimeError as error:
-        if not is_short_of_memory(error):
-            raise
-    raise SettingError(
-        f"large_batch_size must fit into memory{px(resolution, ' at ')}, got {largest}: set "
-        "--micro-batch-size auto"
-    )
 
 
 def _equal_but_for_noise(model: TimeModel, batch: int) -> TimeModel:
@@ -372,5 +348,5 @@ def _equal_but_for_noise(model: TimeModel, batch: int) -> TimeModel:
     times, workers = model.time(batch), len(model)
     if times.max() > (1 + _SAME_MACHINE) * times.min():
         return model
-    columns = (model.slope, model.intercept, model.floor)
-    return TimeModel.of(TimeModel(*(sum(c.tolist()) / workers for c in columns)), workers)
+    means = (sum(getattr(model, name).tolist()) / workers for name in _OF_MODELS)
+    return TimeModel.of(TimeModel(*means), workers)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from dbsl.base.errors import SettingError
 from dbsl.config.fields import check_fields
-from dbsl.config.flags import parse_flags
+from dbsl.config.parse import parse_flags
 from dbsl.config.settings import Rounding, UpdateFactor
 from dbsl.plan.solve import PlanRules, plan_dual_batch
 from dbsl.plan.text import format_plan, timeline

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from PIL import Image
@@ -16,7 +17,6 @@ from PIL import Image
 from dbsl.base.errors import SettingError, one_line_errors
 from dbsl.base.files import write_table
 from dbsl.base.machine import lazy_import
-from dbsl.config.flags import Parser
 from dbsl.data.transforms import upright
 from dbsl.model import load_model, read_model_config
 
@@ -78,9 +78,15 @@ def predict(
             yield file, failed.get(file, images.get(file))
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Refuse in one line, as settings do."""
+        raise SettingError(message.removeprefix("argument "))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print each image's likeliest classes, and write them to a CSV file if one is named."""
-    parser = Parser(
+    parser = _Parser(
         "python -m dbsl.predict",
         description=f"{__doc__.split(':')[0]}. An image that cannot be read is named in a warning "
         "and left out. The status is 1 if you have named that image (and not its folder), or if no "

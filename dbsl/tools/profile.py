@@ -13,7 +13,7 @@ import torch
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import threads_of_process
 from dbsl.config.fields import in_range
-from dbsl.config.flags import parse_flags
+from dbsl.config.parse import parse_flags
 from dbsl.config.settings import ClipMode, Precision, check_resolutions
 from dbsl.model import build_model
 from dbsl.optimizer import check_optimizer

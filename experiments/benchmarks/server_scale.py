@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 from dbsl.cluster.merges import ratio
 from dbsl.cluster.protocol import Cluster
-from dbsl.cluster.served import through_server
 from dbsl.cluster.server import Server
+from dbsl.cluster.serving import through_server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.model import build_model
 from dbsl.plan.follow import Planner

@@ -9,8 +9,7 @@ import pytest
 from PIL import Image
 
 import train
-from dbsl.config.flags import parse_flags
-from dbsl.config.parse import parse_config, read_settings
+from dbsl.config.parse import parse_config, parse_flags, read_settings
 from tests.helpers import ROOT, slow
 
 CONFIGS = sorted(

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
@@ -17,8 +16,8 @@ import train
 from dbsl.base.errors import RunStopped
 from dbsl.cluster.merges import ratio
 from dbsl.cluster.server import Server
-from dbsl.cluster.steps import ComputeClock, JointSteps
-from dbsl.cluster.weights import FlatWeights, make_ready, uncompiled
+from dbsl.cluster.steps import ComputeTimer, JointSteps
+from dbsl.cluster.weights import FlatWeights, uncompiled
 from dbsl.cluster.wire import Transfer
 from dbsl.config.image_settings import EraseKwargs
 from dbsl.data.augment import erase
@@ -28,8 +27,10 @@ from dbsl.plan.sampler import Part, Step
 from dbsl.plan.types import Turn
 from dbsl.profile.memory import PeakMemory
 from dbsl.run.accelerator import first_on_node, start_accelerator
+from dbsl.run.connect import make_ready
 from tests import helpers
 from tests.helpers import rounds_of
+from tests.unit.cluster.test_compiling import loss_of, run_of
 from tests.unit.cluster.test_server import report, serving
 
 CUDA = torch.device("cuda")
@@ -61,10 +62,6 @@ def assert_alike(found, expected):
     assert found[1] == pytest.approx(expected[1], rel=0.01)
 
 
-def loss_of(model, images, labels):
-    return F.cross_entropy(model(images), labels)
-
-
 def small_net():
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1)]
@@ -76,10 +73,7 @@ def small_net():
 def ready(model, *, compiled):
     """Return the weights of a model that has met batches of 4 and 8 images."""
     weights, accelerator = FlatWeights(model), start_accelerator("no", 60.0)
-    make_ready(
-        *(model, weights, {16: {4, 8}}, {16: 0.0}, accelerator, images_of, loss_of),
-        compiled=compiled,
-    )
+    make_ready(run_of(model, {4, 8}, compiled, "cuda"), weights, (0,), accelerator)
     return weights
 
 
@@ -98,16 +92,13 @@ def after_joint_steps(*, compiled):
     """Return the weights after three joint steps of two workers with 4 and 8 images."""
     model = small_net()
     weights = ready(model, compiled=compiled)
-    stepper = JointSteps(
-        *(model, weights, ComputeClock(CUDA)),
-        lambda module: torch.optim.SGD(module.parameters(), 0.1, momentum=0.9),
-        (0, 1),
-    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    stepper = JointSteps(model, weights, ComputeTimer(CUDA), {0: optimizer})
     step = Step((Part(0, np.arange(4), 4 / 12), Part(1, np.arange(8), 8 / 12)), 0.0)
     stepper.begin(Turn((0, 1), 0, 0))
     for _ in range(3):
         for part in step.parts:
-            with stepper.part(step, part) as weight:
+            with stepper.micro_batch(step, part) as weight:
                 (loss_of(model, *images_of(len(part.indices), 16)) * weight).backward()
         stepper.step(step, 0.1)
     return weights.vector
@@ -203,14 +194,14 @@ def test_a_vector_of_the_gpu_travels_in_chunks_while_the_gpu_computes(monkeypatc
 
 
 def test_the_clock_counts_what_the_gpu_computes_and_not_what_the_host_does():
-    clock = ComputeClock(CUDA)
+    timer = ComputeTimer(CUDA)
     spent = []
     for cycles in (100_000_000, 400_000_000):
-        with clock.running((0,)):
+        with timer.running((0,)):
             torch.cuda._sleep(cycles)
-        spent.append(clock.seconds(0))
+        spent.append(timer.take_seconds(0))
     assert 0.01 < spent[0] < spent[1] < 5.0
-    assert clock.seconds(0) == 0.0
+    assert timer.take_seconds(0) == 0.0
 
 
 def test_peak_memory_is_that_of_the_allocator_and_is_given_back():

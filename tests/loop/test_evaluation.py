@@ -88,16 +88,16 @@ def test_several_processes_share_the_images_and_print_one_line(finished, capfd):
         ({"plan_only": True}, "plan_only must be false with eval_only, got true"),
         ({"output_dir": "runs/x"}, "output_dir must be left out with eval_only, got runs/x"),
         ({"push_to_hub": "me/it"}, "push_to_hub must be unset with eval_only, got me/it"),
+        ({"resume": "", "model": "local-dir:x"}, "model must be left out with resume and eval_on"),
     ],
 )
-def test_an_evaluation_that_makes_no_sense_is_refused_in_one_line(settings, message, capsys):
+def test_an_evaluation_that_makes_no_sense_is_refused_in_one_line(
+    finished, settings, message, capsys
+):
+    if "resume" in settings:
+        settings = {**settings, "resume": str(finished.folder)}
     with pytest.raises(ValueError, match=message):
         evaluated(capsys, **settings)
-
-
-def test_another_model_than_the_runs_is_refused_beside_resume(finished, capsys):
-    with pytest.raises(ValueError, match="model must be left out with resume and eval_only, got"):
-        evaluated(capsys, resume=str(finished.folder), model="local-dir:elsewhere")
 
 
 def test_data_of_other_classes_than_the_weights_are_refused(finished, tmp_path, capsys):

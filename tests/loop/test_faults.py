@@ -12,29 +12,21 @@ from safetensors.torch import load_file
 from dbsl.base.errors import SaveError, SyncError, one_line_errors
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.disk import checkpoints_in
-from dbsl.cluster.launch import _interface_to
 from dbsl.plan.machines import check_global_batch
 from experiments.benchmarks import fuzz
 from tests.helpers import slow
-from tests.loop.test_resume import MODES, ROUNDS, run
+from tests.loop.test_resume import MODES, ONE_SIDE, ROUNDS, run
+
+SHORT = {**ONE_SIDE, "epochs": 2, "lr_milestones": ()}
 
 
 @pytest.mark.parametrize(
     "mode", ["bsp", pytest.param("asp", marks=slow), "step", pytest.param("gradients", marks=slow)]
 )
 def test_rounds_that_are_not_finite_are_refused_and_too_many_stop_the_run(tmp_path, mode):
-    with pytest.raises(
-        ValueError, match=r"max_bad_rounds must be at least the \d+ rounds .* got 3"
-    ):
-        run(
-            tmp_path / "run",
-            **MODES[mode],
-            lr=1e15,
-            warmup_epochs=0,
-            epochs=9,
-            lr_milestones=(8,),
-            max_bad_rounds=3,
-        )
+    bad = {"lr": 1e15, "warmup_epochs": 0, "epochs": 9, "lr_milestones": (8,), "max_bad_rounds": 3}
+    with pytest.raises(ValueError, match=r"max_bad_rounds must be at least the \d+ rounds .*got 3"):
+        run(tmp_path / "run", **{**MODES[mode], **ONE_SIDE, **bad})
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     if mode != "gradients":  # whose rounds are recorded by epoch
         assert sum(row.get("refused", False) for row in rows if row["event"] == "round") > 3
@@ -62,7 +54,7 @@ def test_one_bad_round_among_good_ones_is_told_at_once_and_does_not_stop_the_run
         after_step(self, round_over=round_over)
 
     monkeypatch.setattr(Checkpointer, "after_step", poisoned)
-    run(tmp_path / "run", **MODES[mode])
+    run(tmp_path / "run", **{**MODES[mode], **SHORT})
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["refused_rounds"] == 1
     assert np.isfinite(summary["final_loss"])
@@ -89,7 +81,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_on
 
     monkeypatch.setattr(dbsl.checkpoint.checkpointer, "write_shard", full)
     with pytest.raises(SystemExit) as stopped, one_line_errors():
-        run(tmp_path / "run", **ROUNDS)
+        run(tmp_path / "run", **ROUNDS, **SHORT)
     assert stopped.value.code == 2
     said = capsys.readouterr().err
     good = tmp_path / "run/checkpoints/epoch-0001"
@@ -110,19 +102,12 @@ def test_a_checkpoint_that_cannot_be_removed_is_told_of_and_costs_nothing(
         remove(folder)
 
     monkeypatch.setattr(dbsl.checkpoint.disk, "remove", refusing)
-    run(tmp_path / "run", **ROUNDS, keep_checkpoints=1)
+    run(tmp_path / "run", **ROUNDS, **SHORT, keep_checkpoints=1)
     folder = tmp_path / "run/checkpoints"
-    assert sorted(p.name for p in folder.iterdir()) == ["epoch-0001", "epoch-0003"]
+    assert sorted(p.name for p in folder.iterdir()) == ["epoch-0001", "epoch-0002"]
     said = capsys.readouterr()
     line = f"{folder / 'epoch-0001'} could not be removed (Permission denied)"
     assert line in said.out + said.err
-
-
-def test_a_full_disk_is_told_in_one_line(capsys):
-    with pytest.raises(SystemExit) as stopped, one_line_errors():
-        raise OSError(errno.ENOSPC, "No space left on device", "runs/x/summary.json")
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == "error: No space left on device: runs/x/summary.json\n"
 
 
 def failing_rank(rank, kind):
@@ -141,14 +126,10 @@ def test_a_process_that_fails_among_several_ends_at_once(run_ranks, kind):
     assert time.monotonic() - began < 30  # the barrier waits half an hour
 
 
-def test_processes_talk_on_the_interface_that_reaches_the_launcher():
-    assert _interface_to("127.0.0.1") == "lo"
-
-
 @pytest.mark.parametrize(
     ("what", "cases"),
     [
-        *(("checkpoints", 3), ("manifests", 150), ("configs", 40), ("parquet files", 60)),
+        *(("checkpoints", 2), ("manifests", 80), ("configs", 20), ("parquet files", 30)),
         pytest.param("checkpoints", 40, marks=slow),
     ],
 )

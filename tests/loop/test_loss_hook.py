@@ -19,12 +19,11 @@ import train
 from dbsl.base.errors import SettingError
 from dbsl.data.sources import TensorData
 from dbsl.extras.noise import NoiseProbe
-from dbsl.log.rows import read_metrics
 from dbsl.open import open_session
 from dbsl.profile.memory import GIB, MemoryModel
 from dbsl.profile.timing import fit_profile
 from dbsl.run.evaluation import Evaluation
-from tests.helpers import Forked, free_port, slow, stopped_at_step, wait_all
+from tests.helpers import Forked, free_port, rows, slow, stopped_at_step, wait_all
 
 SAMPLES, CLASSES, WIDTH = 44, 3, 6
 SETTINGS = {
@@ -42,16 +41,6 @@ MODES = {
     "micro": {**ROUNDS, "micro_batch_size": (2,)},
 }
 HERE = os.getpid()
-
-
-@pytest.fixture(autouse=True)
-def own_accelerator(monkeypatch):
-    """No pictures, and each run with an accelerator of its own."""
-    for name in ("report", "end"):
-        monkeypatch.setattr(f"dbsl.extras.pictures.Pictures.{name}", lambda *arguments: None)
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
 
 
 def table():
@@ -130,10 +119,6 @@ def run(folder, loss_function, model=Net, figures=None, **settings):
         own = {"data": table(), "model": model, "figures": figures}
         with open_session(config, loss_function, **own) as session:
             train.train(session)
-
-
-def rows(folder, event):
-    return [row for row in read_metrics(folder / "metrics.jsonl") if row["event"] == event]
 
 
 def check_means(folder):
@@ -240,6 +225,12 @@ def test_figures_are_counted_without_a_wait_for_the_device(tmp_path, monkeypatch
 # --- names
 
 
+def refused(folder, message, loss_function=numbered, kind=SettingError, **given):
+    with pytest.raises(kind, match=message):
+        run(folder / "run", loss_function, **given)
+    assert not (folder / "run").exists()
+
+
 def figures(**named):
     return lambda model, inputs, labels, config: (F.cross_entropy(model(inputs), labels), named)
 
@@ -247,9 +238,7 @@ def figures(**named):
 @pytest.mark.parametrize("name", ["loss", "epoch", "workers_wait_time_s", "event", "share"])
 def test_a_figure_with_the_name_of_a_field_is_refused_before_anything_is_written(tmp_path, name):
     has = rf"must have a name of its own, got '{name}', which a .*row of metrics.jsonl has"
-    with pytest.raises(SettingError, match=has):
-        run(tmp_path / "run", figures(**{name: 1.0}))
-    assert not (tmp_path / "run").exists()
+    refused(tmp_path, has, figures(**{name: 1.0}))
 
 
 def test_figures_that_change_their_names_are_refused(tmp_path):
@@ -276,9 +265,7 @@ def test_figures_that_change_their_names_are_refused(tmp_path):
     ],
 )
 def test_figures_of_the_loop_with_a_name_that_is_taken_are_refused(tmp_path, names, message):
-    with pytest.raises(SettingError, match=message):
-        run(tmp_path / "run", numbered, figures=names)
-    assert not (tmp_path / "run").exists()
+    refused(tmp_path, message, figures=names)
 
 
 def test_a_loss_that_is_no_mean_is_refused_and_a_bug_shows_itself_before_anything_is_written(
@@ -287,14 +274,8 @@ def test_a_loss_that_is_no_mean_is_refused_and_a_bug_shows_itself_before_anythin
     def each(model, inputs, labels, config):
         return F.cross_entropy(model(inputs), labels, reduction="none")
 
-    def broken(model, inputs, labels, config):
-        raise ZeroDivisionError("of a forker")
-
-    with pytest.raises(SettingError, match=r"must return a mean loss, .* got \[2\]"):
-        run(tmp_path / "run", each)
-    with pytest.raises(ZeroDivisionError):
-        run(tmp_path / "run", broken)
-    assert not (tmp_path / "run").exists()
+    refused(tmp_path, r"must return a mean loss, .* got \[2\]", each)
+    refused(tmp_path, "division", lambda *_: 1 / 0, ZeroDivisionError)
 
 
 @pytest.mark.parametrize(
@@ -313,9 +294,7 @@ def test_what_is_no_loss_with_figures_is_refused_before_anything_is_written(
     def loss_function(model, inputs, labels, config):
         return second(F.cross_entropy(model(inputs), labels))
 
-    with pytest.raises(SettingError, match=message):
-        run(tmp_path / "run", loss_function)
-    assert not (tmp_path / "run").exists()
+    refused(tmp_path, message, loss_function)
 
 
 @pytest.mark.parametrize("second_graph", [True, False])
@@ -325,9 +304,7 @@ def test_a_loss_without_a_way_back_shows_it_before_anything_is_written(tmp_path,
         torch.autograd.grad(loss, inputs)  # without create_graph
         return loss if second_graph else loss.detach()
 
-    with pytest.raises(RuntimeError, match=r"backward|does not require grad"):
-        run(tmp_path / "run", loss_function)
-    assert not (tmp_path / "run").exists()
+    refused(tmp_path, r"backward|does not require grad", loss_function, RuntimeError)
 
 
 def test_settling_the_names_leaves_weights_statistics_gradients_and_random_streams(
@@ -383,7 +360,6 @@ def test_step_times_and_memory_of_a_distilling_run_call_the_teacher_as_often_as_
         calls["memory"] = teacher.calls - before, len(students) - own
         return MemoryModel(1e9, 2e7, 12 * GIB, 0.05, 1e9, "a test's")
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(Net, "forward", student)
     monkeypatch.setattr("dbsl.profile.cache.profile_steps", profiled)
     monkeypatch.setattr("dbsl.profile.cache.profile_memory", memory)
@@ -430,7 +406,6 @@ def test_step_times_are_kept_by_the_text_of_the_loss_function(tmp_path, monkeypa
         measured.append(step)
         return profile_of(step, sizes)
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("dbsl.profile.cache.profile_steps", profiled)
     settings = {"slope": None, "intercept": None, "large_batch_size": (8,), "plan_only": True}
     for loss_function in (numbered, numbered, distilling(Teacher()), distilling(Teacher())):
@@ -480,7 +455,7 @@ def test_a_model_that_gives_a_tuple_or_a_dict_trains_and_is_evaluated(tmp_path, 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"sync": "step", **TWO},
+        {"sync": "step", **TWO, "epochs": 1, "lr_milestones": ()},
         pytest.param({"large_batch_size": (6,)}, marks=slow),
         pytest.param({"push": "gradients", **TWO}, marks=slow),
     ],

@@ -1,6 +1,5 @@
 """A run that was killed or stopped goes on to the bits of one that was not."""
 
-import contextlib
 import itertools
 import json
 import os
@@ -17,13 +16,14 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
-from dbsl.checkpoint import resume
+from dbsl.checkpoint import disk, resume
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.disk import Found, newest, read_manifest
 from dbsl.checkpoint.resume import changed_settings
 from dbsl.cluster.simulated import SimulatedCluster
-from dbsl.cluster.steps import OwnSteps
+from dbsl.cluster.steps import Stepper
 from dbsl.config.complete import with_resolved
+from dbsl.config.hooks import found_extras
 from dbsl.config.parse import parse_config
 from dbsl.log.rows import in_code, read_metrics
 from dbsl.model import load_model
@@ -99,6 +99,12 @@ def at_step(monkeypatch, number, act):
     monkeypatch.setattr(Checkpointer, "after_step", counted)
 
 
+def stopped(folder, step, **settings):
+    """Run until a signal comes after so many steps, and saves."""
+    with helpers.stopped_at_step(step):
+        run(folder, **settings)
+
+
 def killed(folder, monkeypatch, step, **settings):
     """Run in a process of its own, and kill that after so many steps and a checkpoint."""
 
@@ -139,7 +145,7 @@ def unbroken(tmp_path_factory):
 @pytest.fixture
 def misaligned(monkeypatch):
     """Have a resumed run's tensors lie where an unbroken run never has them, whatever the CPU."""
-    read, known = resume.read_shard, {}
+    read, known = disk.read_shard, {}
 
     def moved(state):
         if isinstance(state, dict):
@@ -153,7 +159,7 @@ def misaligned(monkeypatch):
             known[id(state)] = state, flat.view(state.shape).copy_(state)
         return known[id(state)][1]
 
-    monkeypatch.setattr(resume, "read_shard", lambda *arguments: moved(read(*arguments)))
+    monkeypatch.setattr(disk, "read_shard", lambda *arguments: moved(read(*arguments)))
 
 
 KILLED = {"balance": "epochs-float32", "gradients": "in-rounds-bf16"}  # the rest is slow
@@ -244,74 +250,17 @@ def test_a_worker_lost_until_the_state_is_copied_is_in_the_checkpoint_that_max_m
     assert [row["event"] for row in map(json.loads, saved.splitlines())].count("lost") == 1
 
 
-def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
-    run(tmp_path / "run", **ROUNDS)
-    before = fingerprint(tmp_path / "run")
-    run(tmp_path / "run", **ROUNDS, resume="auto")
-    said = capsys.readouterr().out
-    assert "is finished: nothing to resume" in said
-    assert "without effect" not in said
-    run(tmp_path / "run", **ROUNDS | {"lr": 0.5, "log_every": 7}, model="resnet18", resume="auto")
-    told, finished = capsys.readouterr().out.splitlines()[-2:]
-    words = "model test_resnet -> resnet18"
-    assert told == f"warning: without effect on a finished run: {words}, lr 0.02 -> 0.5"
-    assert "is finished: nothing to resume" in finished
-    with pytest.raises(ValueError, match=r"epochs must be at least 3, which .*, got 1$"):
-        run(tmp_path / "run", **ROUNDS, resume="auto", epochs=1, lr_milestones=None)
-    assert fingerprint(tmp_path / "run") == before
-
-
-def test_a_run_that_keeps_no_checkpoint_is_not_made_longer_by_starting_again(tmp_path):
-    settings = {"epochs": 1, "lr_milestones": None, "keep_checkpoints": 0, "save_best": False}
-    run(tmp_path / "run", **ROUNDS, **settings)
-    before = files_of(tmp_path / "run")
-    assert not [path for path in before if "checkpoints" in path.parts]
-    assert [p.name for p in before if p.suffix == ".safetensors"] == ["model.safetensors"]
-    message = r"keep_checkpoints must be at least 1 .* without a checkpoint in .*run$"
-    with pytest.raises(ValueError, match=message):
-        run(tmp_path / "run", **ROUNDS, epochs=2, lr_milestones=None, resume="auto")
-    assert files_of(tmp_path / "run") == before
-
-
-def test_a_finished_run_that_is_made_longer_is_not_finished_until_it_ends(tmp_path, monkeypatch):
-    settings = {**ROUNDS, **ONE_SIDE, "lr_milestones": None}
-    run(tmp_path / "run", **settings, epochs=1)
-    settings |= {"resume": "auto"}
-    with monkeypatch.context() as patches:
-        at_step(patches, 40, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        with pytest.raises(RunStopped):
-            run(tmp_path / "run", **settings, epochs=3)
-    assert not (tmp_path / "run/summary.json").exists()
-    with pytest.raises(ValueError, match=r"^epochs must be above the 2 that are complete, got 1$"):
-        run(tmp_path / "run", **settings, epochs=1)
-    run(tmp_path / "run", **settings, epochs=3)
-    assert json.loads((tmp_path / "run/summary.json").read_text())["epochs"] == 3
-
-
-def test_a_changed_setting_is_listed_and_needs_consent_if_it_changes_the_training(tmp_path, capsys):
-    run(tmp_path / "run", **ROUNDS)
-    (tmp_path / "run/summary.json").unlink()
-    again = {**ROUNDS, "resume": str(tmp_path / "run/checkpoints/epoch-0002"), "lr": 0.01}
-    with pytest.raises(ValueError, match=r"allow_config_change must be given .* lr 0.02 -> 0.01$"):
-        run(tmp_path / "run", **again, keep_checkpoints=7)
-    printed = capsys.readouterr().out
-    assert "changed since the checkpoint: lr 0.02 -> 0.01" in printed
-    assert "changed since the checkpoint: keep_checkpoints 2 -> 7" in printed
-    assert {f.name for f in (tmp_path / "run/checkpoints").iterdir()} == {
-        "epoch-0002",
-        "epoch-0003",
-    }
-    run(tmp_path / "run", **again, allow_config_change=True)
-    rounds = rounds_of(tmp_path / "run")
-    assert {e["learning_rate"] for e in rounds if e["epoch"] == 2} == {0.002}
-    assert (tmp_path / "run/checkpoints/epoch-0003.old").is_dir()
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    run(folder, **ROUNDS)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory):
+def ended(finished, tmp_path_factory):
     """A run of three epochs that was killed between its last checkpoint and its summary."""
-    folder = tmp_path_factory.mktemp("ended") / "run"
-    run(folder, **ROUNDS)
+    folder = shutil.copytree(finished, tmp_path_factory.mktemp("ended") / "run")
     (folder / "summary.json").unlink()
     (folder / "checkpoints/epoch-0004").mkdir()  # never whole: a run that goes on removes it
     return folder
@@ -320,6 +269,64 @@ def ended(tmp_path_factory):
 def files_of(folder):
     files = (path for path in folder.rglob("*") if path.is_file())
     return {path: path.read_bytes() for path in files}
+
+
+def test_a_finished_run_is_left_as_it_is(finished, capsys):
+    before = fingerprint(finished)
+    run(finished, **ROUNDS, resume="auto")
+    said = capsys.readouterr().out
+    assert "is finished: nothing to resume" in said
+    assert "without effect" not in said
+    run(finished, **ROUNDS | {"lr": 0.5, "log_every": 7}, model="resnet18", resume="auto")
+    told, over = capsys.readouterr().out.splitlines()[-2:]
+    words = "model test_resnet -> resnet18"
+    assert told == f"warning: without effect on a finished run: {words}, lr 0.02 -> 0.5"
+    assert "is finished: nothing to resume" in over
+    with pytest.raises(ValueError, match=r"epochs must be at least 3, which .*, got 1$"):
+        run(finished, **ROUNDS, resume="auto", epochs=1, lr_milestones=None)
+    assert fingerprint(finished) == before
+
+
+def test_a_run_that_keeps_no_checkpoint_is_not_made_longer_by_starting_again(tmp_path):
+    settings = {**ROUNDS, **ONE_SIDE, "lr_milestones": None, "keep_checkpoints": 0}
+    run(tmp_path / "run", **settings, epochs=1, save_best=False)
+    before = files_of(tmp_path / "run")
+    assert not [path for path in before if "checkpoints" in path.parts]
+    assert [p.name for p in before if p.suffix == ".safetensors"] == ["model.safetensors"]
+    message = r"keep_checkpoints must be at least 1 .* without a checkpoint in .*run$"
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "run", **settings, epochs=2, resume="auto")
+    assert files_of(tmp_path / "run") == before
+
+
+def test_a_finished_run_that_is_made_longer_is_not_finished_until_it_ends(tmp_path):
+    settings = {**ROUNDS, **ONE_SIDE, "lr_milestones": None}
+    run(tmp_path / "run", **settings, epochs=1)
+    settings |= {"resume": "auto"}
+    stopped(tmp_path / "run", 40, **settings, epochs=3)
+    assert not (tmp_path / "run/summary.json").exists()
+    with pytest.raises(ValueError, match=r"^epochs must be above the 2 that are complete, got 1$"):
+        run(tmp_path / "run", **settings, epochs=1)
+    run(tmp_path / "run", **settings, epochs=3)
+    assert json.loads((tmp_path / "run/summary.json").read_text())["epochs"] == 3
+
+
+def test_a_changed_setting_is_listed_and_needs_consent_if_it_changes_the_training(
+    ended, tmp_path, monkeypatch, capsys
+):
+    folder = shutil.copytree(ended, tmp_path / "run")
+    again = {**ROUNDS, "resume": str(folder / "checkpoints/epoch-0002"), "lr": 0.01}
+    with pytest.raises(ValueError, match=r"allow_config_change must be given .* lr 0.02 -> 0.01$"):
+        run(folder, **again, keep_checkpoints=7)
+    printed = capsys.readouterr().out
+    assert "changed since the checkpoint: lr 0.02 -> 0.01" in printed
+    assert "changed since the checkpoint: keep_checkpoints 2 -> 7" in printed
+    left = {name: extra for name, extra in found_extras().items() if name != "noise"}
+    monkeypatch.setattr(resume, "found_extras", lambda: left)  # its file is not there any more
+    run(folder, **again, allow_config_change=True)
+    assert "warning: state is dropped of extras that are gone: noise\n" in capsys.readouterr().out
+    assert {e["learning_rate"] for e in rounds_of(folder) if e["epoch"] == 2} == {0.002}
+    assert (folder / "checkpoints/epoch-0003.old").is_dir()
 
 
 @pytest.mark.parametrize(
@@ -430,12 +437,12 @@ def test_the_best_weights_are_kept_and_go_with_a_resumed_run(tmp_path, monkeypat
     [
         pytest.param("never", [], marks=slow),
         ("stage", [(0, 0), (1, 0), (2, 0)]),  # 16 px, 32 px, and the next learning rate
-        ("round", [(epoch, round_) for epoch in range(3) for round_ in range(2)]),
+        pytest.param("round", [(e, r) for e in range(3) for r in range(2)], marks=slow),
     ],
 )
 def test_momentum_is_cleared_where_it_is_said_to_be(tmp_path, monkeypatch, when, expected):
     forgotten, turns = [], []
-    begin, forget = OwnSteps.begin, OwnSteps.forget
+    begin, forget = Stepper.begin, Stepper.forget
 
     def forgets(self, worker):
         forgotten.append((worker, bool(self.optimizers[worker].state)))
@@ -449,8 +456,8 @@ def test_momentum_is_cleared_where_it_is_said_to_be(tmp_path, monkeypatch, when,
         begin(self, turn, **options)
 
     had_some = []
-    monkeypatch.setattr(OwnSteps, "forget", forgets)
-    monkeypatch.setattr(OwnSteps, "begin", begins)
+    monkeypatch.setattr(Stepper, "forget", forgets)
+    monkeypatch.setattr(Stepper, "begin", begins)
     run(tmp_path / "run", **ROUNDS, reset_momentum=when, checkpoint_every=0)
     for worker in range(4):
         assert [turn[1:] for turn in turns if turn[0] == worker] == expected
@@ -465,16 +472,12 @@ def test_momentum_is_cleared_where_it_is_said_to_be(tmp_path, monkeypatch, when,
         for workers in (2, 3, 6)
     ],
 )
-def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, monkeypatch, mode, workers):
-    seen = []
+def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, mode, workers):
     settings = {**MODES[mode], "train_samples": 90, "large_batch_size": (3,)}
     partly = mode == "bsp"  # it is stopped when a part of the workers has pushed
     if mode == "step":
         settings |= {"large_batch_size": None}
-    with monkeypatch.context() as patches:
-        at_step(patches, 21 if partly else 17, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        with pytest.raises(RunStopped):
-            run(tmp_path / "run", **settings)
+    stopped(tmp_path / "run", 21 if partly else 17, **settings)
     (saved,) = tmp_path.glob("run/checkpoints/save-*/rank-00000.json")
     state = json.loads(saved.read_text())
     before = metrics_before(tmp_path / "run", state)
@@ -536,17 +539,20 @@ INSIDE = {  # what must stay inside an epoch, as the refusal has it
     ("bsp", "seed"): "seed must stay 0",
     ("bsp", "step"): "sync must stay bsp",
     ("bsp", "gradients"): "push must stay weights",
-    ("step", "global_batch_size"): "global_batch_size must stay 16 at 32 px",
+    ("step", "global_batch_size"): "global_batch_size at 32 px must stay 16",
     ("step", "drop_last"): "drop_last must stay false",
     ("step", "bsp"): "sync must stay step",
     ("step", "gradients"): "sync must stay step",
-    ("gradients", "global_batch_size"): "global_batch_size must stay 16 at 16 px",
+    ("gradients", "global_batch_size"): "global_batch_size at 16 px must stay 16",
     ("gradients", "bsp"): "push must stay gradients",
     ("gradients", "step"): "sync must stay bsp",
     ("asp", "step"): "sync must stay asp",
 }
-SHORT = {("bsp", "large_batch_size"), ("bsp", "step"), ("step", "bsp"), ("asp", "small_workers")}
-SHORT |= {("bsp", "seed"), ("bsp", "momentum")}
+SHORT = {  # by where the run was stopped: what is refused inside an epoch, or trained by
+    True: {("bsp", "large_batch_size"), ("bsp", "step"), ("step", "bsp"), ("asp", "small_workers")},
+    False: {("bsp", "step"), ("step", "bsp"), ("bsp", "momentum")},
+}
+SHORT[True] |= {("bsp", "seed")}
 
 
 @pytest.fixture(scope="module")
@@ -559,25 +565,22 @@ def left(tmp_path_factory):
             folder = folders[mode, inside] = tmp_path_factory.mktemp(mode) / "run"
             step = {"step": 10, "gradients": 10}.get(mode, 21)
             settings = {**MODES[mode], "train_samples": 90}
-            with pytest.MonkeyPatch.context() as patches:
-                if inside:
-                    at_step(patches, step, lambda: os.kill(os.getpid(), signal.SIGTERM))
-                else:
-                    settings |= {"epochs": 1, "lr_milestones": ()}
-                with contextlib.suppress(RunStopped):
-                    run(folder, **settings)
+            if inside:
+                stopped(folder, step, **settings)
+            else:
+                run(folder, **settings | {"epochs": 1, "lr_milestones": ()})
         return folders[mode, inside]
 
     return left
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["between", "inside"])
 @pytest.mark.parametrize(
-    ("mode", "name"),
+    ("mode", "name", "inside"),
     [
-        pytest.param(mode, name, marks=() if (mode, name) in SHORT else slow)
+        pytest.param(mode, name, inside, marks=() if (mode, name) in SHORT[inside] else slow)
         for mode, names in CHANGES.items()
         for name in names
+        for inside in (False, True)
     ],
 )
 def test_a_run_trains_by_what_was_changed_and_takes_each_sample_once(
@@ -647,29 +650,24 @@ def test_settings_of_other_workers_are_written_as_they_are_trained_with(left):
 
 
 def test_joint_steps_that_other_workers_took_are_counted_once_however_often_workers_change(
-    tmp_path, monkeypatch
+    tmp_path,
 ):
     settings = {**MODES["step"], "train_samples": 90}
-    for number, workers in enumerate((4, 3, 2)):  # all in the first round
-        more = {"resume": str(tmp_path / "run"), "workers": workers} if number else {}
-        more |= {"local_batch_sizes": None, "global_batch_size": 16} if number else {}
-        with monkeypatch.context() as patches:
-            at_step(patches, 1 if number < 2 else 99, lambda: os.kill(os.getpid(), signal.SIGTERM))
-            with contextlib.suppress(RunStopped) if number < 2 else contextlib.nullcontext():
-                run(tmp_path / "run", **{**settings, **more}, allow_config_change=True)
+    stopped(tmp_path / "run", 1, **settings)
+    settings |= {"local_batch_sizes": None, "global_batch_size": 16, "allow_config_change": True}
+    settings |= {"resume": str(tmp_path / "run")}
+    stopped(tmp_path / "run", 1, **settings, workers=3)  # all in the first round
+    run(tmp_path / "run", **settings, workers=2)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["samples_seen"] == 3 * 90
     assert samples_by_epoch(tmp_path / "run") == [90] * 3
 
 
 def test_joint_steps_that_other_workers_took_to_the_last_are_an_epoch_without_a_loss(
-    tmp_path, monkeypatch, capsys
+    tmp_path, capsys
 ):
     settings = {**MODES["step"], "train_samples": 90}
-    with monkeypatch.context() as patches:
-        at_step(patches, 6, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        with pytest.raises(RunStopped):
-            run(tmp_path / "run", **settings)
+    stopped(tmp_path / "run", 6, **settings)
     other = {"workers": 2, "local_batch_sizes": None, "global_batch_size": 16}
     capsys.readouterr()
     run(tmp_path / "run", **{**settings, **other}, resume="auto", allow_config_change=True)
@@ -715,8 +713,8 @@ def test_a_run_is_not_made_shorter_than_a_worker_has_come(tmp_path, monkeypatch)
 def test_samples_of_epochs_with_several_plans_come_once_where_plans_follow_no_longer(
     tmp_path, monkeypatch, to
 ):
-    settings = {**MODES["asp"], "balance": "dynamic", "train_samples": 90, "resolutions": (32,)}
-    settings |= {"dropout": (0.1,), "epochs": 6, "lr_milestones": (), "slowdown": ("3:2.5",)}
+    settings = {**MODES["asp"], **ONE_SIDE, "balance": "dynamic", "train_samples": 90}
+    settings |= {"epochs": 4, "lr_milestones": (), "slowdown": ("3:2.5",)}
     after_step = Checkpointer.after_step
 
     def stop_between_plans(self, **options):
@@ -731,7 +729,7 @@ def test_samples_of_epochs_with_several_plans_come_once_where_plans_follow_no_lo
             run(tmp_path / "run", **settings)
     again = {"resume": "auto", "allow_config_change": True}
     run(tmp_path / "run", **{**settings, "balance": to}, **again)
-    assert samples_by_epoch(tmp_path / "run", 6) == [90] * 6
+    assert samples_by_epoch(tmp_path / "run", 4) == [90] * 4
 
 
 def test_what_was_found_for_other_workers_is_found_anew(left):
@@ -759,25 +757,23 @@ def test_rounds_that_were_not_finite_are_counted_on_with_other_workers(left, tmp
     folder = shutil.copytree(left("bsp", False), tmp_path / "run")
     planned = resume.plan_restart
 
-    def with_refused(state, *rest):
-        state["cluster"]["server"]["refused"] = 7
-        return planned(state, *rest)
+    def with_refused(saved, *rest):
+        saved.state["cluster"]["server"]["refused"] = 7
+        return planned(saved, *rest)
 
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(resume, "plan_restart", with_refused)
-        run(folder, **ROUNDS, train_samples=90, resume="auto", workers=3, allow_config_change=True)
+        again = {"epochs": 2, "lr_milestones": (), "resume": "auto", "allow_config_change": True}
+        run(folder, **ROUNDS, **again, train_samples=90, workers=3)
     assert json.loads((folder / "summary.json").read_text())["refused_rounds"] == 7
 
 
-def test_a_rest_of_fewer_samples_than_workers_and_rounds_is_trained_on_once(tmp_path, monkeypatch):
+def test_a_rest_of_fewer_samples_than_workers_and_rounds_is_trained_on_once(tmp_path):
     settings = {"sync": "asp", "rounds_per_epoch": 3, "train_samples": 72, "epochs": 2}
     settings |= {"intercept": (0.01,), "large_batch_size": (4,), "lr_milestones": ()}
     settings |= {"resolutions": (16,), "dropout": (0.0,)}
     slow_first = {"slope": (0.5, 0.001), "workers": 2}
-    with monkeypatch.context() as patches:  # the other one has done all its rounds
-        at_step(patches, 38, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        with pytest.raises(RunStopped):
-            run(tmp_path / "run", **settings, **slow_first)
+    stopped(tmp_path / "run", 38, **settings, **slow_first)  # the other has done all its rounds
     resumed = {"workers": 6, "slope": (0.001,), "resume": str(tmp_path / "run")}
     run(tmp_path / "run", **settings, **resumed, allow_config_change=True)
     rounds = rounds_of(tmp_path / "run")
@@ -797,17 +793,14 @@ def test_a_checkpoint_of_before_a_setting_was_there_has_its_default():
 
 
 def test_a_folder_in_use_is_refused_and_goes_on(tmp_path, monkeypatch):
-    refused = []
-
     def second():
-        accelerator = Accelerator(cpu=True)
         with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on ") as error:
-            RunFolder(tmp_path / "run", accelerator, new=False)
+            RunFolder(tmp_path / "run", Accelerator(cpu=True), new=False)
         refused.append(error)
 
-    with monkeypatch.context() as patches:
-        at_step(patches, 3, second)
-        run(tmp_path / "run", **ROUNDS)
+    refused = []
+    at_step(monkeypatch, 3, second)
+    run(tmp_path / "run", **ROUNDS, **ONE_SIDE, epochs=1, lr_milestones=None)
     assert refused
     assert (tmp_path / "run/summary.json").exists()
     assert not (tmp_path / "run/.lock").exists()
@@ -882,11 +875,12 @@ def test_a_round_whose_steps_are_all_taken_asks_again_after_a_resume(tmp_path, m
         after_step(self, round_over=round_over)
 
     monkeypatch.setattr(Checkpointer, "after_step", stops)
+    settings = {**ROUNDS, **ONE_SIDE, "epochs": 1, "lr_milestones": None}
     with pytest.raises(RunStopped):
-        run(tmp_path / "run", **ROUNDS)
+        run(tmp_path / "run", **settings)
     *_, last = asked
     asked[:] = [None] * 10
-    run(tmp_path / "run", **ROUNDS, resume="auto")
+    run(tmp_path / "run", **settings, resume="auto")
     assert asked[10] == last
     assert asked[11][1] == 1
 

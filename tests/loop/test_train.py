@@ -12,9 +12,8 @@ import torch
 
 import train
 from dbsl.base.errors import one_line_errors
-from dbsl.config.flags import read_source
 from dbsl.config.image_settings import ImageConfig
-from dbsl.config.parse import COMMON, config_to_yaml, parse_config
+from dbsl.config.parse import COMMON, config_to_yaml, parse_config, read_source
 from dbsl.config.settings import check_effects
 from dbsl.data.dataset import load_data
 from dbsl.data.images import PixelStore
@@ -62,10 +61,14 @@ def flags(folder, **settings):
 
 
 @pytest.mark.usefixtures("pictures")
-def test_one_process_leaves_a_whole_run_folder(tmp_path, capsys):
-    folder = tmp_path / "run"
-    config = run(folder, checkpoint_every=2)
-    printed = capsys.readouterr().out
+def test_one_process_leaves_a_whole_run_folder(tmp_path, monkeypatch, capsys):
+    folder, began = tmp_path / "run", time.perf_counter()
+    # What a run waits for before its first batch is start-up, and no training.
+    monkeypatch.setattr(PixelStore, "start", lambda _: time.sleep(0.4), raising=False)
+    run(folder, checkpoint_every=2)
+    spent, printed = time.perf_counter() - began, capsys.readouterr().out
+    assert printed.index("\nstart-up ") < printed.index("\nepoch 1/3 ")
+    assert " and start-up " in printed
     assert "4 workers simulated in one process, 1 on small batches" in printed
     assert "16 px, epoch 1, lr 0.02; time ratio 1.050" in printed
     assert {p.name for p in folder.iterdir()} == {
@@ -89,6 +92,8 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, capsys):
         *("device", "precision", "torch", "timm", "classes"),
     }
     assert (summary["samples_seen"], summary["workers"], summary["small_workers"]) == (180, 4, 1)
+    assert summary["start_up_time_s"] > 0.8  # training and evaluation images
+    assert summary["start_up_time_s"] + summary["train_time_s"] < summary["total_time_s"] < spent
 
     events = metrics_of(folder)
     assert [e["resolution"] for e in events if e["event"] == "plan"] == [16, 32, 32]
@@ -102,34 +107,11 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, capsys):
         (epoch, 32, 40) for epoch in range(3)
     ]
     assert evals[-1]["accuracy"] == summary["final_accuracy"]
-    assert config.small_workers == 1
-
-
-def test_what_a_run_waits_for_before_its_first_batch_is_start_up_and_no_training(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(PixelStore, "start", lambda _: time.sleep(0.4), raising=False)
-    began = time.perf_counter()
-    run(tmp_path / "run", epochs=1, lr_milestones=())
-    spent = time.perf_counter() - began
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["start_up_time_s"] > 0.8  # training and evaluation images
-    assert summary["start_up_time_s"] + summary["train_time_s"] < summary["total_time_s"] < spent
-    printed = capsys.readouterr().out
-    assert printed.index("\nstart-up ") < printed.index("\nepoch 1/1 ")
-    assert " and start-up " in printed
-
-
-def test_saved_model_reads_back_and_evaluates_to_the_summary(tmp_path):
-    run(tmp_path / "run", epochs=2, lr_milestones=())
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
     data = load_data(ImageConfig("digits", train_samples=60, eval_samples=40))
-    model = load_model(tmp_path / "run")
-    transform = Transform(32, "none", data.mirror, data.mean, data.std, 0)
-    correct = 0
+    transform, correct = Transform(32, "none", data.mirror, data.mean, data.std, 0), 0
     with torch.no_grad():
         for images, labels in data.evaluation.batches(evaluation_batches(40, 16), transform):
-            correct += (model(images).argmax(1) == labels).sum().item()
+            correct += (load_model(folder)(images).argmax(1) == labels).sum().item()
     assert correct / 40 == pytest.approx(summary["final_accuracy"])
 
 
@@ -138,11 +120,10 @@ def test_saved_model_reads_back_and_evaluates_to_the_summary(tmp_path):
 )
 def test_same_config_twice_gives_the_same_bits(tmp_path, sync):
     settings = {"dropout": (0.1, 0.3), "rounds_per_epoch": 2, "large_batch_size": (6,)}
+    settings |= {"epochs": 2, "lr_milestones": ()}
     for name in ("one", "two"):
         run(tmp_path / name, sync=sync, **settings)
     assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
-    run(tmp_path / "other", sync=sync, **settings, seed=1)
-    assert fingerprint(tmp_path / "other")[1] != fingerprint(tmp_path / "one")[1]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +162,7 @@ def test_the_plan_tells_the_rates_of_a_cosine_not_those_of_milestones(tmp_path, 
 
 
 def test_plan_only_prints_plan_and_timeline_and_leaves_nothing(tmp_path, capsys):
-    run(tmp_path / "run", plan_only=True)
+    run(tmp_path / "run", plan_only=True)  # two resolutions
     printed = capsys.readouterr().out
     assert "plan only: nothing is trained or written" in printed
     assert "|SSSS" in printed
@@ -192,7 +173,8 @@ def test_plan_only_prints_plan_and_timeline_and_leaves_nothing(tmp_path, capsys)
 
 def test_unequal_workers_get_shares_by_their_own_times(tmp_path):
     slopes = (0.001, 0.001, 0.001, 0.004, 0.002, 0.002, 0.002, 0.008)  # two resolutions, 4 workers
-    config = run(tmp_path / "run", slope=slopes, intercept=(0.0,), small_workers=0)
+    settings = {"epochs": 1, "lr_milestones": (), "small_workers": 0}
+    config = run(tmp_path / "run", slope=slopes, intercept=(0.0,), **settings)
     plan = json.loads((tmp_path / "run/plan.json").read_text())
     for resolution in ("16 px", "32 px"):
         assert [w["samples"] for w in plan[resolution]["workers"]] == [19, 18, 18, 5]
@@ -201,7 +183,11 @@ def test_unequal_workers_get_shares_by_their_own_times(tmp_path):
     assert "slope" not in again.resolved
 
 
-def test_auto_large_batch_is_found_and_written_down(tmp_path, capsys):
+MEMORY = MemoryModel(1e6, 2e7, 12e9, 0.05, 1e9, "a test's")
+
+
+def test_auto_large_batch_is_found_and_written_down(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("dbsl.profile.cache.profile_memory", lambda *_: MEMORY)
     run(tmp_path / "run", large_batch_size="auto", epochs=1, lr_milestones=())
     config = parse_config(Config, ["--config", str(tmp_path / "run/config.yaml")])
     assert config.large_batch_size == "auto"
@@ -224,7 +210,7 @@ def test_two_processes_at_a_barrier_repeat_to_the_bit_however_they_are_launched(
     assert sum(e["samples"] for e in rounds) == 120
 
 
-@pytest.mark.parametrize("sync", ["ssp", "asp"])
+@pytest.mark.parametrize("sync", ["asp", pytest.param("ssp", marks=slow)])
 def test_two_processes_through_the_server_finish_with_everything_counted(tmp_path, sync):
     run_in_ranks(tmp_path / "run", sync=sync)
     events = metrics_of(tmp_path / "run")
@@ -233,7 +219,7 @@ def test_two_processes_through_the_server_finish_with_everything_counted(tmp_pat
 
 
 def test_an_outer_step_in_processes_is_that_of_one_process(tmp_path):
-    settings = {"rounds_per_epoch": 2, "lr": 0.005, "mixed_precision": "no"}
+    settings = {"rounds_per_epoch": 2, "lr": 0.005, "mixed_precision": "no", **SHORT}
     outer = {"merge": "delta", "outer_lr": 0.3, "outer_momentum": 0.5}
     run_in_ranks(tmp_path / "two", **settings, **outer)
     run(tmp_path / "one", workers=2, **settings, **outer)
@@ -252,7 +238,8 @@ def test_learning_rates_follow_the_workers_batch(tmp_path):
     assert {event["local_batch_size"] for event in rounds} == {4, 10}
 
 
-JOINT = {"small_workers": 0, "large_batch_size": None, "train_samples": 63}
+SHORT = {"epochs": 2, "lr_milestones": (1,), "resolutions": (16,)}
+JOINT = {"small_workers": 0, "large_batch_size": None, "train_samples": 63, **SHORT}
 
 
 def eval_losses(folder):
@@ -295,8 +282,9 @@ def test_plans_that_follow_simulated_times_repeat_to_the_bit(tmp_path, capsys, h
             tmp_path / name,
             slowdown=("3:2.5",),
             time_noise=0.05,
-            epochs=4,
+            epochs=3,
             train_samples=200,
+            resolutions=(16,),
             small_workers=0 if joint else 1,
             **how,
         )
@@ -305,35 +293,25 @@ def test_plans_that_follow_simulated_times_repeat_to_the_bit(tmp_path, capsys, h
     events = metrics_of(tmp_path / "one")
     changed = [e for e in events if e["event"] == "plan" and "from_epoch" in e]
     assert changed[-1]["workers"][3]["samples"] < changed[-1]["workers"][2]["samples"] * 0.6
-    for epoch in range(4):
+    for epoch in range(3):
         rounds = [e for e in events if e["event"] == "round" and e["epoch"] == epoch]
         assert sum(e["samples"] for e in rounds) == 200
+
+
+SLOW = {"train_samples": 80, "slowdown": "1:100", "global_batch_size": 20}
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         {"train_samples": 41, "local_batch_sizes": (30, 10)},  # one more than the global batch
-        pytest.param(
-            {
-                "train_samples": 80,
-                "slowdown": "1:100",
-                "global_batch_size": 20,
-                "balance": "dynamic",
-            },
-            marks=slow,
-        ),
-        pytest.param(
-            {"train_samples": 80, "slowdown": "1:100", "global_batch_size": 20, "balance": "dbs"},
-            marks=slow,
-        ),
+        pytest.param({**SLOW, "balance": "dynamic"}, marks=slow),
+        pytest.param({**SLOW, "balance": "dbs"}, marks=slow),
         {"train_samples": 80, "push": "gradients", "sync": "ssp", "local_batch_sizes": (17, 3)},
     ],
     ids=["one-sample-more", "100-times-slower", "100-times-slower-dbs", "ssp-gradients"],
 )
 def test_no_joint_step_hangs(tmp_path, settings):
-    if "slowdown" in settings:  # real waiting takes long
-        settings = {**settings, "epochs": 2, "lr_milestones": (1,), "resolutions": (16,)}
     run_in_ranks(tmp_path / "run", **{**JOINT, "sync": "step", **settings})
     rounds = rounds_of(tmp_path / "run")
     epochs = 1 + max(e["epoch"] for e in rounds)
@@ -403,8 +381,8 @@ def test_micro_batches_train_as_whole_batches_do_without_batch_norm(tmp_path, mo
             loss(*arguments),
         )[1],
     )
-    settings = {"model": "test_vit", "resolutions": (16, 32), "epochs": 3, "workers": 4}
-    settings |= MICRO[mode] | {"lr_milestones": (2,), "log_every": 1, "mixed_precision": "no"}
+    settings = {"model": "test_vit", "resolutions": (16, 32), "epochs": 2, "workers": 4}
+    settings |= MICRO[mode] | {"lr_milestones": (), "log_every": 1, "mixed_precision": "no"}
     helpers.run(tmp_path / "whole", **settings)
     whole, sizes[:] = sizes.copy(), []
     micro = (5, 5, 5, 5, 2, 3, 4, 4)  # by resolution and worker
@@ -440,8 +418,7 @@ def test_auto_micro_batches_are_what_fits_and_are_written_down(tmp_path, monkeyp
 
 def test_a_batch_by_hand_that_does_not_fit_is_said_in_the_plan(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(MemoryModel, "fits", lambda model, limit: 7)
-    memory = MemoryModel(1.0, 1.0, 9.0, 0.0, 0.0, "a test")
-    profile = StepProfile(16, (2, 10), (0.1, 0.3), (0.0, 0.0), 0.1, 0.1, 1.0, 0.0, 2, memory=memory)
+    profile = StepProfile(16, (2, 10), (0.1, 0.3), (0.0, 0.0), 0.1, 0.1, 1.0, 0.0, 2, memory=MEMORY)
     monkeypatch.setattr(Profiler, "profile", lambda *_: profile)
     settings = {"workers": 2, "local_batch_sizes": (7, 10), "sync": "step", "plan_only": True}
     helpers.run(tmp_path / "run", **settings, slope=None, intercept=None)
@@ -457,54 +434,32 @@ PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
     ("arguments", "message"),
     [
         (["--small-ratio", "1.5"], "small_ratio must be in [0, 1], got 1.5"),
-        (["--small-workers", "5"], "small_workers must be at most the workers (4), got 5"),
-        (["--large-batch-size", "50"], "large_batch_size must be at most 16, the samples of such"),
-        (["--staleness", "-1"], "staleness must be at least 0, got -1"),
         (
             ["--sync", "asp", "--merge", "delta"],
-            "merge must be ratio or half with sync asp, got de",
+            "merge must be ratio or half with sync ssp, asp or step, got de",
         ),
         (["--outer-momentum", "1"], "outer_momentum must be in [0, 1), got 1"),
-        (["--ema-decay", "1"], "ema_decay must be in [0, 1), got 1"),
         (["--mixup", "-1"], "mixup must be at least 0, got -1"),
         ([*STEP, "--lr-scaling", "sqrt"], "lr_scaling must be none with sync step"),
-        (["--resolutions", "32,16"], "resolutions must be positive and ascend, got 32,16"),
-        (["--resolutions"], "resolutions must name at least one image side"),
-        (["--time-ratio", "0.9"], "time_ratio must be above 1, got 0.9"),
+        (["--resolutions", "32,16"], "resolutions must ascend, got 32,16"),
+        (["--resolutions"], "resolutions must have a value, got none"),
         (["--time-ratio", "nan"], "time_ratio must be above 1, got nan"),
         (["--dataset", "./no-such-folder"], "dataset must be"),
         (["--dataset", "no-such-name-on/the-hub"], "dataset must be"),
-        (["--label-column", "species"], "label_column must be"),
         (["--train-samples", "5000"], "train_samples must be in [1, 1437], got 5000"),
         (["--model", "resnet1"], "model must be a name that timm.list_models() knows"),
         (["--optimizer", "sdg"], "optimizer must be a name that timm.optim.list_optimizers()"),
-        (["--merge", "ratio"], "merge must be mean or delta with sync bsp, got ratio"),
-        (["--sync", "asp", "--merge", "mean"], "merge must be ratio or half with sync asp"),
-        (
-            ["--epochs", "2", "--lr-milestones", "3"],
-            "lr_milestones must ascend inside (0, epochs=2)",
-        ),
-        (["--intercept", "-0.1"], "intercept must be above 0"),
+        (["--sync", "asp", "--merge", "mean"], "merge must be ratio or half with sync ssp, asp or"),
         (["--slope", "0.1", "0.2", "0.3"], "slope must have 1 value, one per resolution (2) or"),
         (["--profile", "no-such.json"], "profile must be unset with slope"),
         (["--small-share", "0.9"], "small_share must be in (0, 0.25)"),
-        (
-            ["--large-batch-size", "auto", "--memory-limit", "0.0001"],
-            "memory_limit must be at least",
-        ),
-        (["--slope", "0"], "slope must be above 0"),
-        (["--floor", "-1"], "floor must be at least 0 seconds per step, got -1.0"),
         ([*STEP, "--local-batch-sizes", "2,2,2"], "local_batch_sizes must have one value per wor"),
-        ([*STEP, "--local-batch-sizes", "2,0,2,2"], "local_batch_sizes must be at least 1, got 0"),
-        ([*STEP, "--local-batch-sizes", "20,-4,2,2"], "local_batch_sizes must be at least 1, got"),
         ([*STEP, "--local-batch-sizes", "20,20,20,2"], "local_batch_sizes must sum to at most"),
         ([*STEP, "--global-batch-size", "61"], "global_batch_size must be in [8, 40], 2 a worker"),
-        ([*STEP, "--global-batch-size", "3"], "global_batch_size must be in [8, 12], 2 a worker"),
         ([*STEP, "--rounds-per-epoch", "9"], "rounds_per_epoch must be at most the 2 joint steps"),
         ([*STEP, "--push", "gradients"], "push must be weights with sync step"),
-        ([*PUSH, "--clip-grad", "1"], "clip_grad must be unset with push gradients and sync asp"),
+        ([*PUSH, "--clip-grad", "1"], "clip_grad must be unset with push gradients and sync ssp"),
         (["--micro-batch-size", "1"], "micro_batch_size must be at least 2, since batch norm"),
-        (["--micro-batch-size", "0"], "micro_batch_size must be at least 1, got 0"),
         (["--micro-batch-size", "2,2,2"], "micro_batch_size must have 1 value, one per resolution"),
         (
             ["--large-batch-size", "auto", "--micro-batch-size", "4"],
@@ -519,22 +474,17 @@ PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
             "lr_milestones must be left out with lr_schedule cosine, unless resolutions climb",
         ),
         (["--lr-schedule", "poly", "--lr-gamma", "0.1"], "lr_gamma must be 0.2 except with lr_sch"),
-        (["--clip-grad", "0"], "clip_grad must be above 0, got 0"),
         (["--clip-mode", "agc"], "clip_mode must be norm except with clip_grad, got agc"),
         ([*PUSH, "--optimizer", "lion"], "optimizer must be one of sgd, nesterov, momentum, adam"),
         ([*STEP, "--sync-batch-norm", "--compile"], "compile must be false with sync_batch_norm"),
         (["--balance", "dbs", "--compile"], "compile must be false with balance"),
         ([*STEP, "--sync-batch-norm"], "sync_batch_norm must be false except with a process per"),
-        (["--sync", "step"], "small_workers must be 0 with sync step or push gradients"),
+        (["--sync", "step"], "small_workers must be unset with sync step or push gra"),
         (["--push-every", "2"], "push_every must be 1 except with push gradients, got 2"),
         (["--slowdown", "0:0.5"], "slowdown of worker 0 must be at least 1, got 0.5"),
         (["--slowdown", "7:2"], "slowdown must name a worker in [0, 3], got 7"),
         (["--disturb", "2:4-20"], "disturb must have a probability in [0, 1]"),
-        (["--balance-every", "0"], "balance_every must be at least 1, got 0"),
-        (["--dropout", "1.0"], "dropout must be in [0, 1), got 1"),
         (["--report-to", ABSENT], f"report_to must name an installed tracker, got {ABSENT!r}"),
-        (["--output-dir", "/proc/no/such"], "output_dir must be a folder that can be written"),
-        (["--config", "no-such.yaml"], "config must be a readable YAML file, got no-such.yaml"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, capsys, arguments, message):
@@ -640,7 +590,6 @@ def test_milestones_of_a_cosine_are_taken_where_something_changes_at_them():
     ("arguments", "message"),
     [
         (["--lr", "abc"], "--lr must be a number, got 'abc'"),
-        (["--lr=abc"], "--lr must be a number, got 'abc'"),
         (["--lr", "0.1", "0.2"], "--lr must be a number, got '0.1 0.2'"),
         (["--lr"], "--lr must be a number, got nothing"),
         (["--epochs", "1.5"], "--epochs must be a whole number, got '1.5'"),
@@ -648,7 +597,6 @@ def test_milestones_of_a_cosine_are_taken_where_something_changes_at_them():
         (["--sync", "bps"], "--sync must be bsp, ssp, asp or step, got 'bps'"),
         (["--resolutions", "24,x"], "--resolutions must be whole numbers, got '24,x'"),
         (["--large-batch-size", "big"], "--large-batch-size must be whole numbers or auto, got 'b"),
-        (["--large-batch-size", "auto", "8"], "--large-batch-size must be whole numbers or auto"),
         (["--compile", "yes"], "values must come behind a flag that takes them, got 'yes'"),
         (
             ["--batch-size=3"],
@@ -716,7 +664,7 @@ def test_help_is_grouped_and_every_flag_explains_itself(capsys, monkeypatch):
     assert titles[:3] == ["common", "data", "timm's augmentation"]
     assert len(titles) == 15
     common = text[text.index("common:") : text.index("data:\n")]
-    assert common.count("\n  --") == len(COMMON) + 1 == 11
+    assert common.count("\n  --") == len(COMMON) == 11
     assert "--config FILE" in common
     for name in Config.__dataclass_fields__.keys() - {"resolved"}:
         flags = re.findall(rf"\n  --{name.replace('_', '-')}[, \n]", text)

@@ -25,8 +25,7 @@ from dbsl.base.errors import (
     one_line_errors,
     quiet_interrupts,
 )
-from dbsl.base.launcher import remember
-from dbsl.base.machine import lazy_import
+from dbsl.base.machine import lazy_import, remember
 from dbsl.cluster.launch import chosen_backend, join_processes
 from dbsl.config.parse import parse_config
 from dbsl.run.accelerator import (

@@ -18,8 +18,8 @@ from dbsl.base.errors import SyncError
 from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.merges import mean, ratio
-from dbsl.cluster.served import through_server
 from dbsl.cluster.server import Server
+from dbsl.cluster.serving import through_server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import send
 from dbsl.plan.follow import Planner
@@ -346,7 +346,7 @@ def babbling_rank(rank):
         if isinstance(turn, EpochEnd):
             continue
         if rank == 1 and turn.epoch == 1:
-            send(torch.tensor([9.0, 0, 0], dtype=torch.float64), cluster._pair)
+            send(torch.tensor([9.0, 0, 0], dtype=torch.float64), cluster._link.pair)
             with pytest.raises(SyncError) as error:
                 cluster.pull(turn)
             return str(error.value)

@@ -41,17 +41,17 @@ def test_a_report_comes_back_as_it_was_sent():
 def test_figures_of_the_loss_are_more_columns_of_a_report_and_of_its_step_lines():
     names, figures = ("kd", "penalty"), {"kd": 1 / 3, "penalty": math.inf}
     line = LINE._replace(figures={"kd": -1.5, "penalty": 0.25})
-    sent = replace(REPORT, figures=figures, logged=1, lines=(line,))
+    sent = replace(REPORT, figures=figures, lines=(line,))
     assert report_rows(sent).shape == report_room(2, names).shape == (2, ROW + 2)
-    assert read_report(report_rows(sent), names) == replace(sent, logged=0)
+    assert read_report(report_rows(sent), names) == sent
 
 
 def test_step_lines_follow_their_report_and_none_is_taken_that_is_not_its_workers():
     lines = (LINE, LINE._replace(step=LINE.step + 1))
-    sent = replace(REPORT, logged=2, lines=lines)
-    assert read_report(report_rows(sent)) == replace(sent, logged=0)
+    sent = replace(REPORT, lines=lines)
+    assert read_report(report_rows(sent)) == sent
     for bad, message_ in (
-        (replace(sent, logged=3), "at most a line for each of 12 steps, got 3"),
+        (replace(sent, lines=lines * 7), "at most a line for each of 12 steps, got 14"),
         (replace(sent, steps=1), "at most a line for each of 1 steps, got 2"),
         (replace(sent, lines=(LINE._replace(worker=2),) * 2), "must be of worker 3, got 2"),
         (replace(sent, lines=(LINE._replace(step=0.5),) * 2), "step line must have whole numbers"),
@@ -94,11 +94,11 @@ def meeting_rank(rank):
 
 def report_of(rank):
     lines = (LINE._replace(worker=1),) * rank  # rank 0 has none
-    return replace(REPORT, worker=rank, logged=len(lines), lines=lines)
+    return replace(REPORT, worker=rank, lines=lines)
 
 
 def test_all_ranks_take_the_server_ranks_plan_and_see_each_report(run_ranks):
-    expected = [replace(report_of(rank), logged=0) for rank in range(2)]
+    expected = [report_of(rank) for rank in range(2)]
     for seen, reports, of_one in run_ranks(meeting_rank):
         assert seen == [[30, 10]] * 6 + [((5, 20), (60, 100))]
         assert reports == expected

@@ -107,9 +107,12 @@ def test_optimizer_leaves_biases_and_norms_out_of_weight_decay():
     assert build_optimizer("sgd", model, 0.1, 0.0, 0.01).defaults["momentum"] == 0.0
 
 
+LITTLE = {"layers": (1, 1, 1, 1)}  # a ResNet-18 of half its blocks
+
+
 @pytest.mark.parametrize("resolution", [32, 96])
 def test_saved_model_computes_the_same_when_read_back(tmp_path, resolution):
-    model = build_model("resnet18", 3, final_resolution=resolution, seed=3)
+    model = build_model("resnet18", 3, final_resolution=resolution, seed=3, settings=LITTLE)
     model = model.to(memory_format=torch.channels_last).eval()
     save_model(model, tmp_path / "run", resolution, DATA)
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
@@ -211,7 +214,7 @@ def test_patches_must_divide_every_resolution():
 
 @pytest.mark.parametrize(("before", "now", "stem_is_new"), [(32, 96, False), (96, 32, True)])
 def test_a_run_starts_from_the_weights_of_another(tmp_path, before, now, stem_is_new):
-    first = build_model("resnet18", 3, final_resolution=before, seed=3)
+    first = build_model("resnet18", 3, final_resolution=before, seed=3, settings=LITTLE)
     save_model(first, tmp_path / "run", before, DATA)
     state = torch.get_rng_state()
     said = []

@@ -32,7 +32,7 @@ def test_settings_that_a_model_does_not_take_are_refused():
     near = "model_kwargs must name arguments such as drop_block_rate, .*, got drop_block$"
     with pytest.raises(ValueError, match=near):
         build_model("test_resnet", 2, final_resolution=32, settings={"drop_block": 1})
-    with pytest.raises(ValueError, match="initial_checkpoint must be unset with other weights"):
+    with pytest.raises(ValueError, match="initial_checkpoint must be unset with pretrained"):
         RunConfig(initial_checkpoint="x", pretrained=True)
 
 

@@ -4,7 +4,7 @@ import torch
 from timm.optim import create_optimizer_v2
 from torch import nn
 
-from dbsl.cluster.steps import take_part, take_step
+from dbsl.cluster.steps import take_fraction, take_step
 from dbsl.config.fields import parse_kwargs
 from dbsl.config.parse import config_to_yaml, parse_config
 from dbsl.config.settings import OptimizerConfig, RunConfig
@@ -58,7 +58,7 @@ def test_parts_of_a_step_keep_the_factors_of_layers(name):
     take_step(optimizers[0], 0.01)
     for part in (0.25, 0.75):
         give_gradients(parts)
-        take_part(optimizers[1], 0.01, part)
+        take_fraction(optimizers[1], 0.01, part)
     for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4 if name == "adamw" else 1e-6)
 
@@ -101,7 +101,11 @@ def test_a_resumed_run_may_change_eps_and_betas():
             {"eps": 1e-8, "beta": 1},
             "opt_kwargs must name arguments such as betas, got beta$",
         ),
-        ("adamw", {"layer_decay_min_scale": 0.1}, "leave layer_decay_min_scale to runs with layer"),
+        (
+            "adamw",
+            {"layer_decay_min_scale": 0.1},
+            "such as .*layer_decay, got layer_decay_min_scale",
+        ),
         ("adamw", {"betas": (0.9,)}, "betas"),
         ("sgd", {"nesterov": "banana"}, "take the settings .* sgd with nesterov=banana"),
         ("sgd", {"maximize": "maybe"}, "take the settings .* sgd with maximize=maybe"),

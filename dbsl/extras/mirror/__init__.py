@@ -27,8 +27,7 @@ from tqdm import tqdm
 
 from dbsl.base.errors import RunStopped, SettingError, in_line
 from dbsl.base.files import describe, write_text
-from dbsl.base.launcher import connect_store, remember, restarts
-from dbsl.base.machine import lower_priority
+from dbsl.base.machine import connect_store, lower_priority, remember, restarts
 from dbsl.checkpoint.disk import (
     MANIFEST,
     CheckpointError,
@@ -104,11 +103,6 @@ class Mirror(Extra):
 
     A thread of the main process makes the copy equal to what the folder has now, so that at most
     one request waits. On other processes, and without a URL, the same calls do nothing.
-
-    Attributes:
-        failures: Tries that failed.
-        uploading: Name of the checkpoint that is on its way, which must stay on disk.
-        saving: Returns the ranks whose shard of a save, by its number, is to be waited for.
     """
 
     Settings = MirrorSettings
@@ -116,8 +110,9 @@ class Mirror(Extra):
     def __init__(self) -> None:
         self._bucket: Bucket | None = None  # None: there is no URL, or another process mirrors
         self._several = False  # processes
-        self.failures = 0
-        self.uploading: str | None = None
+        self.failures = 0  # tries
+        self.uploading: str | None = None  # a checkpoint that is on its way, and must stay on disk
+        # The ranks whose shard of a save, by its number, is to be waited for.
         self.saving: Callable[[int], Collection[int]] = lambda sequence: ()
         self._change = threading.Condition()
         self._asked = self._done = 0  # requests
@@ -179,11 +174,9 @@ class Mirror(Extra):
                 self._bucket = _claim(url, self._own, config, found, passed_over)
 
     def begin(self, session: Session) -> None:
-        """Note whose shards may come late."""
         self.saving = session.cluster.saving
 
     def report(self, folder: Path, rows: Sequence[Row]) -> None:
-        """Begin to mirror."""
         if self._bucket is not None:
             _remember_mirror(self._folder, self._bucket, self._own)
             threading.Thread(target=self._work, name="mirror", daemon=True).start()
@@ -196,7 +189,6 @@ class Mirror(Extra):
             self._change.notify_all()
 
     def keeps(self) -> Collection[str]:
-        """Return the checkpoint that is on its way."""
         return {self.uploading} - {None}
 
     def wait(self, limit_s: float = _PATIENCE_S) -> None:

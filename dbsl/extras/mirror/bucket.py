@@ -42,19 +42,12 @@ class DamagedError(Exception):
 
 @dataclass(frozen=True)
 class Listing:
-    """What a folder at a URL holds.
+    """What a folder at a URL holds."""
 
-    Attributes:
-        run: A name that the run has for itself.
-        files: Length and SHA-256 of each file, by name.
-        sequence: Number of the checkpoint; 0: it is the run's own folder.
-        session: Name of the process that mirrors; in the run's own folder alone.
-    """
-
-    run: str
-    files: dict[str, dict[str, Any]]
-    sequence: int = 0
-    session: str = ""
+    run: str  # a name that the run has for itself
+    files: dict[str, dict[str, Any]]  # length and SHA-256 of each, by name
+    sequence: int = 0  # number of the checkpoint; 0: it is the run's own folder
+    session: str = ""  # name of the process that mirrors; in the run's own folder alone
 
 
 class Bucket:
@@ -110,11 +103,7 @@ class Bucket:
                 self._fs.put([str(path) for path in part.values()], there)
 
     def get(self, folder: str, listing: Listing, names: Collection[str], to: Path) -> None:
-        """Download files of a folder, and hold each against its length and checksum.
-
-        Raises:
-            DamagedError: If one is missing, or not as it was.
-        """
+        """Download files of a folder; `DamagedError`: one is missing, or not as it was."""
         where = f"{self.url}/{folder}".rstrip("/")
         self._fs.invalidate_cache()
         for name in names:
@@ -128,7 +117,6 @@ class Bucket:
             raise DamagedError(f"{where} is damaged: a file is missing ({error})") from None
 
     def forget(self, folder: str) -> None:
-        """Have a folder count no more."""
         self.remove_file(folder, LISTING)
 
     def remove(self, folder: str) -> None:
@@ -138,7 +126,6 @@ class Bucket:
             self._fs.rm(self._at(folder), recursive=True)
 
     def remove_file(self, folder: str, name: str) -> None:
-        """Remove a file, if it is there."""
         with suppress(FileNotFoundError):
             self._fs.rm_file(self._at(folder, name))
 
@@ -165,7 +152,7 @@ def pause_s(number: int) -> float:
 
 @contextmanager
 def refusing(setting: str, url: str, use: str) -> Iterator[None]:
-    """Turn any error of a file system into a ``ValueError`` of one line."""
+    """Refuse a URL for any error of a file system."""
     try:
         yield
     except Exception as error:

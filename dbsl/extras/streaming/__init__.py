@@ -64,11 +64,9 @@ class Streaming(Extra):
 
     @classmethod
     def of(cls, config: StreamSettings) -> Streaming | None:
-        """Return it where there is to be a cache."""
         return None if config.cache_gib is None else cls()
 
     def data(self, config: StreamSettings) -> Streams:
-        """Return what opens shards."""
         return Streams(config.cache_gib, config.shuffle_block)
 
     def begin(self, session: Session) -> None:
@@ -235,9 +233,8 @@ class Prefetch:
         self._changed, self._deciding = threading.Condition(), threading.Lock()
         self._error: Exception | None = None
         self.stopped = False
-        if cache.bringing is not None:
-            cache.bringing.stop()
-        cache.bringing = self
+        cache.stop_bringing()  # for an earlier one
+        cache.stop_bringing = self.stop
         for _ in range(min(_THREADS, len(self._queue))):
             threading.Thread(target=self._work).start()
 

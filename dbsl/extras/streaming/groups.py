@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Protocol
 
 from filelock import FileLock, Timeout
 
@@ -35,13 +34,6 @@ _LOCKED_WITHIN_S = 600.0  # for what others hold the folder's lock for, a look a
 _FILE, _HELD, _ALIVE = ".arrow", ".held", ".alive"
 
 
-class Bringing(Protocol):
-    """What brings files into a cache, as `dbsl.extras.streaming.Prefetch` does."""
-
-    def stop(self) -> None:
-        """Bring no more, and let go of everything."""
-
-
 class GroupCache:
     """The files in a folder of this machine, and which of them this process holds.
 
@@ -54,7 +46,7 @@ class GroupCache:
         self._name, self._known, self._whole = uuid.uuid4().hex, set[str](), set[str]()
         self._held: dict[str, int] = {}  # bytes
         self._holders: dict[str, set[object]] = {}  # who holds what
-        self.bringing: Bringing | None = None  # the latest
+        self.stop_bringing: Callable[[], object] = lambda: None  # the latest files
         self._mutex = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
         alive = FileLock(folder / f"{self._name}{_ALIVE}", thread_local=False)
@@ -75,10 +67,9 @@ class GroupCache:
     ) -> None:
         """Hold files, which need not be there yet, and make room for them.
 
-        Args:
-            weights: Their bytes, by name; together with what is held at most `share`.
-            later: Files that will be needed after these, and when: the last of them go first.
-            holder: Who holds them in this process. A file stays until all its holders let go.
+        `weights` are their bytes, together with what is held at most `share`; `later` are files
+        that will be needed after these, and when: the last of them go first. A file stays until all
+        its holders in this process let go.
         """
         with self._mutex, self._locked():
             self._held |= {n: w for n, w in weights.items() if n not in self._held}

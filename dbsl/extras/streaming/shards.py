@@ -206,11 +206,14 @@ def open_shards(config: ImageConfig, folder: Path, keep: Keep) -> Splits:
 
 def _find_files(dataset: str) -> dict[str, list[File]]:
     """Return the shards of each split, and what tells that each has not changed."""
-    path = Path(dataset).expanduser()
-    if "://" in dataset:
-        found = _at_url(dataset)
-    elif path.is_file():
-        found = datasets.data_files.DataFilesDict.from_patterns({"train": [str(path.resolve())]})
+    path, finder = Path(dataset).expanduser(), datasets.data_files
+    if "://" in dataset and not dataset.endswith(".parquet"):
+        base = dataset.rstrip("/")
+        patterns = finder.get_data_patterns(base)
+        found = finder.DataFilesDict.from_patterns(patterns, base_path=base)
+    elif "://" in dataset or path.is_file():
+        file = dataset if "://" in dataset else str(path.resolve())
+        found = finder.DataFilesDict.from_patterns({"train": [file]})
     elif path.exists():
         found = datasets.load_dataset_builder(str(path)).config.data_files
     elif HUB_ID.fullmatch(dataset) and dataset != "digits":
@@ -229,15 +232,6 @@ def _find_files(dataset: str) -> dict[str, list[File]]:
     if not files:
         raise SettingError("it has no parquet files")
     return files
-
-
-def _at_url(url: str) -> Any:
-    """Return the files of each split at a URL: of a folder, or of one file."""
-    resolve = datasets.data_files.DataFilesDict.from_patterns
-    if url.endswith(".parquet"):
-        return resolve({"train": [url]})
-    base = url.rstrip("/")
-    return resolve(datasets.data_files.get_data_patterns(base), base_path=base)
 
 
 def _read_features(file: File) -> datasets.Features:

@@ -29,16 +29,24 @@ from dbsl.base.files import write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.base.words import plural
 from dbsl.config.fields import in_range
-from dbsl.config.flags import POSITIONAL, REPEATED, parse_flags
 from dbsl.config.hooks import file_of
-from dbsl.config.parse import config_to_yaml, read_settings, yaml_to_argv
+from dbsl.config.parse import (
+    POSITIONAL,
+    REPEATED,
+    config_to_yaml,
+    parse_flags,
+    read_settings,
+    yaml_to_argv,
+)
 from dbsl.run.stopping import Stopping
 from dbsl.tools.compare.report import only_writer, read_runs, write_comparison, write_runs
-from dbsl.tools.compare.statistics import Run, equal_time_epochs, read_run
+from dbsl.tools.compare.statistics import ArmRun, equal_time_epochs, read_run
 from dbsl.tools.jobs import Launch, check_flags, is_finished, launch_all
 
 # Settings that move no result: where figures and weights are kept, and how many.
-_FREE = {"report_to", "keep_checkpoints", "save_best", "checkpoint_every"}
+# There are many runs: each leaves its figures and last weights, no checkpoints.
+_DEFAULTS = {"report_to": "none", "keep_checkpoints": 0, "save_best": False}
+_FREE = {*_DEFAULTS, "checkpoint_every"}
 _OWN = ("seed", "output_dir", "resume", "config")  # settings that a comparison gives by itself
 
 
@@ -149,11 +157,9 @@ class Arm:
     def flags(self, seed: int, folder: Path, jobs: int) -> tuple[str, ...]:
         """Return the flags of train.py for one run of several at a time."""
         extra = {**self.extra, "seed": seed}
-        # There are many runs: each leaves its figures and last weights, no checkpoints.
-        defaults = {"report_to": "none", "keep_checkpoints": 0, "save_best": False}
         extra |= {
             name: value
-            for name, value in defaults.items()
+            for name, value in _DEFAULTS.items()
             if name not in self.settings and not file_of(name)  # an extra's file may be deleted
         }
         begun = (folder / "config.yaml").exists()  # then with the threads that it began with
@@ -216,7 +222,7 @@ class _Table:
                 if (arm.name, seed) not in self.done and is_needed:
                     self.lacking[folder] = arm, seed
 
-    def make(self, stopping: Stopping) -> dict[str, list[Run]]:
+    def make(self, stopping: Stopping) -> dict[str, list[ArmRun]]:
         """Make the runs that are lacking, and return all that are finished, by arm."""
         self._check()
         for folder, (arm, _) in self.lacking.items():
@@ -246,12 +252,12 @@ class _Table:
             _check_same(arm, folder)
         self._check_rows(self.recorded)
 
-    def _collect(self) -> dict[str, list[Run]]:
+    def _collect(self) -> dict[str, list[ArmRun]]:
         """Read the runs that have ended, write the table, and return all finished runs by arm."""
         for folder, (arm, seed) in self.lacking.items():
             if (arm.name, seed) not in self.done and is_finished(folder):
                 self.done[arm.name, seed] = replace(read_run(folder), settings=arm.hash)
-        found: dict[str, list[Run]] = {arm.name: [] for arm in self.arms}
+        found: dict[str, list[ArmRun]] = {arm.name: [] for arm in self.arms}
         output = self.config.output
         if self.done or output.exists():
             with only_writer(output):
@@ -268,7 +274,7 @@ class _Table:
         seeds = self.config.seed_range
         return {name: [run for run in rows if run.seed in seeds] for name, rows in found.items()}
 
-    def _of_arms(self, rows: Mapping[str, Sequence[Run]]) -> dict[tuple[str, int], Run]:
+    def _of_arms(self, rows: Mapping[str, Sequence[ArmRun]]) -> dict[tuple[str, int], ArmRun]:
         """Return the rows that are runs of the arms as they are now, by arm and seed."""
         return {
             (arm.name, run.seed): run
@@ -277,7 +283,7 @@ class _Table:
             if run.settings == arm.hash
         }
 
-    def _check_rows(self, rows: Mapping[str, Sequence[Run]]) -> None:
+    def _check_rows(self, rows: Mapping[str, Sequence[ArmRun]]) -> None:
         """Refuse rows of the arms with other settings: new ones would replace them."""
         for arm in self.arms if self.name == "arms" else ():
             other = [run for run in rows.get(arm.name, ()) if run.settings != arm.hash]

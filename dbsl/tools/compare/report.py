@@ -20,15 +20,24 @@ from dbsl.base.errors import SettingError
 from dbsl.base.files import write_table
 from dbsl.base.words import short_loss
 from dbsl.extras.pictures import DPI, save_figure
-from dbsl.tools.compare.statistics import MADE_ON, Run, averaged, interval, table
+from dbsl.tools.compare.statistics import MADE_ON, ArmRun, averaged, interval, table
 
 _LOCK = ".lock"  # of the folder, while one of several commands writes there
 _LOCKED_WITHIN_S = 60.0
 _OF_AVERAGE = " (EMA)"  # after an arm's name: its averaged weights
+_MEASURED = {  # columns of single runs, with what a value is multiplied by, and its format
+    "accuracy": (100, ".3f"),
+    "loss": (1, ".4f"),
+    "train_accuracy": (100, ".3f"),
+    "train_loss": (1, ".4f"),
+    "train_time_s": (1, ".2f"),
+    "total_time_s": (1, ".1f"),
+}
+_COUNTED = ("workers", "epochs", "samples")
 
 
 def write_comparison(
-    runs: Mapping[str, Sequence[Run]],
+    runs: Mapping[str, Sequence[ArmRun]],
     baseline: str,
     target: float | None,
     folder: Path,
@@ -111,7 +120,7 @@ def only_writer(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def write_runs(runs: Mapping[str, Sequence[Run]], folder: Path, name: str = "arms") -> None:
+def write_runs(runs: Mapping[str, Sequence[ArmRun]], folder: Path, name: str = "arms") -> None:
     """Write ``<name>_runs.csv`` and ``<name>_curves.csv``: all that `read_runs` needs."""
     folder.mkdir(parents=True, exist_ok=True)
     shown = {arm: own for arm, own in runs.items() if own}
@@ -120,31 +129,35 @@ def write_runs(runs: Mapping[str, Sequence[Run]], folder: Path, name: str = "arm
         {
             "arm": arm,
             "seed": run.seed,
-            "accuracy": f"{100 * run.accuracy:.3f}",
-            "loss": f"{run.loss:.4f}",
-            "train_accuracy": _optional(run.train_accuracy, 100, ".3f"),
-            "train_loss": _optional(run.train_loss, 1, ".4f"),
-            "train_time_s": f"{run.train_time_s:.2f}",
-            "total_time_s": f"{run.total_time_s:.1f}",
-            "workers": run.workers,
-            "epochs": run.epochs,
-            "samples": run.samples,
+            **{name: _cell(getattr(run, name), *how) for name, how in _MEASURED.items()},
+            **{name: getattr(run, name) for name in _COUNTED},
             "settings": run.settings,
             **{key: dict(run.made_on).get(key, "") for key in MADE_ON},
         }
         for arm, own in shown.items()
         for run in own
     ]
-    write_table(folder / f"{name}_curves.csv", _curves(runs))
+    curves = [
+        {
+            "arm": arm,
+            "seed": run.seed,
+            "train_time_s": f"{time_s:.2f}",
+            "accuracy": f"{100 * accuracy:.3f}",
+        }
+        for arm, own in runs.items()
+        for run in own
+        for time_s, accuracy in run.curve
+    ]
+    write_table(folder / f"{name}_curves.csv", curves)
     write_table(folder / f"{name}_runs.csv", singles)
 
 
-def read_runs(folder: Path, name: str = "arms") -> dict[str, list[Run]]:
+def read_runs(folder: Path, name: str = "arms") -> dict[str, list[ArmRun]]:
     """Return the runs of tables that `write_runs` wrote, on this machine or another, by arm."""
     singles, curves = folder / f"{name}_runs.csv", defaultdict(list)
     if not singles.exists():
         return {}
-    found: dict[str, list[Run]] = {}
+    found: dict[str, list[ArmRun]] = {}
     try:
         for row in _rows(folder / f"{name}_curves.csv"):
             point = float(row["train_time_s"]), float(row["accuracy"]) / 100
@@ -155,22 +168,15 @@ def read_runs(folder: Path, name: str = "arms") -> dict[str, list[Run]]:
             if row["arm"].endswith(_OF_AVERAGE):
                 continue
             average = averages.get((row["arm"] + _OF_AVERAGE, row["seed"]))
-            run = Run(
+            run = ArmRun(
                 seed=int(row["seed"]),
-                accuracy=float(row["accuracy"]) / 100,
-                loss=float(row["loss"]),
-                train_time_s=float(row["train_time_s"]),
-                samples=int(row["samples"]),
                 curve=tuple(curves[row["arm"], row["seed"]]),
-                epochs=int(row["epochs"]),
-                workers=int(row["workers"]),
                 ema_accuracy=float(average["accuracy"]) / 100 if average else None,
                 ema_loss=float(average["loss"]) if average else math.nan,
-                total_time_s=float(row["total_time_s"]),
                 made_on=tuple((key, row[key]) for key in MADE_ON),
-                train_accuracy=_number(row.get("train_accuracy"), 100),
-                train_loss=_number(row.get("train_loss")),
                 settings=row.get("settings", ""),
+                **{name: _number(row, name) for name in _MEASURED},
+                **{name: int(row[name]) for name in _COUNTED},
             )
             found.setdefault(row["arm"], []).append(run)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -185,34 +191,21 @@ def _rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _curves(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "arm": arm,
-            "seed": run.seed,
-            "train_time_s": f"{time_s:.2f}",
-            "accuracy": f"{100 * accuracy:.3f}",
-        }
-        for arm, own in runs.items()
-        for run in own
-        for time_s, accuracy in run.curve
-    ]
-
-
-def _number(text: str | None, divisor: float = 1.0) -> float | None:
-    """Return the number in a cell; None: the cell is empty, or the table older than its column."""
-    return float(text) / divisor if text else None
-
-
-def _optional(value: float | None, factor: float, form: str) -> str:
+def _cell(value: float | None, factor: float, form: str) -> str:
     return "" if value is None else format(factor * value, form)
+
+
+def _number(row: Mapping[str, str], name: str) -> float | None:
+    """Return the number in a cell; None: it is empty, or the table is older than its column."""
+    text = row.get(name) if name in ("train_accuracy", "train_loss") else row[name]
+    return float(text) / _MEASURED[name][0] if text else None
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
     return {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
 
 
-def _common(runs: Sequence[Run], key: str) -> str:
+def _common(runs: Sequence[ArmRun], key: str) -> str:
     """Return what runs were made on: one value, or all that there are."""
     return " / ".join(sorted({dict(run.made_on).get(key, "") for run in runs}))
 
@@ -234,7 +227,7 @@ def _line(row: Mapping[str, Any], width: int, baseline: int) -> str:
     )
 
 
-def arms_figure(arms: Mapping[str, Sequence[Run]]) -> Figure:
+def arms_figure(arms: Mapping[str, Sequence[ArmRun]]) -> Figure:
     """Return mean accuracy over mean training time, and last-epoch accuracy with 95 % intervals."""
     finished = {name: runs for name, runs in arms.items() if runs}
     figure = Figure(figsize=(13, max(5.5, 0.32 * len(finished))), dpi=DPI, layout="constrained")
@@ -250,15 +243,11 @@ def arms_figure(arms: Mapping[str, Sequence[Run]]) -> Figure:
         left.plot(times, accuracies, "o-", ms=3, color=color, label=label)
         found = interval([100 * run.accuracy for run in runs])
         half = 0.0 if np.isnan(found.half) else found.half
-        low, high = max(found.mean - half, 0.0), min(found.mean + half, 100.0)
-        ends = [[found.mean - low], [high - found.mean]]
-        right.errorbar(found.mean, place, xerr=ends, fmt="o", capsize=4, color=color)
         # No accuracy lies beyond 0 or 100 %; the interval of few seeds may.
-        for end, beyond, mark in (
-            (low, found.mean - half < 0, "<"),
-            (high, found.mean + half > 100, ">"),
-        ):
-            if beyond:
+        ends = [[min(half, found.mean)], [min(half, 100.0 - found.mean)]]
+        right.errorbar(found.mean, place, xerr=ends, fmt="o", capsize=4, color=color)
+        for end, room, mark in ((0.0, found.mean, "<"), (100.0, 100.0 - found.mean, ">")):
+            if half > room:
                 right.plot(end, place, mark, ms=9, color=color, clip_on=False)
                 goes_on = True
         right.plot([100 * run.accuracy for run in runs], [place] * len(runs), "|", color="0.4")

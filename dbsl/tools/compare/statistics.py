@@ -26,7 +26,7 @@ MADE_ON = ("device", "precision", "torch", "timm")  # fields of summary.json
 
 
 @dataclass(frozen=True)
-class Run:
+class ArmRun:
     """One finished run of an arm; accuracies in [0, 1] and losses are those of the last epoch."""
 
     seed: int
@@ -75,7 +75,7 @@ class Interval:
         return detectable(self.count) * self.sd
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> ArmRun:
     """Return a finished run from its folder."""
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
@@ -83,7 +83,7 @@ def read_run(folder: Path) -> Run:
         evaluations = [row for row in map(json.loads, lines) if row["event"] == "eval"]
         simulated = all("virtual_time_s" in row for row in evaluations)  # throughout
         key = "virtual_time_s" if simulated else "train_time_s"
-        return Run(
+        return ArmRun(
             seed=int(summary["seed"]),
             accuracy=float(summary["final_accuracy"]),
             loss=math.nan if summary["final_loss"] is None else float(summary["final_loss"]),
@@ -146,7 +146,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def paired(runs: Sequence[Run], baseline: Sequence[Run]) -> Interval | None:
+def paired(runs: Sequence[ArmRun], baseline: Sequence[ArmRun]) -> Interval | None:
     """Return the difference in accuracy to a baseline, seed by seed; None where no seed is in both.
 
     Arms with one seed share the split, the order and the initial weights, so that a pair differs
@@ -161,7 +161,7 @@ def paired(runs: Sequence[Run], baseline: Sequence[Run]) -> Interval | None:
     return replace(found, half=math.nan, sd=math.nan, p=math.nan) if found.sd < _SPREAD else found
 
 
-def averaged(runs: Sequence[Run]) -> list[Run]:
+def averaged(runs: Sequence[ArmRun]) -> list[ArmRun]:
     """Return runs as their averaged weights did, without those that averaged none.
 
     The curve is that of the raw weights, and is left out.
@@ -173,7 +173,7 @@ def averaged(runs: Sequence[Run]) -> list[Run]:
     ]
 
 
-def equal_time_epochs(runs: Sequence[Run], baseline: Sequence[Run]) -> int:
+def equal_time_epochs(runs: Sequence[ArmRun], baseline: Sequence[ArmRun]) -> int:
     """Return the most epochs, at least 1, for which an arm takes at most the baseline's time."""
     budget_s = fmean(run.train_time_s for run in baseline)
     epoch_s = fmean(run.train_time_s / run.epochs for run in runs)
@@ -182,7 +182,7 @@ def equal_time_epochs(runs: Sequence[Run], baseline: Sequence[Run]) -> int:
 
 
 def table(
-    arms: Mapping[str, Sequence[Run]], baseline: str, target: float | None = None
+    arms: Mapping[str, Sequence[ArmRun]], baseline: str, target: float | None = None
 ) -> list[dict[str, Any]]:
     """Return a row of figures for each arm, in the order given.
 
@@ -236,5 +236,5 @@ def table(
     return rows
 
 
-def _worker_time(runs: Sequence[Run]) -> float:
+def _worker_time(runs: Sequence[ArmRun]) -> float:
     return fmean(run.train_time_s * run.workers for run in runs)

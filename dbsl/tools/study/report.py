@@ -28,7 +28,6 @@ from dbsl.tools.study.scaling import (
     critical_batch,
     effective_rate,
     find_knees,
-    heuristic_rates,
     steps_to_result,
 )
 
@@ -245,10 +244,10 @@ def rates_figure(results: Results) -> Figure:
         for (name, own), color in zip(results.items(), _colors(len(results)), strict=True):
             sizes, _ = _columns(own)
             rates = [rate(result.trial.parameters) for result in own]
-            linear, root = heuristic_rates(own, rates)
+            growth = sizes / sizes[0]
             axes.plot(sizes, rates, "o-", color=color, label=name)
-            axes.plot(sizes, linear, "--", color=color, lw=0.8)
-            axes.plot(sizes, root, ":", color=color, lw=1.2)
+            axes.plot(sizes, rates[0] * growth, "--", color=color, lw=0.8)
+            axes.plot(sizes, rates[0] * np.sqrt(growth), ":", color=color, lw=1.2)
         sizes = np.array(sorted({r.batch_size for own in results.values() for r in own}))
         _finish(axes, sizes, label, label)
         axes.plot([], [], "k--", lw=0.8, label="in proportion to the batch")

@@ -9,7 +9,7 @@ dataset, a model and an optimizer; a *study* is the search of one workload at on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -177,17 +177,6 @@ def edges(
         if (place < EDGE and "min" not in fixed) or (place > 1 - EDGE and "max" not in fixed):
             found.append(name)
     return tuple(found)
-
-
-def heuristic_rates(
-    results: Sequence[Result], rates: Sequence[float]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return what the linear and the square-root rule make of the smallest batch's learning rate.
-
-    `results` are by ascending batch size.
-    """
-    growth = np.array([result.batch_size / results[0].batch_size for result in results])
-    return rates[0] * growth, rates[0] * np.sqrt(growth)
 
 
 def effective_rate(parameters: Mapping[str, Any]) -> float:

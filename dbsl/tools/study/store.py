@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import tarfile
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -66,21 +67,9 @@ def write_trial(folder: Path, trial: Trial) -> None:
     for row in zip(*trial.measurements.values(), strict=True):
         writer.writerow(f"{value:.7g}" if np.isfinite(value) else "nan" for value in row)
     write_text(own / MEASUREMENTS, text.getvalue())
-    metadata = {
-        "parameters": dict(trial.parameters),
-        "status": trial.status,
-        "steps": trial.steps,
-        "trial_id": trial.trial_id,
-    }
+    metadata = {name: getattr(trial, name) for name in ("status", "steps", "trial_id")}
+    metadata["parameters"] = dict(trial.parameters)
     write_text(own / METADATA, json.dumps(metadata, indent=2, sort_keys=True) + "\n")
-
-
-def find_studies(root: Path) -> list[Path]:
-    """Return the folders under `root`, itself included, that have a ``study.json``, sorted."""
-    found = sorted(path.parent for path in root.rglob(STUDY)) if root.is_dir() else []
-    if not found:
-        raise SettingError(f"folder must have a {STUDY} in it or below, got {root}")
-    return found
 
 
 def read_workloads(roots: Iterable[Path]) -> dict[str, list[Study]]:
@@ -98,32 +87,23 @@ def read_workloads(roots: Iterable[Path]) -> dict[str, list[Study]]:
     return {name: [sizes[b] for b in sorted(sizes)] for name, sizes in sorted(workloads.items())}
 
 
-def extract(archive: tarfile.TarFile, folder: str) -> None:
-    """Unpack an archive; nothing comes outside of the folder."""
-    if hasattr(tarfile, "data_filter"):
-        archive.extractall(folder, filter="data")
-        return
-    # Python before 3.10.12 and 3.11.4 has no filters.
-    names = ((member, PurePosixPath(member.name)) for member in archive if member.isreg())
-    archive.extractall(
-        folder, [m for m, name in names if not name.is_absolute() and ".." not in name.parts]
-    )
-
-
 def _read_root(root: Path) -> list[Study]:
     if not root.is_file():
-        return [read_study(folder) for folder in find_studies(root)]
+        folders = sorted(path.parent for path in root.rglob(STUDY)) if root.is_dir() else []
+        if not folders:
+            raise SettingError(f"folder must have a {STUDY} in it or below, got {root}")
+        return [read_study(folder) for folder in folders]
     # The published measurements are such an archive.
     with tempfile.TemporaryDirectory() as scratch:
         try:
             with tarfile.open(root) as archive:
-                extract(archive, scratch)
-        except (tarfile.TarError, OSError, EOFError) as error:
+                archive.extractall(scratch, filter="data")
+        except (tarfile.TarError, OSError, EOFError, TypeError) as error:  # an old Python's: filter
             reason = str(error).partition(":")[0]
             raise SettingError(
                 f"an archive must be a readable tar, got {root} ({reason})"
             ) from None
-        return [read_study(folder) for folder in find_studies(Path(scratch))]
+        return _read_root(Path(scratch))
 
 
 def read_study(folder: Path) -> Study:
@@ -176,17 +156,13 @@ def _read_measurements(path: Path) -> dict[str, np.ndarray]:
     if "step" not in header:
         raise SettingError(f"measurements must have a column step, got {header} in {path}")
     try:
-        values = np.array([[_number(v) for v in row] for row in rows], dtype=np.float64)
+        values = np.array([[float(v or "nan") for v in row] for row in rows], dtype=np.float64)
         values = values.reshape(len(rows), len(header))
     except ValueError:
         raise SettingError(
             f"measurements must be rows of {len(header)} numbers in {path}"
         ) from None
     return dict(zip(header, values.T, strict=True))
-
-
-def _number(text: str) -> float:
-    return float(text) if text else float("nan")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -233,12 +209,8 @@ class Claims:
 
         A trial whose processes died time and again is refused.
         """
-        for study in self._studies:
-            for trial_id in self._open(study):
-                claim = self._take(study, trial_id)
-                if claim is not None:
-                    return claim
-        return None
+        open_ = ((study, number) for study in self._studies for number in self._open(study))
+        return next(filter(None, itertools.starmap(self._take, open_)), None)
 
     def finish(self, claim: Claim) -> None:
         """Release a trial whose files are written."""
@@ -263,15 +235,13 @@ class Claims:
     def running(self) -> int:
         """Return how many trials other processes run."""
         taken = 0
-        for study in self._studies:
-            for trial_id in self._open(study):
-                lock = self._lock(study, trial_id)
-                try:
-                    lock.acquire(timeout=0)
-                except Timeout:
-                    taken += 1
-                else:
-                    lock.release()
+        for lock in (self._lock(study, n) for study in self._studies for n in self._open(study)):
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                taken += 1
+            else:
+                lock.release()
         return taken
 
     def _open(self, study: str) -> list[int]:

@@ -28,11 +28,10 @@ from dbsl.base.errors import EXIT_STOPPED, RunStopped, SettingError, one_line_er
 from dbsl.base.files import write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.base.seeds import stream_seed
-from dbsl.config.fields import Within, check_fields, in_range
-from dbsl.config.flags import parse_flags
+from dbsl.config.fields import Count, Role, Within, check_fields, in_range, with_role
 from dbsl.config.hooks import settings_of_extras
 from dbsl.config.image_settings import ImageConfig, check_images
-from dbsl.config.parse import config_to_yaml
+from dbsl.config.parse import config_to_yaml, parse_flags
 from dbsl.config.settings import MachineConfig, RunConfig
 from dbsl.data.dataset import load_data
 from dbsl.model import check_sides
@@ -67,9 +66,6 @@ from dbsl.tools.study.trials import (
 
 SETTINGS = "study.yaml"
 _PARENT = "DBSL_STUDY_PARENT"  # variable of a process of several: the parent's id
-# Settings that may change from one launch to the next: none changes a trial.
-_MAY_CHANGE = ("batch_sizes", "optimizers", "trials", "processes", "cpu_threads", "max_minutes")
-_MAY_CHANGE += ("output_dir", "plot", "loader_workers", "eval_batch_size", "max_bad_images")
 _END_PATIENCE_S = 60.0  # for processes that were asked to stop
 _OF_DATA = [own for own in settings_of_extras() if not issubclass(own, RunConfig)]
 
@@ -83,10 +79,10 @@ class StudyConfig(
     # --- the study
     goal_error: float | None = None  # classification error to fall under, in (0, 1); required
     # samples per step
-    batch_sizes: Annotated[tuple[int, ...], Within(1)] = (16, 32, 64, 128, 256, 512, 1024)
-    trials: Annotated[int, Within(1)] = 16  # trials at every batch size
+    batch_sizes: Annotated[tuple[Count, ...], Role.FREE] = (16, 32, 64, 128, 256, 512, 1024)
+    trials: Annotated[Count, Role.FREE] = 16  # trials at every batch size
     # optimizers to study: sgd (no momentum), momentum, nesterov, or a name in timm.optim
-    optimizers: tuple[str, ...] = ("nesterov",)
+    optimizers: Annotated[tuple[str, ...], Role.FREE] = ("nesterov",)
     # range of learning rate / (1 - momentum), searched on a log scale
     effective_lr: Annotated[tuple[float, ...], Within(0, open_low=True)] = (0.01, 10.0)
     # range of momentum; 1 - momentum is searched on a log scale
@@ -113,11 +109,12 @@ class StudyConfig(
     # label smoothing, in [0, 1)
     label_smoothing: Annotated[float, Within(0, 1, open_high=True)] = 0.0
     # --- the launch
-    output_dir: str | None = None  # folder of the study; unset: studies/<dataset>-<model>
+    # folder of the study; unset: studies/<dataset>-<model>
+    output_dir: Annotated[str | None, Role.FREE] = None
     # processes that run trials at a time on this machine; several GPUs are dealt out to them
-    processes: Annotated[int, Within(1)] = 1
+    processes: Annotated[Count, Role.FREE] = 1
     # studies to read and draw instead of training: folders or tar archives, published ones too
-    plot: tuple[str, ...] | None = None
+    plot: Annotated[tuple[str, ...] | None, Role.FREE] = None
     # column of the measurements that the goal is about, with --plot
     objective: str = OBJECTIVE
 
@@ -395,7 +392,9 @@ def _keep_settings(config: StudyConfig, folder: Path) -> None:
     """Write a study's settings, or check that they are those it was begun with."""
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     settings["augment"] = config.augmentation
-    text = config_to_yaml({n: value for n, value in settings.items() if n not in _MAY_CHANGE})
+    # A launch may change what changes no trial. What is evaluated does: it tells of the goal.
+    free = {*with_role(type(config), Role.FREE | Role.NODE)} - {"eval_samples"}
+    text = config_to_yaml({n: value for n, value in settings.items() if n not in free})
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / SETTINGS
     with FileLock(folder / LOCK):  # another process may begin a study here at the same time

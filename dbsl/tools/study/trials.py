@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from dbsl.base.machine import lazy_import
 from dbsl.base.seeds import stream_seed
-from dbsl.cluster.steps import ComputeClock, OwnSteps
+from dbsl.cluster.steps import ComputeTimer, Stepper
 from dbsl.data.dataset import Data
 from dbsl.data.transforms import Transform
 from dbsl.model import build_model, set_dropout
@@ -88,21 +87,12 @@ def run_trial(
     early_stopping: bool = True,
     may_go_on: Callable[[], object] = lambda: None,
 ) -> Trial:
-    """Train, and return the measurements.
+    """Train for at most `budget` steps, and return the measurements, `spacing` apart.
 
-    A trial whose loss is not finite at any measurement is INFEASIBLE and ends there.
-
-    Args:
-        task: What is trained.
-        trial_id: Number of the trial.
-        parameters: Its metaparameters.
-        budget: Steps at most.
-        goal: Error to fall under.
-        spacing: Steps between measurements, as a share of the steps so far.
-        best: Steps to result of the best trial so far.
-        early_stopping: End where the goal is reached (COMPLETE), or cannot be reached before the
-            best trial did (INCOMPLETE): neither changes the least steps to result.
-        may_go_on: Called at every measurement; it may raise.
+    A trial whose loss is not finite at any measurement is INFEASIBLE and ends there. With
+    `early_stopping` it ends where the error falls under the goal (COMPLETE), or where it cannot
+    before the best trial did, in so many steps (INCOMPLETE): neither changes the least steps to
+    result. `may_go_on` is called at every measurement; it may raise.
     """
     rows = [(0, math.nan, *task.measure())]
     status, done = "COMPLETE", 0
@@ -143,19 +133,15 @@ class ImageTask:
         self._images, self._seed = images, seed
         accelerator = images.accelerator
         model = images.build(seed)
-        build = partial(
-            build_optimizer,
+        built = build_optimizer(
             TIMM_NAMES.get(optimizer, optimizer),
-            lr=parameters["learning_rate"],
-            momentum=parameters.get("momentum", 0.0),
-            weight_decay=parameters.get("weight_decay", 0.0),
-        )
-        self._stepper = OwnSteps(
             model,
-            ComputeClock(accelerator.device),
-            lambda module: accelerator.prepare_optimizer(build(model=module)),
-            [0],
+            parameters["learning_rate"],
+            parameters.get("momentum", 0.0),
+            parameters.get("weight_decay", 0.0),
         )
+        prepared = {0: accelerator.prepare_optimizer(built)}
+        self._stepper = Stepper(model, None, ComputeTimer(accelerator.device), prepared)
         self._sampler = StepSampler(
             len(images.data.train),
             batch_size,
@@ -179,7 +165,7 @@ class ImageTask:
             end = min(last, (epoch + 1) * per_epoch)
             total += self._advance(epoch, start, end, rates[start - first : end - first])
         self._taken = last
-        self._stepper.clock.seconds(0)  # or it would remember each step
+        self._stepper.timer.take_seconds(0)  # or it would remember each step
         return (total / len(rates)).item()
 
     def _advance(self, epoch: int, first: int, last: int, rates: list[float]) -> Tensor:
@@ -193,7 +179,7 @@ class ImageTask:
         stepper.model.train()
         for step, rate, (pixels, labels) in zip(steps, rates, batches, strict=True):
             (part,) = step.parts
-            with stepper.part(step, part) as weight:
+            with stepper.micro_batch(step, part) as weight:
                 with images.accelerator.autocast():
                     logits = stepper.model(pixels)
                     loss = F.cross_entropy(logits, labels, label_smoothing=images.label_smoothing)

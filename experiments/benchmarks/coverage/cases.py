@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from dbsl.cluster.protocol import Change
 from dbsl.extras.emulate import Emulation, parse_disturb
 from dbsl.extras.streaming.blocks import Blocks
 from dbsl.plan.types import TimeModel
@@ -18,6 +17,14 @@ from dbsl.plan.types import TimeModel
 SYNCS = ("bsp", "ssp", "asp", "step")
 BALANCES = ("none", "dynamic", "dbs")
 ALONE = ("ssp", "asp")  # workers are lost and join
+
+
+class Change(NamedTuple):
+    """A simulated worker that is lost, or that joins."""
+
+    time_s: float  # simulated
+    worker: int
+    joins: bool
 
 
 class Stop(NamedTuple):
@@ -38,7 +45,7 @@ class Case:
         large: Largest batch of each worker.
         least: Samples of a batch at least.
         emulation: Factors on the workers' times.
-        changes: Workers that are lost and that join, at virtual times.
+        changes: Workers that are lost and that join, at simulated times.
         absent: Workers that are not there when the run begins.
         stops: Where the run is stopped and resumed.
         groups: Samples of each row group, where data are read through a cache; empty: they are not.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,7 @@ import torch
 
 from dbsl.base.errors import SyncError
 from dbsl.checkpoint.disk import pack, unpack
-from dbsl.checkpoint.restart import plan_restart, with_lost_workers
-from dbsl.cluster.protocol import leave_out
+from dbsl.checkpoint.restart import Saved, plan_restart, with_lost_workers
 from dbsl.plan.types import EpochEnd, JoinedWorker, Restart, Segment, Turn
 from dbsl.run.connect import connect
 from dbsl.run.session import Progress, make_reports
@@ -69,16 +69,25 @@ class _Player:
         try:
             self._connect(prepare(case))
             if case.absent:
-                leave_out(self._cluster.server, self._run.planner, case.absent)
+                self._leave_out(case.absent)
         except ValueError as error:
             raise NoSuchRunError(str(error)) from error
-        self._cluster.changes = list(case.changes)
+        self._changes = list(case.changes)  # still to come
         epochs = self._run.config.epochs
         self._counts = np.zeros((epochs, case.samples), dtype=np.int64)
         self._untouched = 0  # epoch that nobody had begun when the last worker was lost
         self._joined: set[tuple[int, int]] = set()  # workers, epochs that they joined for
         self._stops = list(case.stops)
         self._collected: list[tuple[int, Turn, np.ndarray]] = []  # the last pushes, by version
+
+    def _leave_out(self, workers: tuple[int, ...]) -> None:
+        """Begin without workers that may join later."""
+        members = self._cluster.server.members
+        if not members.active - set(workers):
+            raise ValueError("a run must begin with a worker, got none")
+        self._run.planner.leave_out(workers)
+        for worker in workers:
+            members.leave(worker)
 
     def play(self) -> Played:
         """Play to the end."""
@@ -90,6 +99,21 @@ class _Player:
     def _connect(self, run: Run) -> None:
         self._run = run
         self._cluster, self._stepper = connect(run, _ACCELERATOR)
+        self._cluster.changes_before = self._changes_before
+
+    def _changes_before(self, time_s: float) -> bool:
+        """Make the next change, if it comes before this simulated time; say whether it did."""
+        cluster, change = self._cluster, min(self._changes, default=None)
+        if change is None or change.time_s >= time_s:
+            return False
+        self._changes.remove(change)
+        cluster.time_s = max(cluster.time_s, change.time_s)
+        if not change.joins:
+            cluster.lose(change.worker)
+        else:
+            with suppress(ValueError):  # no plan with it: it stays away
+                cluster.join(change.worker)
+        return True
 
     def _goes_on(self) -> bool:
         """Play until the run is stopped, and resume it; False: it is over."""
@@ -136,7 +160,7 @@ class _Player:
                 segment.plan,
                 Progress(steps=len(steps), samples=own, learning_rate=1.0),
                 {},
-                self._stepper.clock,
+                self._stepper.timer,
                 resolution=run.stage_at(turn.epoch).resolution,
             )
         )
@@ -173,8 +197,7 @@ class _Player:
             self._resume(state)
         else:
             self._restart(*resized)
-        self._cluster.changes = [c for c in cluster.changes if c.worker < self._workers]
-        self._run.planner.changes = 0
+        self._changes = [c for c in self._changes if c.worker < self._workers]
 
     @property
     def _workers(self) -> int:
@@ -190,8 +213,8 @@ class _Player:
         except ValueError:  # there is no plan for them
             return None
         try:
-            samples = len(run.data.train)
-            return case, run, plan_restart(state, {}, run, asdict(before), samples)
+            saved = Saved(state, asdict(before), len(run.data.train), run)
+            return case, run, plan_restart(saved, {}, run)
         except ValueError as error:
             if "workers must stay" not in str(error):
                 raise

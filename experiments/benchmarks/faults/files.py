@@ -7,17 +7,17 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.benchmarks.faults.run import FLAGS, Row, Run, summary
+from experiments.benchmarks.faults.run import FLAGS, FaultyRun, Row, summary
 from experiments.benchmarks.kills import fingerprint
 
 
 def damaged_checkpoint(scratch: Path) -> Iterator[Row]:
     """A bit of the newest checkpoint flips; its manifest is cut."""
-    whole = Run(scratch / "undamaged", [*FLAGS, "--workers", "3"], 1)
+    whole = FaultyRun(scratch / "undamaged", [*FLAGS, "--workers", "3"], 1)
     assert whole.wait() == [0]
     for what in ("a bit of its weights flips", "its manifest is cut in half"):
         folder = scratch / f"damaged-{len(what)}"
-        run = Run(folder, [*FLAGS, "--workers", "3"], 1)
+        run = FaultyRun(folder, [*FLAGS, "--workers", "3"], 1)
         run.wait_for_epoch(3)
         run.wait(timeout_s=0)
         newest = max(folder.glob("checkpoints/*/manifest.json"), key=lambda p: p.stat().st_mtime)
@@ -28,7 +28,7 @@ def damaged_checkpoint(scratch: Path) -> Iterator[Row]:
             path.write_bytes(content)
         else:
             newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
-        again = Run(folder, [*FLAGS, "--workers", "3", "--resume", "auto"], 1)
+        again = FaultyRun(folder, [*FLAGS, "--workers", "3", "--resume", "auto"], 1)
         statuses = again.wait()
         same = fingerprint(folder) == fingerprint(whole.folder)
         yield Row(
@@ -49,7 +49,7 @@ def no_room(scratch: Path) -> Iterator[Row]:
     if mounted.returncode == 0:
         try:
             folder = disk / "run"
-            run = Run(folder, [*FLAGS, "--workers", "3"], 1, epochs=20)
+            run = FaultyRun(folder, [*FLAGS, "--workers", "3"], 1, epochs=20)
             run.wait_for_epoch(2)
             with contextlib.suppress(OSError), (disk / "ballast").open("wb") as ballast:
                 while True:
@@ -58,7 +58,9 @@ def no_room(scratch: Path) -> Iterator[Row]:
             left = sorted(p.parent.name for p in folder.glob("checkpoints/*/manifest.json"))
             (disk / "ballast").unlink()
             parts = list(folder.rglob("*.tmp"))
-            resumed = Run(folder, [*FLAGS, "--workers", "3", "--resume", "auto"], 1, 20).wait()
+            resumed = FaultyRun(
+                folder, [*FLAGS, "--workers", "3", "--resume", "auto"], 1, 20
+            ).wait()
             yield Row(
                 "the disk is full",
                 "bsp, simulated",
@@ -69,7 +71,7 @@ def no_room(scratch: Path) -> Iterator[Row]:
                 "at the next write",
             )
             subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-            run = Run(disk / "other", [*FLAGS, "--workers", "3"], 1)
+            run = FaultyRun(disk / "other", [*FLAGS, "--workers", "3"], 1)
             statuses = run.wait()
             yield Row(
                 "the folder is read-only",
@@ -82,9 +84,9 @@ def no_room(scratch: Path) -> Iterator[Row]:
         finally:
             subprocess.run(["umount", str(disk)])
     folder = scratch / "in-use"
-    run = Run(folder, [*FLAGS, "--workers", "3"], 1, epochs=30)
+    run = FaultyRun(folder, [*FLAGS, "--workers", "3"], 1, epochs=30)
     run.wait_for_epoch(1)
-    other = Run(folder, [*FLAGS, "--workers", "3", "--resume", "auto"], 1)
+    other = FaultyRun(folder, [*FLAGS, "--workers", "3", "--resume", "auto"], 1)
     statuses, first = other.wait(), run.processes[0].poll()
     run.wait(timeout_s=0)
     yield Row(
@@ -117,7 +119,7 @@ def bad_images(scratch: Path) -> Iterator[Row]:
             folder = scratch / f"bad-{side}-{limit}"
             flags = [*FLAGS, "--dataset", str(data), "--max-bad-images", str(limit)]
             flags += ["--train-samples", "64", "--eval-samples", "16", "--workers", "3"]
-            run = Run(folder, flags, 1, epochs=4)
+            run = FaultyRun(folder, flags, 1, epochs=4)
             statuses = run.wait()
             listed = summary(folder).get("bad_images")
             said = run.said("error: max_bad_images")

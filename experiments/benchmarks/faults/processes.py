@@ -15,8 +15,8 @@ from experiments.benchmarks.faults.run import (
     FLAGS,
     JOINT,
     TIMEOUT_S,
+    FaultyRun,
     Row,
-    Run,
     environment,
     metrics,
     samples,
@@ -40,7 +40,7 @@ def worker_dies(scratch: Path) -> Iterator[Row]:
 
 def _goes_on(folder: Path, what: str, number: int, mode: str, flags: list[str], epochs: int) -> Row:
     """End a worker's process in a run that is to go on without it."""
-    run = Run(folder, flags, epochs=epochs)
+    run = FaultyRun(folder, flags, epochs=epochs)
     run.wait_for_epoch(2)
     os.kill(run.processes[2].pid, number)
     noticed = run.seconds_until(lambda: run.said("warning: rank 2"))
@@ -65,18 +65,18 @@ def _goes_on(folder: Path, what: str, number: int, mode: str, flags: list[str], 
 def worker_dies_at_barrier(scratch: Path) -> Iterator[Row]:
     """A worker's process is killed or stopped, where the others wait for it."""
     for sync, flags in (("bsp", FLAGS), ("step", JOINT)):
-        whole = Run(scratch / f"whole-{sync}", flags)
+        whole = FaultyRun(scratch / f"whole-{sync}", flags)
         assert whole.wait() == [0, 0, 0], whole.said("error")
         for what, number in _ENDS:
             folder = scratch / f"barrier-{sync}-{number}"
-            run = Run(folder, flags)
+            run = FaultyRun(folder, flags)
             run.wait_for_epoch(2)
             os.kill(run.processes[2].pid, number)
             began = time.monotonic()
             statuses = run.wait([0, 1], timeout_s=4 * TIMEOUT_S)
             noticed = round(time.monotonic() - began, 1)
             named = all(run.said("error: .*rank 2", rank) for rank in (0, 1))
-            again = Run(folder, [*flags, "--resume", "auto"])
+            again = FaultyRun(folder, [*flags, "--resume", "auto"])
             resumed = again.wait()
             same = fingerprint(folder) == fingerprint(whole.folder)
             yield Row(
@@ -98,14 +98,14 @@ def server_dies(scratch: Path) -> Iterator[Row]:
 
 def _ends(folder: Path, mode: str, flags: list[str]) -> Row:
     """Kill rank 0 of a run, which is to stop and to be resumed."""
-    run = Run(folder, flags)
+    run = FaultyRun(folder, flags)
     run.wait_for_epoch(2)
     run.processes[0].kill()
     began = time.monotonic()
     statuses = run.wait([1, 2], timeout_s=4 * TIMEOUT_S)
     noticed = round(time.monotonic() - began, 1)
     named = all(run.said("error: .*rank 0", rank) for rank in (1, 2))
-    resumed = Run(folder, [*flags, "--resume", "auto"]).wait()
+    resumed = FaultyRun(folder, [*flags, "--resume", "auto"]).wait()
     return Row(
         "the server rank is killed (SIGKILL)",
         mode,

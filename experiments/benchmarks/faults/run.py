@@ -30,7 +30,7 @@ JOINT = shlex.split(
 )
 
 
-class Run:
+class FaultyRun:
     """Processes of one run, each a rank with a log of its own."""
 
     def __init__(self, folder: Path, flags: list[str], world_size: int = 3, epochs: int = 8):

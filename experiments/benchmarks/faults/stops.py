@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.benchmarks.faults.run import FLAGS, JOINT, Row, Run, metrics
+from experiments.benchmarks.faults.run import FLAGS, JOINT, FaultyRun, Row, metrics
 from experiments.benchmarks.kills import fingerprint
 
 
@@ -22,11 +22,11 @@ def asked_to_stop(scratch: Path) -> Iterator[Row]:
     ):
         if world_size == 1:
             flags = [*flags, "--workers", "3"]
-        whole = Run(scratch / f"unstopped-{mode}", flags, world_size)
+        whole = FaultyRun(scratch / f"unstopped-{mode}", flags, world_size)
         assert set(whole.wait()) == {0}, whole.said("error")
         for name in ("SIGTERM", "SIGINT"):
             folder = scratch / f"stopped-{mode}-{name}"
-            run = Run(folder, flags, world_size)
+            run = FaultyRun(folder, flags, world_size)
             run.wait_for_epoch(2)
             time.sleep(0.15)  # into the next epoch
             began = time.monotonic()
@@ -34,7 +34,7 @@ def asked_to_stop(scratch: Path) -> Iterator[Row]:
                 process.send_signal(getattr(signal, name))
             statuses = run.wait()
             seconds = round(time.monotonic() - began, 1)
-            resumed = Run(folder, [*flags, "--resume", "auto"], world_size).wait()
+            resumed = FaultyRun(folder, [*flags, "--resume", "auto"], world_size).wait()
             same = fingerprint(folder) == fingerprint(whole.folder)
             exact = "asp, 3" not in mode
             yield Row(
@@ -47,7 +47,7 @@ def asked_to_stop(scratch: Path) -> Iterator[Row]:
                 seconds,
             )
     folder = scratch / "minutes"
-    run = Run(folder, [*FLAGS, "--max-minutes", "0.15"], 1, epochs=60)
+    run = FaultyRun(folder, [*FLAGS, "--max-minutes", "0.15"], 1, epochs=60)
     statuses = run.wait()
     yield Row(
         "--max-minutes 0.15",
@@ -69,7 +69,7 @@ def not_finite(scratch: Path) -> Iterator[Row]:
     ):
         folder = scratch / f"nan-{mode}"
         wild = ["--lr", "1e25", "--warmup-epochs", "0", "--max-bad-rounds", "3"]
-        run = Run(folder, [*flags, *wild], world_size, epochs=12)
+        run = FaultyRun(folder, [*flags, *wild], world_size, epochs=12)
         statuses = run.wait()
         refused = [r for r in metrics(folder) if r["event"] == "round" and r.get("refused")]
         said = any(run.said("error: max_bad_rounds", rank) for rank in range(world_size))

@@ -6,6 +6,7 @@ import shutil
 import threading
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -30,6 +31,7 @@ from train import Config
 
 URL = "memory://bucket/run"
 CALLS = ("ls", "cat_file", "put_file", "get_file", "rm_file", "rm")
+MAIN = SimpleNamespace(is_main_process=True, num_processes=1, print=print)
 
 
 @pytest.fixture(autouse=True)
@@ -106,19 +108,31 @@ class Mirror(mirroring.Mirror):
         self.close(kind)
 
 
-def mirror_of(folder, accelerator, found=None, **settings):
+def mirror_of(folder, found=None, **settings):
     mirror = Mirror()
-    mirror.open(Config(**{"mirror": URL, **settings}), folder, found, accelerator)
+    mirror.open(Config(**{"mirror": URL, **settings}), folder, found, MAIN)
     return mirror
+
+
+@pytest.fixture
+def mirrored(tmp_path, folder_with):
+    """Return the folder of a run with these checkpoints, which was mirrored."""
+
+    def mirrored(*sequences, name="run", **settings):
+        folder = folder_with(tmp_path / name, *sequences)
+        with mirror_of(folder, **settings):
+            pass
+        return folder
+
+    return mirrored
 
 
 pulled = mirroring.Mirror().config
 
 
-def pull(path, accelerator, **settings):
+def pull(path):
     """Return the sequence of the checkpoint that was pulled, which is seen to be whole."""
-    config = Config(**{"resume": URL, "output_dir": str(path), **settings})
-    assert pulled(config, accelerator).resume == str(path)
+    assert pulled(Config(resume=URL, output_dir=str(path)), MAIN).resume == str(path)
     (folder,) = (path / "checkpoints").iterdir()
     manifest = read_manifest(folder)
     check_files(folder, manifest)
@@ -132,10 +146,10 @@ def names_in(memory, folder="checkpoints"):
     return sorted({parts[1].partition("/")[0] for parts in inside if len(parts) == 2})
 
 
-def test_a_mirror_follows_the_folder(tmp_path, memory, accelerator, folder_with):
+def test_a_mirror_follows_the_folder(tmp_path, memory, folder_with):
     folder = folder_with(tmp_path / "run", 1, 2)
     (folder / "README.md").write_text("of a run that goes on now")
-    with mirror_of(folder, accelerator) as mirror:
+    with mirror_of(folder) as mirror:
         mirror.wait()
         assert names_in(memory) == ["save-000001", "save-000002"]
         folder_with(folder, 3)
@@ -149,19 +163,19 @@ def test_a_mirror_follows_the_folder(tmp_path, memory, accelerator, folder_with)
     for name in own:
         assert memory.cat_file(f"/bucket/run/{name}") == (folder / name).read_bytes()
     assert mirror.failures == 0
-    assert pull(tmp_path / "pulled", accelerator) == 3
+    assert pull(tmp_path / "pulled") == 3
     assert (tmp_path / "pulled/plots/plan.png").read_text() == "plots/plan.png at 3"
 
 
 def test_any_call_may_fail_once_and_the_mirror_is_whole_nonetheless(
-    tmp_path, memory, accelerator, calls, capsys, folder_with
+    tmp_path, memory, calls, capsys, folder_with
 ):
     for number in itertools.count(1):
         wiped(memory)
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         folder = folder_with(tmp_path / "run", 1)
         calls.count, calls.failed, calls.fails = 0, 0, lambda count, n=number: count == n
-        with mirror_of(folder, accelerator) as mirror:
+        with mirror_of(folder) as mirror:
             mirror.wait()
             folder_with(folder, 2)
             prune(folder, 1)
@@ -172,29 +186,27 @@ def test_any_call_may_fail_once_and_the_mirror_is_whole_nonetheless(
         if not calls.failed:
             break
     assert number > 30  # calls that there are
-    assert pull(tmp_path / "pulled", accelerator) == 2
+    assert pull(tmp_path / "pulled") == 2
 
 
 def test_a_run_cut_off_at_any_call_leaves_a_whole_checkpoint(
-    tmp_path, memory, accelerator, calls, monkeypatch, folder_with
+    tmp_path, memory, calls, monkeypatch, folder_with, mirrored
 ):
     monkeypatch.setattr(mirroring, "_TRIES", 1)
-    folder, pulls = folder_with(tmp_path / "run", 1), []
-    with mirror_of(folder, accelerator):
-        pass
+    folder, pulls = mirrored(1), []
     before = dict(memory.store)
     for number in itertools.count(1):
         wiped(memory).store.update(before)
         shutil.rmtree(folder / "checkpoints")
         old = folder_with(folder, 1) / "checkpoints/save-000001"
-        with mirror_of(folder, accelerator, Found(folder, old, read_manifest(old))) as mirror:
+        with mirror_of(folder, Found(folder, old, read_manifest(old))) as mirror:
             mirror.wait()
             folder_with(folder, 2)
             remove(old)
             calls.count, calls.failed, calls.fails = 0, 0, lambda count, n=number: count >= n
         calls.fails = lambda count: False
         shutil.rmtree(tmp_path / "pulled", ignore_errors=True)
-        pulls.append(pull(tmp_path / "pulled", accelerator))
+        pulls.append(pull(tmp_path / "pulled"))
         if not calls.failed:
             break
     assert number > 15
@@ -202,30 +214,26 @@ def test_a_run_cut_off_at_any_call_leaves_a_whole_checkpoint(
     assert pulls == sorted(pulls)
 
 
-def test_a_pull_may_lose_the_connection_at_any_call(
-    tmp_path, accelerator, calls, capsys, folder_with
-):
-    with mirror_of(folder_with(tmp_path / "run", 1, 2), accelerator):
-        pass
+def test_a_pull_may_lose_the_connection_at_any_call(tmp_path, calls, capsys, mirrored):
+    mirrored(1, 2)
     for number in itertools.count(1):
         calls.count, calls.failed, calls.fails = 0, 0, lambda count, n=number: count == n
-        assert pull(tmp_path / f"pulled{number}", accelerator) == 2
+        assert pull(tmp_path / f"pulled{number}") == 2
         if not calls.failed:
             break
     for first in range(1, number):
         calls.count, calls.fails = 0, lambda count, n=first: count >= n
         with pytest.raises(ValueError, match=r"^resume must be a URL that can be read, got .* cut"):
-            pull(tmp_path / "never", accelerator)
+            pull(tmp_path / "never")
     assert not [p for p in tmp_path.iterdir() if "never" in p.name]
     assert "passed over" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["ls", "cat_file", "get_file"])
 def test_an_answer_that_is_cut_off_is_asked_for_again(
-    tmp_path, accelerator, monkeypatch, capsys, folder_with, name
+    tmp_path, monkeypatch, capsys, name, mirrored
 ):
-    with mirror_of(folder_with(tmp_path / "run", 1, 2), accelerator):
-        pass
+    mirrored(1, 2)
     original, cut = getattr(MemoryFileSystem, name), ['{"items": [']
 
     def call(fs, *arguments, **options):
@@ -234,7 +242,7 @@ def test_an_answer_that_is_cut_off_is_asked_for_again(
         return original(fs, *arguments, **options)
 
     monkeypatch.setattr(MemoryFileSystem, name, call)
-    assert pull(tmp_path / "pulled", accelerator) == 2
+    assert pull(tmp_path / "pulled") == 2
     assert "passed over" not in capsys.readouterr().out
 
 
@@ -253,11 +261,8 @@ def test_what_no_second_try_can_mend_is_said_at_once(error):
 
 
 @pytest.mark.parametrize("kind", ["byte", "file", "listing", "half a listing", "way out"])
-def test_a_damaged_checkpoint_is_passed_over_with_a_line(
-    tmp_path, memory, accelerator, capsys, kind, folder_with
-):
-    with mirror_of(folder_with(tmp_path / "run", 1, 2), accelerator):
-        pass
+def test_a_damaged_checkpoint_is_passed_over_with_a_line(tmp_path, memory, capsys, kind, mirrored):
+    mirrored(1, 2)
     newest = "/bucket/run/checkpoints/save-000002"
     listing = json.loads(memory.cat_file(f"{newest}/mirror.json"))
     if kind == "byte":
@@ -270,31 +275,27 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_line(
         memory.pipe_file(f"{newest}/mirror.json", json.dumps(listing).encode()[:100])
     else:
         memory.rm_file(f"{newest}/{'mirror.json' if kind == 'listing' else 'run/config.yaml'}")
-    assert pull(tmp_path / "pulled", accelerator) == 1
+    assert pull(tmp_path / "pulled") == 1
     (line,) = [x for x in capsys.readouterr().out.splitlines() if "passed over" in x]
     assert line.startswith(f"warning: passed over: {URL}/checkpoints/save-000002 is ")
 
 
-def test_a_url_without_a_whole_checkpoint_cannot_be_resumed(tmp_path, accelerator, folder_with):
-    with mirror_of(folder_with(tmp_path / "run"), accelerator):
-        pass
+def test_a_url_without_a_whole_checkpoint_cannot_be_resumed(tmp_path, mirrored):
+    mirrored()
     with pytest.raises(ValueError, match=f"a URL with a complete checkpoint, got {URL}"):
-        pull(tmp_path / "pulled", accelerator)
+        pull(tmp_path / "pulled")
     with pytest.raises(ValueError, match=f"a URL with a complete checkpoint, got {URL}"):
         parse_config(Config, ["--resume", URL])
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_folder_that_is_there_is_not_pulled_into(tmp_path, accelerator, folder_with):
-    with mirror_of(folder_with(tmp_path / "run", 1), accelerator):
-        pass
+def test_a_folder_that_is_there_is_not_pulled_into(tmp_path, mirrored):
+    mirrored(1)
     with pytest.raises(ValueError, match=r"output_dir must be a new folder, got .*run, which"):
-        pull(tmp_path / "run", accelerator)
+        pull(tmp_path / "run")
 
 
-def test_the_newest_state_wins_on_a_slow_connection(
-    tmp_path, memory, accelerator, monkeypatch, folder_with
-):
+def test_the_newest_state_wins_on_a_slow_connection(tmp_path, memory, monkeypatch, folder_with):
     folder, ready, go, put = folder_with(tmp_path / "run"), threading.Event(), threading.Event(), []
     original = MemoryFileSystem.put_file
 
@@ -305,7 +306,7 @@ def test_the_newest_state_wins_on_a_slow_connection(
             assert go.wait(10)
         return original(fs, local, there, **options)
 
-    with mirror_of(folder, accelerator) as mirror:
+    with mirror_of(folder) as mirror:
         mirror.wait()
         monkeypatch.setattr(MemoryFileSystem, "put_file", slow)
         folder_with(folder, 1)
@@ -327,10 +328,10 @@ def test_the_newest_state_wins_on_a_slow_connection(
 
 
 def test_a_connection_that_hangs_holds_the_end_up_for_so_long_only(
-    tmp_path, accelerator, monkeypatch, capsys, folder_with
+    tmp_path, monkeypatch, capsys, folder_with
 ):
     folder, go = folder_with(tmp_path / "run", 1), threading.Event()
-    mirror = mirror_of(folder, accelerator)
+    mirror = mirror_of(folder)
     original = MemoryFileSystem.put_file
     monkeypatch.setattr(
         MemoryFileSystem, "put_file", lambda *a, **k: (go.wait(20), original(*a, **k))
@@ -345,12 +346,12 @@ def test_a_connection_that_hangs_holds_the_end_up_for_so_long_only(
 
 
 def test_shards_that_come_late_are_waited_for_and_lost_ones_are_not(
-    tmp_path, memory, accelerator, monkeypatch, folder_with
+    tmp_path, memory, monkeypatch, folder_with
 ):
     checkpoint = folder_with(tmp_path / "run", 1) / "checkpoints/save-000001"
     manifest = read_manifest(checkpoint)
     monkeypatch.setattr(mirroring, "read_manifest", lambda _: replace(manifest, processes=3))
-    with mirror_of(tmp_path / "run", accelerator) as mirror:
+    with mirror_of(tmp_path / "run") as mirror:
         mirror.saving = {1: {1}}.__getitem__  # and rank 2 saves nothing
         mirror.saved()
         threading.Timer(0.3, lambda: vouch_for_shard(checkpoint, 1, shard)).start()
@@ -360,70 +361,63 @@ def test_shards_that_come_late_are_waited_for_and_lost_ones_are_not(
     assert {"rank-00001.json", "rank-00001.safetensors", "rank-00001.sums.json"} <= {*there}
 
 
-def test_a_checkpoint_made_anew_under_its_old_name_replaces_it(tmp_path, accelerator, folder_with):
-    folder = folder_with(tmp_path / "run", 1, 2)
-    with mirror_of(folder, accelerator):
-        pass
+def test_a_checkpoint_made_anew_under_its_old_name_replaces_it(tmp_path, folder_with, mirrored):
+    folder = mirrored(1, 2)
     old = folder / "checkpoints/save-000001"
     remove(folder / "checkpoints/save-000002")  # the run goes back to its first
     found = Found(folder, old, read_manifest(old))
-    with mirror_of(folder, accelerator, found, resume=str(old)):
+    with mirror_of(folder, found, resume=str(old)):
         folder_with(folder, 2)
         shard = write_shard(folder / "checkpoints/save-000002", 0, {"rank": "anew"}, {})
         vouch_for_shard(folder / "checkpoints/save-000002", 0, shard)
         manifest = replace(read_manifest(folder / "checkpoints/save-000002"), files=shard)
         write_manifest(folder / "checkpoints/save-000002", manifest)
-    assert pull(tmp_path / "pulled", accelerator) == 2
+    assert pull(tmp_path / "pulled") == 2
     text = (tmp_path / "pulled/checkpoints/save-000002/rank-00000.json").read_text()
     assert "anew" in text
 
 
-def test_another_process_that_takes_the_mirror_over_ends_this_ones(
-    tmp_path, accelerator, capsys, folder_with
-):
+def test_another_process_that_takes_the_mirror_over_ends_this_ones(tmp_path, capsys, folder_with):
     folder = folder_with(tmp_path / "run", 1)
     found = Found(folder, None, read_manifest(folder / "checkpoints/save-000001"))
-    with mirror_of(folder, accelerator) as first:
+    with mirror_of(folder) as first:
         first.wait()
-        mirror_of(folder, accelerator, found)
+        mirror_of(folder, found)
         folder_with(folder, 2)
         first.wait()
         assert "another process mirrors to" in capsys.readouterr().out
-    assert pull(tmp_path / "pulled", accelerator) == 1
+    assert pull(tmp_path / "pulled") == 1
 
 
 def test_a_mirror_of_another_run_or_ahead_of_this_one_is_refused(
-    tmp_path, memory, accelerator, folder_with
+    tmp_path, memory, folder_with, mirrored
 ):
-    folder = folder_with(tmp_path / "run", 1, 2)
-    with mirror_of(folder, accelerator):
-        pass
+    folder = mirrored(1, 2)
     before = dict(memory.store)
     other = folder_with(tmp_path / "other", 1)
     for settings in ({}, {"resume": "auto"}):
         with pytest.raises(ValueError, match=r"which has another run \(--resume memory.* goes on"):
-            mirror_of(other, accelerator, **settings)
+            mirror_of(other, **settings)
     old = folder / "checkpoints/save-000001"
     with pytest.raises(ValueError, match=r"mirror must not be ahead of .*, got save-000002 at mem"):
-        mirror_of(folder, accelerator, Found(folder, old, read_manifest(old)), resume=str(folder))
+        mirror_of(folder, Found(folder, old, read_manifest(old)), resume=str(folder))
     assert memory.store == before
     wiped(memory).pipe_file("/bucket/run/thesis.pdf", b"dear")
     with pytest.raises(ValueError, match=r"mirror must be empty .*, which has thesis.pdf"):
-        mirror_of(other, accelerator)
+        mirror_of(other)
 
 
 def test_a_run_lost_before_its_first_checkpoint_begins_again(
-    tmp_path, memory, accelerator, folder_with
+    tmp_path, memory, folder_with, mirrored
 ):
-    with mirror_of(folder_with(tmp_path / "run"), accelerator):
-        pass
+    mirrored()
     again = {"resume": "auto", "output_dir": str(tmp_path / "again"), "mirror": URL}
     config = Config(**again)
-    assert pulled(config, accelerator) == config
+    assert pulled(config, MAIN) == config
     assert parse_config(Config, ["--mirror", URL, "--resume", "auto", "--output-dir", "no"])
     with pytest.raises(ValueError, match="another run"):
-        mirror_of(folder_with(tmp_path / "again", 1), accelerator)
-    with mirror_of(tmp_path / "again", accelerator, resume="auto"):
+        mirror_of(folder_with(tmp_path / "again", 1))
+    with mirror_of(tmp_path / "again", resume="auto"):
         pass
     assert names_in(memory) == ["save-000001"]
 
@@ -437,12 +431,10 @@ def test_a_run_lost_before_its_first_checkpoint_begins_again(
         ("http://127.0.0.1:1/x", r"written, got http://127.0.0.1:1/x \("),
     ],
 )
-def test_a_url_that_cannot_be_written_is_refused_in_one_line(
-    tmp_path, accelerator, monkeypatch, url, message
-):
+def test_a_url_that_cannot_be_written_is_refused_in_one_line(tmp_path, monkeypatch, url, message):
     monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
     with pytest.raises(ValueError, match=f"mirror must be a URL that can be {message}") as error:
-        mirror_of(tmp_path, accelerator, mirror=url)
+        mirror_of(tmp_path, mirror=url)
     assert "\n" not in str(error.value)
     with pytest.raises(
         ValueError, match=r"resume must be a URL (that can be read|with a co.*), got"
@@ -450,13 +442,13 @@ def test_a_url_that_cannot_be_written_is_refused_in_one_line(
         parse_config(Config, ["--resume", url])
 
 
-def test_a_url_without_permission_is_refused(tmp_path, accelerator, monkeypatch):
+def test_a_url_without_permission_is_refused(tmp_path, monkeypatch):
     def denied(*_, **__):
         raise PermissionError("Access Denied")
 
     monkeypatch.setattr(LocalFileSystem, "put_file", denied)
     with pytest.raises(ValueError, match=r"can be written, got file://.*bucket \(Access Denied\)"):
-        mirror_of(tmp_path, accelerator, mirror=f"file://{tmp_path}/bucket")
+        mirror_of(tmp_path, mirror=f"file://{tmp_path}/bucket")
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from dbsl.checkpoint import resume
+from dbsl.checkpoint import disk, resume
 from dbsl.checkpoint.disk import Found, MissingShardError
-from dbsl.checkpoint.restart import epochs_under_way, plan_restart, with_lost_workers
+from dbsl.checkpoint.restart import Saved, plan_restart, with_lost_workers
 from dbsl.cluster.server import Server
 from dbsl.plan.follow import Planner
 from dbsl.plan.ledger import Ledger, Members, TurnSampler
@@ -17,20 +17,41 @@ from dbsl.plan.solve import PlanRules, plan_dual_batch, plan_steps
 from dbsl.plan.types import RoundReport, Segment, TimeModel
 from train import Config
 
+FAST = TimeModel(0.001, 0.01)
 # What a server has told of and has not merged.
 NOTHING = {"newcomers": [], "inside": [], "reports": [], "finished": [], "outer": None}
+COUNTS = {"weights": None, "version": 9, "refused": 0}
 
 
-def server_shard(clocks, active=None, **planner):
+def dual(workers, rounds=1):
+    return plan_dual_batch(60, workers, 1, 4, FAST, PlanRules(time_ratio=1.05, rounds=rounds))
+
+
+def state_of(clocks, plan=None, *, active=None, **server):
+    """Return the state that rank 0 saved of a run with a server; its own clock stands still."""
     active = list(range(len(clocks))) if active is None else active
-    server = NOTHING | {"clocks": clocks, "active": active}
+    ledger = Ledger({8: plan or dual(len(clocks))}, lambda epoch: 8)
+    server = NOTHING | COUNTS | {"clocks": clocks, "active": active} | server
     return {
-        "cluster": {"clock": clocks[0], "waited_s": 0.5, "server": server},
-        "planner": Ledger({8: dual(2)}, lambda epoch: 8).state_dict() | planner,
+        "cluster": {"clock": 0, "waited_s": 0.5, "server": server},
+        "planner": ledger.state_dict(),
         "stepper": {"optimizers": {0: "own"}},
         "progress": {"steps": 4},
-        "clock": {0: 0.3},
+        "timer": {0: 0.3},
     }
+
+
+def run_of(config, rounds=1, **more):
+    """Return as much of a new run of 60 samples as a restart asks for."""
+    data, stage_at = Bag(train=range(60)), lambda epoch: Bag(resolution=8)
+    sampler = TurnSampler(config, 60, rounds, 1)
+    given = {"config": config, "data": data, "stage_at": stage_at, "sampler": sampler}
+    return Bag(rounds=rounds, **given, **more)
+
+
+def saved_as(state, config, run=None, **before):
+    """Return a run of 60 samples that was saved with these settings."""
+    return Saved(state, asdict(config) | before, 60, run or run_of(config))
 
 
 @pytest.mark.parametrize("saved", [None, 2], ids=["lost", "a round late"])
@@ -38,33 +59,28 @@ def test_a_round_that_is_trained_again_counts_no_time_of_the_first_time(
     tmp_path, monkeypatch, saved
 ):
     def read_shard(folder, manifest, rank):
-        if rank == 0:
-            return server_shard([1, 1])
         if saved is None:
             raise MissingShardError("no shard")
-        return {"cluster": {"clock": saved}, "progress": {"steps": 1}, "clock": {1: 0.2}}
+        return {"cluster": {"clock": saved}, "progress": {"steps": 1}, "timer": {1: 0.2}}
 
-    monkeypatch.setattr(resume, "read_shard", read_shard)
+    monkeypatch.setattr(disk, "read_shard", read_shard)
     found = Found(tmp_path, tmp_path, Bag(processes=2))
-    before = {"sync": "asp", "dedicated_server": False, "epochs": 3}
     run = Bag(rounds=2, planner=Bag(members=Members(2)))
-    state = resume._own_shard(found, before, 1, run)
-    assert (state["cluster"]["clock"], state["progress"], state["clock"]) == (1, None, {})
+    first = saved_as(state_of([1, 1]), Config(sync="asp", workers=2))
+    state = resume._own_shard(found, first, 1, run)
+    assert (state["cluster"]["clock"], state["progress"], state["timer"]) == (1, None, {})
 
 
 def test_other_workers_go_on_from_shards_each_of_which_is_read_once(tmp_path, monkeypatch):
-    def shard(rank):
-        return {"stepper": {"optimizers": {rank: "own"}}}
-
     def read_shard(folder, manifest, rank):
         read.append(rank)
         if rank == 1:
             raise MissingShardError("no shard")
-        return shard(rank)
+        return {"stepper": {"optimizers": {rank: "own"}}}
 
-    monkeypatch.setattr(resume, "read_shard", read_shard)
+    monkeypatch.setattr(disk, "read_shard", read_shard)
     read, found = [], Found(tmp_path, tmp_path, Bag(processes=4))
-    assert resume._of_all_shards(found, shard(0), 3) == {0: "own", 2: "own"}
+    assert resume._of_all_shards(found, state_of([1]), 3) == {0: "own", 2: "own"}
     assert read == [1, 2, 3]
 
 
@@ -79,46 +95,17 @@ def test_other_workers_go_on_from_shards_each_of_which_is_read_once(tmp_path, mo
     ],
 )
 def test_a_lost_worker_is_back_in_the_first_epoch_that_nobody_has_begun(clocks, epochs, back):
-    fast = TimeModel(0.001, 0.01)
-    plan = plan_dual_batch(60, 3, 1, 4, fast, PlanRules(rounds=2))
-    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 3}, members=Members(3, 2))
+    members = Members(3, 2)
+    planner = Planner({8: dual(3, 2)}, lambda epoch: 8, {8: [FAST] * 3}, members=members)
     run = Bag(rounds=2, config=Bag(epochs=epochs), planner=planner)
-    saved = server_shard(clocks, active=[0, 1], **planner.state_dict())
+    saved = state_of(clocks, active=[0, 1]) | {"planner": planner.state_dict()}
     state = with_lost_workers(saved, run, 5)
     assert state["cluster"]["server"]["clocks"] == [*clocks[:2], 2 * back]
     assert set(state["planner"]["kept"]) == set(range(min(clocks[:2]) // 2, back))
     assert state["cluster"]["server"]["newcomers"] == [2]  # it waits, as one that joins
 
 
-FAST = TimeModel(0.001, 0.01)
-
-
-def saved_run(plan, clocks, *, rounds=1, active=None, **server):
-    """Return the state that rank 0 saved of a run with a server, as `plan_restart` reads it."""
-    workers = len(plan.workers)
-    members = Members(workers, rounds)
-    planner = Planner({8: plan}, lambda epoch: 8, {8: [FAST] * workers}, members=members)
-    counts = {"weights": None, "version": 9, "refused": 0}
-    active = list(range(workers)) if active is None else active
-    server = NOTHING | counts | {"clocks": clocks, "active": active} | server
-    # Rank 0 may be a server alone: its own clock stands still.
-    return {"cluster": {"clock": 0, "server": server}, "planner": planner.state_dict()}
-
-
-def run_of(config, rounds=1, **more):
-    """Return as much of a new run of 60 samples as a restart asks for."""
-    data, stage_at = Bag(train=range(60)), lambda epoch: Bag(resolution=8)
-    sampler = TurnSampler(config, 60, rounds, 1)
-    given = {"config": config, "data": data, "stage_at": stage_at, "sampler": sampler}
-    return Bag(rounds=rounds, **given, **more)
-
-
-def dual(workers, rounds=1):
-    return plan_dual_batch(60, workers, 1, 4, FAST, PlanRules(time_ratio=1.05, rounds=rounds))
-
-
 SIMULATED = {"queue": [(0.5, 1)], "turn": None}
-ROUNDS = {"push": "weights", "rounds_per_epoch": 2, "epochs": 3, "staleness": 1}
 
 
 @pytest.mark.parametrize(
@@ -139,29 +126,27 @@ ROUNDS = {"push": "weights", "rounds_per_epoch": 2, "epochs": 3, "staleness": 1}
 def test_epochs_under_way_are_those_that_a_worker_may_have_begun(
     sync, clocks, at_epoch_end, cluster, expected
 ):
-    state = server_shard(clocks)
+    state = state_of(clocks)
     state["cluster"] |= cluster
-    before = {**ROUNDS, "sync": sync}
-    assert list(epochs_under_way(state, before, at_epoch_end=at_epoch_end)) == expected
+    saved = saved_as(state, Config(epochs=3), sync=sync, rounds_per_epoch=2, staleness=1)
+    assert list(saved.under_way(at_epoch_end=at_epoch_end)) == expected
 
 
 def test_an_epoch_whose_plan_is_decided_is_under_way_and_pushes_are_its_rounds():
-    steps = Ledger({8: plan_steps(45, [5, 5], [FAST] * 2)}, lambda epoch: 8)  # five an epoch
-    state = server_shard([3, 3], **steps.state_dict() | {"segments": {2: []}})
-    before = {**ROUNDS, "push": "gradients", "push_every": 2, "sync": "bsp"}
-    assert list(epochs_under_way(state, before, at_epoch_end=True)) == [1, 2]
+    state = state_of([3, 3], plan_steps(45, [5, 5], [FAST] * 2))  # five steps an epoch
+    state["planner"]["segments"] = {2: []}
+    saved = saved_as(state, Config(epochs=3, push="gradients", push_every=2))
+    assert list(saved.under_way(at_epoch_end=True)) == [1, 2]
 
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_other_workers_than_those_of_a_server_go_on_from_its_clocks(lost):
     plan = dual(3, rounds=2)
-    state = saved_run(
-        plan, [5, 6, 1 if lost else 4], rounds=2, active=[0, 1] if lost else [0, 1, 2]
-    )
+    there = {"active": [0, 1]} if lost else {}
+    state = state_of([5, 6, 1 if lost else 4], plan, **there)
     config = Config(seed=3, workers=2, sync="asp")
-    before = asdict(config) | {"rounds_per_epoch": 2, "workers": 3}
     run = run_of(config, rounds=2)
-    restart = plan_restart(state, {}, run, before, 60)
+    restart = plan_restart(saved_as(state, config, run, rounds_per_epoch=2, workers=3), {}, run)
     assert restart.clock == (5 if lost else 4)
     sampler = run.sampler.sampler(Segment(plan))
     rest = [(0, 1)] if lost else [(0, 1), (2, 0), (2, 1)]
@@ -175,14 +160,13 @@ def test_what_nobody_has_been_told_of_is_told_by_the_workers_that_go_on():
         RoundReport(worker, 2, round_, 8, 4, 10, 3, 1.0, 0.5, 1.0)
         for worker, round_ in ((0, 0), (1, 0), (1, 1))  # the last is done again
     ]
-    server = {"weights": torch.ones(1), "refused": 4}
-    server["reports"] = [asdict(report) for report in reports]
+    server = {"refused": 4, "reports": [asdict(report) for report in reports]}
     server["finished"] = [{"epoch": 1, "weights": torch.zeros(1), "ended_at": 1.0}]
-    state = saved_run(dual(3, rounds=2), [5, 6, 5], rounds=2, **server)
+    state = state_of([5, 6, 5], dual(3, rounds=2), weights=torch.ones(1), **server)
     config = Config(seed=3, workers=2)
-    before = asdict(config) | {"rounds_per_epoch": 2, "workers": 3}
+    run = run_of(config, rounds=2)
+    start = plan_restart(saved_as(state, config, run, rounds_per_epoch=2, workers=3), {}, run)
     other = Server(torch.zeros(1), 2, rule="mean", staleness=0, rounds_per_epoch=2)
-    start = plan_restart(state, {}, run_of(config, rounds=2), before, 60)
     other.restart(start)
     assert list(start.reports) == reports[:2]  # the log takes them; nobody else tells of them
     assert not other.reports
@@ -190,17 +174,20 @@ def test_what_nobody_has_been_told_of_is_told_by_the_workers_that_go_on():
     assert [end.epoch for end in other.finished] == [1]
 
 
+SIX_STEPS = plan_steps(60, np.array([5, 5]), [FAST] * 2)
+
+
 @pytest.mark.parametrize(("clock", "expected"), [(3, 2), (6, 4), (4, None)])
 def test_pushes_of_more_batches_begin_where_an_epoch_does(clock, expected):
-    plan = plan_steps(60, np.array([5, 5]), [FAST] * 2)  # six steps: three pushes, then two
-    state = saved_run(plan, [clock] * 2, rounds=3, optimizer={})
+    """There are three pushes, and then two."""
     config = Config(workers=2, push="gradients", push_every=3)
-    run, before = run_of(config, rounds=2, plans={8: plan}), asdict(config) | {"push_every": 2}
+    run = run_of(config, rounds=2, plans={8: SIX_STEPS})
+    saved = saved_as(state_of([clock] * 2, SIX_STEPS, optimizer={}), config, run, push_every=2)
     if expected is None:
         with pytest.raises(ValueError, match="push_every must stay 2 inside an epoch, got 3"):
-            plan_restart(state, {}, run, before, 60)
+            plan_restart(saved, {}, run)
     else:
-        assert plan_restart(state, {}, run, before, 60).clock == expected
+        assert plan_restart(saved, {}, run).clock == expected
 
 
 @pytest.mark.parametrize(
@@ -211,21 +198,20 @@ def test_pushes_of_more_batches_begin_where_an_epoch_does(clock, expected):
         ("bsp", "gradients", {"optimizers": {}, "server_optimizer": "of all"}),
     ],
 )
-@pytest.mark.parametrize("before", ["step", "gradients"])
+@pytest.mark.parametrize("before", [{"sync": "step"}, {"push": "gradients"}])
 def test_what_one_optimizer_kept_for_all_goes_to_each(before, sync, push, expected):
-    plan = plan_steps(60, np.array([5, 5]), [FAST] * 2)
-    state = saved_run(plan, [6, 6], optimizer="of all")
+    state = state_of([6, 6], SIX_STEPS, optimizer="of all")
     state["cluster"] |= {"clock": 1, "time_s": 3.0, "refused": 0}
     state |= {"progress": None, "model": {"weights": None}}
-    settings = asdict(Config(sync="step") if before == "step" else Config(push="gradients"))
     run = run_of(Config(workers=2, sync=sync, push=push))
-    restart = plan_restart(state, {0: "of all"}, run, settings, 60)
+    restart = plan_restart(saved_as(state, Config(**before), run), {0: "of all"}, run)
     assert {name: getattr(restart, name) for name in expected} == expected
     assert restart.clock == 1
 
 
 @pytest.mark.parametrize(("sync", "expected"), [("asp", {0: "a", 1: "b"}), ("step", {})])
 def test_what_workers_kept_for_themselves_does_not_become_that_of_all(sync, expected):
-    state, run = saved_run(dual(2), [1, 1]), run_of(Config(workers=2, sync=sync))
-    restart = plan_restart(state, {0: "a", 1: "b"}, run, asdict(Config(workers=2)), 60)
-    assert restart.optimizers == expected  # joint steps must be alike in all processes
+    run = run_of(Config(workers=2, sync=sync))
+    saved = saved_as(state_of([1, 1]), Config(workers=2), run)
+    # Joint steps must be alike in all processes.
+    assert plan_restart(saved, {0: "a", 1: "b"}, run).optimizers == expected

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dbsl.cluster import weights as compiling
-from dbsl.cluster.weights import FlatWeights, make_ready
+from dbsl.cluster.weights import FlatWeights
 from dbsl.data.sources import image_batch
 from dbsl.model import build_model
-from dbsl.run.connect import connect
+from dbsl.run import connect as module
+from dbsl.run.connect import connect, make_ready
 from dbsl.run.prepare import prepare
 from dbsl.run.session import Session
 from dbsl.run.stopping import Stopwatch
@@ -27,12 +27,21 @@ def note_calls(model, calls):
     model.register_forward_pre_hook(note)
 
 
-def examples(size, side):
-    return image_batch(size, side, 3, torch.device("cpu"))
-
-
 def loss_of(model, images, labels, config=None):
     return F.cross_entropy(model(images), labels)
+
+
+def run_of(model, sizes, compiled, device="cpu"):
+    """Return what `make_ready` asks of a run at 16 px."""
+    return SimpleNamespace(
+        model=model,
+        config=SimpleNamespace(compile=compiled),
+        known=SimpleNamespace(micro_batch_sizes=None),
+        stages=[SimpleNamespace(resolution=16, dropout=0.5)],
+        batch_sizes=lambda workers: {16: sizes},
+        data=SimpleNamespace(example=lambda size, r: image_batch(size, r, 3, torch.device(device))),
+        loss_of=loss_of,
+    )
 
 
 @pytest.mark.parametrize(("compiled", "times"), [(True, 3), (False, 1)])
@@ -40,16 +49,13 @@ def test_every_shape_is_met_from_gradients_of_its_own_and_nothing_moves(
     monkeypatch, accelerator, compiled, times
 ):
     in_place, calls = [], []
-    monkeypatch.setattr(compiling, "compile_in_place", lambda *_, sums: in_place.append(sums))
+    monkeypatch.setattr(module, "compile_in_place", lambda *_, sums: in_place.append(sums))
     model = build_model("test_resnet", 3, final_resolution=16, resolutions=(16,))
     note_calls(model, calls)
     weights = FlatWeights(model)
     before = weights.vector.clone()
     random = torch.get_rng_state()
-    make_ready(
-        *(model, weights, {16: {4, 6}}, {16: 0.5}, accelerator, examples, loss_of),
-        compiled=compiled,
-    )
+    make_ready(run_of(model, {4, 6}, compiled), weights, (0,), accelerator)
     assert in_place == [False] * compiled
     assert [call.shape[0] for call in calls] == [4] * times + [6] * times
     assert not any(call.left_over for call in calls)

@@ -17,12 +17,22 @@ def report(worker, merge_weight=1.0, round_=0, epoch=0):
     return RoundReport(worker, epoch, round_, 32, 8, 80, 10, 1.5, 0.7, merge_weight)
 
 
+def broken(weights, pushed, factors):
+    raise ZeroDivisionError("of the rule")
+
+
+def pushes(s, *workers, numbers=(0.0, 0.0)):
+    for worker in workers:
+        done = s.push(torch.tensor(numbers), report(worker))
+    return done
+
+
 def server(rule, workers=2, staleness=None, rounds_per_epoch=1, weights=(1.0, 2.0)):
     return Server(
         torch.tensor(weights),
         workers,
         rule,
-        together=rule is mean or isinstance(rule, Delta),
+        together=rule not in (ratio, half, broken),
         staleness=staleness,
         rounds_per_epoch=rounds_per_epoch,
     )
@@ -44,15 +54,17 @@ def test_merge_of_one_push_is_the_published_formula(rule, factor, expected):
     assert weights.item() == 2.0
 
 
-def test_mean_waits_for_all_and_weighs_by_factor():
-    s = server(mean, staleness=0)
+@pytest.mark.parametrize(
+    "rule", [mean, Delta(2, 1.0, 0.0), choose_rule(None, None, lambda *all_: mean(*all_))]
+)
+def test_a_mean_waits_for_all_and_weighs_by_factor_also_as_an_outer_step_or_a_forkers(rule):
+    s = server(rule, staleness=0)
     s.push(torch.tensor([3.0, 3.0]), report(0, 1.0))
     assert s.snapshot().tolist() == [1.0, 2.0]  # nothing before the barrier
     s.push(torch.tensor([9.0, 0.0]), report(1, 0.5))
     assert s.snapshot().tolist() == [5.0, 2.0]  # (3 + 0.5*9)/1.5, (3 + 0)/1.5
     assert s.version == 1
-    s.push(torch.tensor([1.0, 1.0]), report(1, 0.5))
-    s.push(torch.tensor([1.0, 1.0]), report(0, 1.0))
+    pushes(s, 1, 0, numbers=(1.0, 1.0))
     assert s.snapshot().tolist() == [1.0, 1.0]  # nothing is left over from the round before
 
 
@@ -83,30 +95,13 @@ def test_delta_is_a_nesterov_step_on_what_the_workers_changed():
     assert s.version == 4
 
 
-def test_an_outer_step_of_one_without_momentum_is_the_mean():
-    s = server(mean, staleness=0)
-    outer = server(Delta(2, 1.0, 0.0), staleness=0)
-    for worker, pushed in enumerate(([3.0, 3.0], [9.0, 0.0])):
-        s.push(torch.tensor(pushed), report(worker, 1 - 0.5 * worker))
-        outer.push(torch.tensor(pushed), report(worker, 1 - 0.5 * worker))
-    assert outer.snapshot().tolist() == pytest.approx(s.snapshot().tolist())
-
-
 def test_pulled_weights_do_not_change_under_the_worker():
     s = server(ratio)
     pulled = s.pull(0)
-    s.push(torch.tensor([9.0, 9.0]), report(1))
+    assert s.pull(1).data_ptr() == pulled.data_ptr()  # all who pull a version share one tensor
+    pushes(s, 1, numbers=(9.0, 9.0))
     assert pulled.tolist() == [1.0, 2.0]
     assert s.pull(1).tolist() == [5.0, 5.5]
-
-
-def test_workers_that_pull_the_same_version_share_one_tensor():
-    s = server(mean, workers=3, staleness=0)
-    assert s.pull(0).data_ptr() == s.pull(1).data_ptr() == s.pull(2).data_ptr()
-
-
-def broken(weights, pushed, factors):
-    raise ZeroDivisionError("of the rule")
 
 
 def test_a_rule_that_fails_leaves_the_weights_as_they_were():
@@ -122,7 +117,7 @@ def serving(weights, owner):
         weights,
         owner,
         **{"pairs": {}, "planner": None, "workers": (0,), "epochs": 1, "rounds_per_epoch": 1},
-        **{"timeout_s": 1.0, "narrow": None, "sends_changes": False},
+        **{"timeout_s": 1.0, "wire": None},
     )
 
 
@@ -161,10 +156,10 @@ def test_staleness_counts_global_updates_since_the_pull():
     s = server(ratio, workers=3)
     for worker in range(3):
         s.pull(worker)
-    staleness = [s.push(torch.zeros(2), report(w)).staleness for w in (2, 0, 1)]
-    assert staleness == [0, 1, 2]
+    assert [pushes(s, worker).staleness for worker in (2, 0, 1)] == [0, 1, 2]
     s.pull(1)
-    assert s.push(torch.zeros(2), report(1)).staleness == 0
+    assert pushes(s, 1).staleness == 0
+    assert [(kept.worker, kept.staleness) for kept in s.reports] == [(2, 0), (0, 1), (1, 2), (1, 0)]
 
 
 @pytest.mark.parametrize(("bound", "allowed"), [(0, 1), (1, 2), (3, 4), (None, 50)])
@@ -172,7 +167,7 @@ def test_leader_waits_once_it_is_ahead_by_more_than_the_bound(bound, allowed):
     s = server(ratio, staleness=bound)
     rounds = 0
     while s.may_start(0) and rounds < 50:
-        s.push(torch.zeros(2), report(0))
+        pushes(s, 0)
         rounds += 1
     assert rounds == allowed
     assert s.may_start(1)  # the slowest never waits
@@ -180,33 +175,14 @@ def test_leader_waits_once_it_is_ahead_by_more_than_the_bound(bound, allowed):
 
 def test_epoch_ends_when_the_slowest_worker_pushed_its_last_round():
     s = server(ratio, rounds_per_epoch=2)
-    for worker in (0, 0, 0, 1):
-        s.push(torch.ones(2), report(worker))
+    pushes(s, 0, 0, 0, 1, numbers=(1.0, 1.0))
     assert not s.finished
-    s.push(torch.ones(2), report(1))
+    pushes(s, 1, numbers=(1.0, 1.0))
     end = s.finished.popleft()
     assert end.epoch == 0
     before = end.weights.clone()
-    s.push(torch.zeros(2), report(0))
+    pushes(s, 0)
     assert torch.equal(end.weights, before)  # the weights of that moment
-
-
-def test_reports_carry_what_the_worker_said():
-    s = server(ratio)
-    s.push(torch.zeros(2), report(1, 0.5))
-    kept = s.reports.popleft()
-    assert (kept.worker, kept.samples, kept.merge_weight, kept.staleness) == (1, 80, 0.5, 0)
-
-
-def test_a_forkers_copy_of_the_mean_merges_as_the_mean_does():
-    copied = choose_rule(None, None, lambda *all_: mean(*all_))
-    found = []
-    for rule in (mean, copied):
-        s = Server(torch.ones(5), 2, rule, together=True, staleness=0, rounds_per_epoch=1)
-        for worker in (1, 0):
-            s.push(torch.arange(5.0) / 3 - worker, report(worker, 0.5 + worker / 4))
-        found.append(s.snapshot())
-    assert torch.equal(*found)
 
 
 def refused(worker, round_=0):
@@ -222,34 +198,26 @@ def test_a_mean_leaves_refused_pushes_out_and_still_counts_the_round():
     assert (s.clocks, s.refused, len(s.finished)) == ([1, 1, 1], 1, 1)
 
 
-def test_a_mean_of_nothing_but_refused_pushes_keeps_the_weights():
-    s = server(mean, staleness=0)
-    for worker in (0, 1):
-        s.push(torch.full((2,), float("inf")), refused(worker))
+@pytest.mark.parametrize(("rule", "staleness"), [(ratio, None), (half, None), (mean, 0)])
+def test_refused_pushes_change_nothing_but_the_clock(rule, staleness):
+    s = server(rule, staleness=staleness)
+    for worker in (1, 0):
+        s.push(torch.full((2,), float("nan")), refused(worker))
     assert s.snapshot().tolist() == [1.0, 2.0]
-
-
-@pytest.mark.parametrize("rule", [ratio, half])
-def test_a_refused_push_changes_nothing_but_the_clock(rule):
-    s = server(rule)
-    s.push(torch.full((2,), float("nan")), refused(1))
-    assert s.snapshot().tolist() == [1.0, 2.0]
-    assert (s.version, s.clocks, s.refused) == (0, [0, 1], 1)
+    assert (s.version, s.clocks, s.refused) == (0, [1, 1], 2)
 
 
 def test_epochs_end_without_a_worker_that_was_dropped():
     s = server(ratio, workers=3, staleness=1, rounds_per_epoch=2)
-    for _ in range(2):
-        s.push(torch.zeros(2), report(0))
-    s.push(torch.zeros(2), report(1))
+    pushes(s, 0, 0)
+    pushes(s, 1)
     assert not s.may_start(0)
     s.drop(2)
     assert s.may_start(0)
     assert not s.finished
-    s.push(torch.zeros(2), report(1, round_=1))
+    pushes(s, 1)
     assert [end.epoch for end in s.finished] == [0]
-    for _ in range(2):
-        s.push(torch.zeros(2), report(0))
+    pushes(s, 0, 0)
     s.drop(1)  # the last one that the others waited for
     assert [end.epoch for end in s.finished] == [0, 1]
 
@@ -257,38 +225,29 @@ def test_epochs_end_without_a_worker_that_was_dropped():
 def test_a_worker_that_joins_begins_when_another_has_come_as_far():
     s = server(ratio, workers=3, staleness=None)
     s.drop(2)
-    s.push(torch.zeros(2), report(0))
+    pushes(s, 0)
     s.members.join(2, 2)
     assert not s.may_start(2)
     s.drop(1)
-    s.push(torch.zeros(2), report(0))
+    pushes(s, 0)
     assert s.may_start(2)
     s.members.begin(2)
-    s.push(torch.zeros(2), report(2))
+    pushes(s, 2)
     assert s.may_start(2)  # from its first round on as any other
     assert [end.epoch for end in s.finished] == [0, 1]  # the epochs before it end without it
 
 
-def test_of_two_that_join_none_begins_before_another_has_come_as_far():
-    s = server(ratio, workers=3, staleness=None)
-    for worker in (1, 2):
-        s.drop(worker)
-        s.members.join(worker, 1)
-    assert not any(s.may_start(worker) for worker in (1, 2))
-    s.push(torch.zeros(2), report(0))
-    assert all(s.may_start(worker) for worker in (1, 2))
-
-
-def test_newcomers_never_wait_for_each_other():
+def test_newcomers_begin_when_another_has_come_as_far_and_never_wait_for_each_other():
     s = server(ratio, workers=3, staleness=1)
     for worker, clock in ((1, 2), (2, 3)):
         s.drop(worker)
         s.members.join(worker, clock)
+    assert not any(s.may_start(worker) for worker in (1, 2))
     s.drop(0)
     assert s.may_start(1)
     assert not s.may_start(2)
     s.members.begin(1)
-    s.push(torch.zeros(2), report(1))
+    pushes(s, 1)
     assert s.may_start(2)
 
 
@@ -308,6 +267,5 @@ def test_other_workers_take_over_at_one_clock():
     s.restart(Restart(torch.tensor([7.0, 8.0]), version=9, clock=5))
     assert s.snapshot().tolist() == [7.0, 8.0]
     assert (s.clocks, s.version) == ([5, 5, 5], 9)
-    for worker in range(3):
-        s.push(torch.zeros(2), report(worker))
+    pushes(s, *range(3))
     assert [end.epoch for end in s.finished] == [2]  # not the two before, once more

@@ -15,13 +15,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import train
 from dbsl.base.errors import one_line_errors
-from dbsl.config.flags import parse_flags
-from dbsl.config.parse import parse_config
+from dbsl.config.parse import parse_config, parse_flags
 from dbsl.tools import jobs
 from dbsl.tools.compare import compare
 from dbsl.tools.compare.report import arms_figure, read_runs, write_comparison, write_runs
 from dbsl.tools.compare.statistics import (
-    Run,
+    ArmRun,
     averaged,
     detectable,
     equal_time_epochs,
@@ -53,7 +52,7 @@ OLD |= {"device": "cpu", "precision": "no", "torch": "2.15.0", "timm": "1.0.31"}
 
 def run_of(seed, accuracy, time_s=10.0):
     curve = ((time_s / 2, accuracy / 2), (time_s, accuracy))
-    return Run(seed, accuracy, 1.0, time_s, 100, curve)
+    return ArmRun(seed, accuracy, 1.0, time_s, 100, curve)
 
 
 def test_interval_is_students():

@@ -25,22 +25,21 @@ from dbsl.data.transforms import Transform
 
 RAND = "rand-m9-mstd0.5-inc1"
 GREY = ((0.5,) * 3, (0.25,) * 3)
+PIXELS = np.random.default_rng(0).integers(0, 256, (24, 40, 48, 3), dtype=np.uint8)
 
 
-@pytest.fixture
-def photos(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
     """Return the settings of a data set of 24 colourful images, 40x48 px, in 2 classes."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    pixels = np.random.default_rng(0).integers(0, 256, (24, 40, 48, 3), dtype=np.uint8)
-    images = [Image.fromarray(each) for each in pixels]
+    folder = tmp_path_factory.mktemp("photos")
     features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])}
-    table = {"image": images, "label": [0, 1] * 12}
+    table = {"image": [Image.fromarray(each) for each in PIXELS], "label": [0, 1] * 12}
     table = datasets.Dataset.from_dict(table, features=datasets.Features(features))
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    table.to_parquet(folder / "train.parquet")
-    table.to_parquet(folder / "test.parquet")
-    return {"dataset": str(folder), "loader_workers": 0}
+    for split in ("train", "test"):
+        table.to_parquet(folder / f"{split}.parquet")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+        yield {"dataset": str(folder), "loader_workers": 0}
 
 
 def read(source, transform, *batches, epoch=0):
@@ -83,11 +82,10 @@ def test_the_images_are_those_of_timms_own_pipeline(photos):
         interpolation="bicubic",
     )
     images = read(data.train, transform, range(24)).permute(0, 2, 3, 1)
-    pixels = np.random.default_rng(0).integers(0, 256, (24, 40, 48, 3), dtype=np.uint8)
     for number, image in enumerate(images):
         # Anything may have been drawn before: the seed of the sample is what counts.
         with global_streams(image_seeds(3, "timm", 0, np.array([number]))[0]):
-            expected = theirs(Image.fromarray(pixels[number])).permute(1, 2, 0)
+            expected = theirs(Image.fromarray(PIXELS[number])).permute(1, 2, 0)
         assert torch.equal(expected, image.round().byte())
 
 
@@ -126,8 +124,7 @@ def test_digits_are_not_mirrored_unless_asked():
 
 @pytest.mark.parametrize("augment", ["crop", "paper", "timm"])
 def test_erasing_sets_a_share_of_the_images_to_the_mean(augment, photos):
-    probability = 0.5
-    data = load(photos, augment=augment, reprob=probability)
+    data = load(photos, augment=augment, reprob=0.5)
     erased = read(data.train, data.transform(32, augment, 0), range(24))
     whole = read(data.train, replace(data.transform(32, augment, 0), erasing=None), range(24))
     changed = (erased != whole).flatten(1).any(1)
@@ -172,8 +169,7 @@ def test_what_a_device_gets_is_what_the_cpu_erases_in_place(mode):
 def test_evaluation_crops_and_resizes_as_asked(photos):
     wide = load(photos, crop_pct=1.0, interpolation="bicubic", mean=(0.0,), std=(1 / 255,))
     image = read(wide.train, wide.transform(20, "none", 0), [3])[0].permute(1, 2, 0)
-    pixels = np.random.default_rng(0).integers(0, 256, (24, 40, 48, 3), dtype=np.uint8)
-    middle = Image.fromarray(pixels[3]).resize((20, 20), Image.Resampling.BICUBIC, (4, 0, 44, 40))
+    middle = Image.fromarray(PIXELS[3]).resize((20, 20), Image.Resampling.BICUBIC, (4, 0, 44, 40))
     assert np.array_equal(image.round().byte().numpy(), np.asarray(middle))
     half = load({"loader_workers": 0}, crop_pct=0.5, mean=(0.0,), std=(1 / 255,))
     whole = load({"loader_workers": 0}, mean=(0.0,), std=(1 / 255,))
@@ -195,20 +191,20 @@ def test_evaluation_crops_and_resizes_as_asked(photos):
         ({"aa": "original-mstd"}, "got section 'mstd'"),
         ({"aa": "rand-m9-t0"}, "transforms must be one of tweights, t3a, t3aw, got section 't0'"),
         ({"aa": "rand-m9.5"}, "aa must be a policy of timm"),
-        ({"augment_kwargs": ("scale=0.5",)}, "scale must be two values, ascending, got 0.5"),
-        ({"augment_kwargs": ("ratio=2,1",)}, "ratio must be two values, ascending, got 2,1"),
+        ({"augment_kwargs": ("scale=0.5",)}, "scale must have 2 values, got 1"),
+        ({"augment_kwargs": ("ratio=2,1",)}, "ratio must ascend, got 2.0,1.0"),
         (
             {"augment_kwargs": ("color_jitter=0.1,0.2",)},
-            "color_jitter must be one value, or one each",
+            "color_jitter must have 1, 3 or 4 values",
         ),
         ({"augment_kwargs": ("color_jitter=0.1,0.2,0.1,0.9",)}, "color_jitter of hue must be in"),
         (
             {"aa": RAND, "augment_kwargs": ("color_jitter=0.4",)},
             "color_jitter must be left out with aa rand",
         ),
-        ({"reprob": 0.1, "augment": "none"}, "reprob must be 0 with augment none, got 0.1"),
+        ({"reprob": 0.1, "augment": "none"}, "reprob must be 0.0 with augment none, got 0.1"),
         ({"augment_kwargs": ("recount=3",)}, "recount must go with reprob, got reprob 0"),
-        ({"mean": (0.5, 0.5)}, "mean must be 1 or 3 values, got 2"),
+        ({"mean": (0.5, 0.5)}, "mean must have 1 or 3 values, got 2"),
         ({"augment_kwargs": ("hflip=1.5",)}, r"augment_kwargs hflip must be in \[0, 1\], got 1.5"),
         (
             {"augment_kwargs": ("hflp=1",)},
@@ -216,6 +212,13 @@ def test_evaluation_crops_and_resizes_as_asked(photos):
         ),
         ({"augment_kwargs": ("aa=3a",)}, "augment_kwargs must leave aa to aa"),
         ({"augment_kwargs": ("remode=x",)}, "must have const, rand or pixel as remode, got 'x'"),
+        ({"mixup_kwargs": ("prob=0.5",)}, "be empty except with mixup, cutmix or cutmix_minmax"),
+        (
+            {"mixup": 0.2, "mixup_kwargs": ("switch_prob=0.1",)},
+            "mixup_kwargs must leave out switch_prob except with mixup",
+        ),
+        ({"mixup_kwargs": ("cutmix_minmax=0.8,0.2",)}, "cutmix_minmax must ascend, got 0.8,0.2"),
+        ({"aug_repeats": 3, "augment": "none"}, "aug_repeats must be 1 with augment none"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_in_one_line(settings, message):

@@ -78,26 +78,24 @@ def save(path, **tables):
     return str(path)
 
 
-@pytest.fixture
-def numbered(tmp_path):
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory):
     """60 images of 8x8, number i filled with the value 3*i, of three classes in turn."""
     images = [flat_image(3 * number) for number in range(60)]
-    return save(tmp_path / "numbered", train=make_table(images, [n % 3 for n in range(60)]))
+    table = make_table(images, [n % 3 for n in range(60)])
+    return save(tmp_path_factory.mktemp("numbered"), train=table)
 
 
-@pytest.fixture
-def uneven(tmp_path):
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory):
     """24 images of other sizes each, number i of the class i % 2, and 6 to evaluate on."""
-    rng = np.random.default_rng(0)
-
-    def table(count):
-        images = [
-            Image.fromarray(rng.integers(0, 256, (20 + n, 70 - n, 3), dtype=np.uint8))
-            for n in range(count)
-        ]
-        return make_table(images, [n % 2 for n in range(count)])
-
-    return save(tmp_path / "uneven", train=table(24), validation=table(6))
+    pixels = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
+    images = [Image.fromarray(pixels[: 20 + n, n:]) for n in range(24)]
+    tables = {
+        name: make_table(images[:count], [n % 2 for n in range(count)])
+        for name, count in (("train", 24), ("validation", 6))
+    }
+    return save(tmp_path_factory.mktemp("uneven"), **tables)
 
 
 def read(source, index_batches, transform, epoch=0):
@@ -138,44 +136,29 @@ def test_stratified_subset_equal_remainders_go_to_smaller_labels():
     assert sorted(labels[subset]) == [0, 1]
 
 
-def test_stratified_subset_takes_each_member_of_a_class_at_times():
-    labels = np.repeat([0, 1], 5)
-    rng = np.random.default_rng(0)
-    seen = {sample for _ in range(50) for sample in stratified_subset(labels, 2, rng).tolist()}
-    assert seen == set(range(10))
-
-
 def test_load_data_digits_holds_out_a_fifth():
     data = load("digits")
     assert (len(data.train), len(data.evaluation)) == (1437, 360)
     assert data.eval_split == "a fifth of train"
     assert data.class_names == tuple("0123456789")
-    assert data.num_classes == 10
-    assert data.image_side == 8
-    assert not data.mirror
+    assert (data.num_classes, data.image_side, data.mirror) == (10, 8, False)
     counts = np.bincount(data.evaluation.labels)
-    assert counts.min() >= 34  # of 174 to 183 of each class
-    assert counts.max() <= 37
+    assert 34 <= counts.min() <= counts.max() <= 37  # of 174 to 183 of each class
     images, _ = read(data.train, [np.arange(1437)], plain(8))
-    assert images.min() == 0
-    assert images.max() == 255
+    assert (images.min(), images.max()) == (0, 255)
 
 
-def test_load_data_held_out_images_are_disjoint_from_train(numbered):
-    data = load(numbered)
+def test_load_data_held_out_images_are_disjoint_from_train_also_of_a_subset(numbered):
+    data, part = load(numbered), load(numbered, train_samples=9, eval_samples=4)
     (train, train_labels), (held_out, eval_labels) = map(read_all, (data.train, data.evaluation))
     assert sorted(train + held_out) == [3 * number for number in range(60)]
     assert len(held_out) == 12
-    assert train_labels == [value // 3 % 3 for value in train]
-    assert eval_labels == [value // 3 % 3 for value in held_out]
+    for values, labels in ((train, train_labels), (held_out, eval_labels)):
+        assert labels == [value // 3 % 3 for value in values]
     assert train_labels == data.train.labels.tolist()
-
-
-def test_load_data_subset_of_train_leaves_the_held_out_images_alone(numbered):
-    whole, part = load(numbered), load(numbered, train_samples=9, eval_samples=4)
     assert (len(part.train), len(part.evaluation)) == (9, 4)
-    assert set(read_all(part.train)[0]) < set(read_all(whole.train)[0])
-    assert set(read_all(part.evaluation)[0]) < set(read_all(whole.evaluation)[0])
+    assert set(read_all(part.train)[0]) < set(train)
+    assert set(read_all(part.evaluation)[0]) < set(held_out)
     assert np.bincount(part.train.labels).tolist() == [3, 3, 3]
 
 
@@ -201,7 +184,7 @@ def test_load_data_same_seed_takes_same_samples_other_seed_others(numbered):
 
 
 @pytest.mark.parametrize(("setting", "most"), [("train_samples", 48), ("eval_samples", 12)])
-@pytest.mark.parametrize("value", [0, -1, 5000])
+@pytest.mark.parametrize("value", [0, 5000])
 def test_load_data_impossible_sample_count_names_bound_and_value(numbered, setting, most, value):
     with pytest.raises(ValueError, match=rf"^{setting} must be in \[1, {most}\], got {value}$"):
         load(numbered, **{setting: value})
@@ -221,20 +204,10 @@ def test_load_data_first_evaluation_split_wins(tmp_path):
 
 def test_load_data_one_split_of_any_name_is_train(tmp_path):
     table = make_table([flat_image(0)] * 10, [0, 1] * 5)
-    data = load(save(tmp_path / "set", test=table))
-    assert (len(data.train), len(data.evaluation)) == (8, 2)
-
-
-def test_load_data_several_splits_without_train_are_an_error(tmp_path):
-    table = make_table([flat_image(0)], [0])
-    with pytest.raises(ValueError, match=r"split 'train' or only one, got \['one', 'two'\]"):
-        load(save(tmp_path / "set", one=table, two=table))
-
-
-def test_load_data_single_image_cannot_be_split(tmp_path):
-    path = save(tmp_path / "set", train=make_table([flat_image(0)], [0]))
-    with pytest.raises(ValueError, match="must have 2 images or more to hold some out, got 1"):
-        load(path)
+    table.save_to_disk(tmp_path / "table")
+    for path in (save(tmp_path / "set", test=table), tmp_path / "table"):
+        data = load(path)
+        assert (len(data.train), len(data.evaluation)) == (8, 2)
 
 
 # --- columns and labels
@@ -270,7 +243,11 @@ def test_label_column_is_found(change, column):
     assert columns_of(features, label_column="coarse") == ("image", "coarse")
 
 
-TEXT, TWO = datasets.Value("string"), {"left": datasets.Image(), "right": datasets.Image()}
+TEXT, STRUCT = (
+    datasets.Value("string"),
+    {"bytes": datasets.Value("string"), "path": datasets.Value("string")},
+)
+TWO = {"left": datasets.Image(), "right": datasets.Image()}
 
 
 @pytest.mark.parametrize(
@@ -282,6 +259,11 @@ TEXT, TWO = datasets.Value("string"), {"left": datasets.Image(), "right": datase
         ({"i": datasets.Image(), "t": TEXT}, {}, r"label_column must be one of \['t'\], got None"),
         (TWO, {}, r"image_column must be one of .*'right'\], got None"),
         (TWO, {"image_column": "right"}, r"whole numbers or text, got columns 'left' \(PIL"),
+        (
+            {"image": STRUCT, "label": datasets.List(datasets.Value("int64"))},
+            {},
+            r"whole numbers or text, got columns 'image' \(dict\), 'label' \(list\)$",
+        ),
         ({"t": TEXT}, {}, r"dataset must have a column of images, got columns 't' \(string\)"),
     ],
 )
@@ -310,16 +292,6 @@ def test_load_data_plain_labels_are_numbered_in_order(tmp_path, kind, train, tes
     assert data.evaluation.labels.tolist() == [0]
 
 
-def test_load_data_label_unknown_to_train_is_an_error(tmp_path):
-    def table(*labels):
-        more = {"kind": (datasets.Value("string"), labels)}
-        return make_table([flat_image(0)] * len(labels), [0] * len(labels), **more)
-
-    path = save(tmp_path / "set", train=table("cat", "dog"), test=table("emu"))
-    with pytest.raises(ValueError, match=r"split 'test' must be among the 2 classes .* got 'emu'"):
-        load(path, label_column="kind")
-
-
 def write_parquet(folder, **tables):
     folder.mkdir()
     for name, table in tables.items():
@@ -327,46 +299,63 @@ def write_parquet(folder, **tables):
     return folder
 
 
-def of_classes(names, labels, images=None):
-    table = make_table(images or [flat_image(0)] * len(labels), labels)
+def of_classes(names, labels):
+    table = make_table([flat_image(0)] * len(labels), labels)
     return table.cast_column("label", datasets.ClassLabel(names=names))
 
 
-@pytest.mark.parametrize("stored", ["saved", "parquet", "streamed"])
+def of_texts(*labels):
+    table = make_table([flat_image(0)] * len(labels), [0] * len(labels))
+    return table.remove_columns("label").add_column("label", list(labels))
+
+
+def stored_load(path, stored, tables, **more):
+    """Store tables in one of the three ways, and load them."""
+    if stored == "streamed":
+        more |= {"cache_gib": 1.0, "loader_workers": 0}
+    return load((save if stored == "saved" else write_parquet)(path, **tables), **more)
+
+
+STORED = pytest.mark.parametrize("stored", ["saved", "parquet", "streamed"])
+
+
+@STORED
 def test_classes_in_another_order_in_the_test_split_are_matched_by_name(tmp_path, stored):
     tables = {
         "train": of_classes(["dark", "light"], [0, 1, 0, 1]),
         "test": of_classes(["light", "dark"], [0, 0, 1]),
     }
-    path = (save if stored == "saved" else write_parquet)(tmp_path / "set", **tables)
-    more = {"cache_gib": 1.0, "loader_workers": 0} if stored == "streamed" else {}
-    data = load(path, **more)
+    data = stored_load(tmp_path / "set", stored, tables)
     assert data.class_names == ("dark", "light")
     assert data.evaluation.labels.tolist() == [1, 1, 0]
 
 
-@pytest.mark.parametrize("stored", ["saved", "parquet", "streamed"])
-def test_other_classes_in_the_test_split_are_an_error(tmp_path, stored):
-    tables = {"train": of_classes(["a", "b"], [0, 1]), "test": of_classes(["a", "c"], [0, 1])}
-    path = (save if stored == "saved" else write_parquet)(tmp_path / "set", **tables)
-    more = {"cache_gib": 1.0, "loader_workers": 0} if stored == "streamed" else {}
-    with pytest.raises(SettingError, match=r"label_column must be of one type .* in split 'test'"):
-        load(path, **more)
-
-
-@pytest.mark.parametrize("cache_gib", [None, 1.0])
-def test_classes_in_another_order_in_a_file_of_a_split_are_an_error(tmp_path, cache_gib):
-    one, other = (of_classes(names, [0, 1]) for names in (["a", "b"], ["b", "a"]))
-    path = write_parquet(tmp_path / "set", train_00000_of_00002=one, train_00001_of_00002=other)
-    with pytest.raises(SettingError, match=r"same order, got others in column 'label' of .*00001"):
-        load(path, cache_gib=cache_gib)
-
-
-@pytest.mark.parametrize("cache_gib", [None, 1.0])
-def test_a_single_class_is_refused_as_a_single_class_folder_is(tmp_path, cache_gib):
-    path = write_parquet(tmp_path / "set", train=of_classes(["cat"], [0] * 4))
-    with pytest.raises(SettingError, match="must have two classes or more, got 'cat' alone"):
-        load(path, cache_gib=cache_gib)
+@STORED
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        (
+            lambda: {"train": of_classes("ab", [0, 1]), "test": of_classes("ac", [0, 1])},
+            "label_column must be of one type .* in split 'test'",
+        ),
+        (
+            lambda: {"train": of_texts("cat", "dog"), "test": of_texts("emu")},
+            "split 'test' must be among the 2 classes .* got 'emu'",
+        ),
+        (
+            lambda: {"train": of_classes(["cat"], [0] * 4)},  # as a single class folder is
+            "must have two classes or more, got 'cat' alone",
+        ),
+        (lambda: {"train": of_classes("ab", [0])}, "2 images or more to hold some out, got 1"),
+        (
+            lambda: {"train_0": of_classes("ab", [0, 1]), "train_1": of_classes("ba", [0, 1])},
+            "(same order, got others in column 'label' of .*-1|a split 'train' or only one, got)",
+        ),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(tmp_path, stored, tables, message):
+    with pytest.raises(SettingError, match=message):
+        stored_load(tmp_path / "set", stored, tables())
 
 
 def test_classes_that_are_not_evaluated_are_named_in_one_line(tmp_path, caplog):
@@ -383,14 +372,14 @@ def test_classes_that_are_not_evaluated_are_named_in_one_line(tmp_path, caplog):
 
 def write_plain(folder, labels, nulls=(), missing=()):
     """Write a parquet file of images by number, some of which are null or have nothing in them."""
-    count = len(labels or range(4))
+    count = len(labels)
     rows = encoded(make_table([flat_image(3 * n) for n in range(count)], [0] * count))
     rows = [
         None if n in nulls else {"bytes": None, "path": None} if n in missing else row
         for n, row in enumerate(rows)
     ]
     kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
-    columns = {"image": pyarrow.array(rows, kind)} | ({"label": labels} if labels else {})
+    columns = {"image": pyarrow.array(rows, kind), "label": labels}
     folder.mkdir()
     pyarrow.parquet.write_table(pyarrow.table(columns), folder / "train.parquet")
     return str(folder)
@@ -403,20 +392,6 @@ def test_images_without_the_types_of_datasets_are_read(tmp_path, cache_gib):
     assert data.class_names == ("5", "7")
     values, labels = read_all(data.train)
     assert labels == [value // 3 % 2 for value in values]
-
-
-@pytest.mark.parametrize("cache_gib", [None, 1.0])
-@pytest.mark.parametrize(
-    ("labels", "columns"),
-    [
-        (None, r"'image' \(dict\)"),
-        ([[0], [1], [0], [1]], r"'image' \(dict\), 'label' \(list\)"),
-    ],
-)
-def test_no_column_of_labels_is_told_in_one_line(tmp_path, labels, columns, cache_gib):
-    path = write_plain(tmp_path / "set", labels)
-    with pytest.raises(SettingError, match=f"whole numbers or text, got columns {columns}$"):
-        load(path, cache_gib=cache_gib)
 
 
 @pytest.mark.parametrize("how", ["stored", "loaded", "streamed"])
@@ -451,36 +426,19 @@ def test_load_data_split_without_labels_is_left_out(tmp_path, caplog, missing):
 # --- where datasets come from
 
 
-def test_load_data_missing_folder_asks_no_hub(monkeypatch):
+@pytest.mark.parametrize(
+    "name", ["./nothing", "../nothing/here", "/nothing", "~/nothing-here", "a/b/c", "a b", "a/"]
+)
+def test_a_missing_folder_or_a_file_that_is_no_data_set_asks_no_hub(tmp_path, monkeypatch, name):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("looked further"))
-    for name in (
-        "./nothing",
-        "../nothing/here",
-        "/nothing",
-        "~/nothing-here",
-        "a/b/c",
-        "a b",
-        "a/",
+    (tmp_path / "photo.jpg").write_bytes(b"no table")
+    for path, why in (
+        (name, "the folder does not exist"),
+        ("nothing.parquet", "the file does not exist"),
+        (tmp_path / "photo.jpg", "it is a file whose name does not end in .parquet"),
     ):
-        with pytest.raises(ValueError, match=r"^dataset must be .*, got '.*' \(the folder does no"):
-            load(name)
-    with pytest.raises(ValueError, match=r"got 'nothing.parquet' \(the file does not exist\)$"):
-        load("nothing.parquet")
-
-
-def test_a_file_that_is_no_data_set_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("looked further"))
-    file = tmp_path / "photo.jpg"
-    file.write_bytes(b"no table")
-    why = r"'digits', a folder, .* \(it is a file whose name does not end in .parquet\)$"
-    with pytest.raises(ValueError, match=why):
-        load(file)
-
-
-def test_load_data_hub_out_of_reach_is_told_in_one_line():
-    with pytest.raises(ValueError, match=r"^dataset must be .* \(there is no such folder, ") as e:
-        load("nobody/nothing")
-    assert "\n" not in str(e.value)
+        with pytest.raises(SettingError, match=rf"^dataset must be 'digits', .* \({why}\)$"):
+            load(path)
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -663,11 +621,6 @@ def test_load_data_reads_parquet_file_and_folder_alike(tmp_path, numbered):
     assert read_all(load(folder.parent).train) == expected
 
 
-def test_load_data_reads_one_table_saved_to_disk(tmp_path):
-    make_table([flat_image(0)] * 10, [0, 1] * 5).save_to_disk(tmp_path / "table")
-    assert len(load(str(tmp_path / "table")).train) == 8
-
-
 def test_load_data_reads_a_folder_of_uneven_png_files(tmp_path):
     for split, count in (("train", 3), ("val", 2)):
         for label, name in enumerate(("ant", "bee")):
@@ -677,8 +630,7 @@ def test_load_data_reads_a_folder_of_uneven_png_files(tmp_path):
                 flat_image(50 + label, (10 + number, 20)).save(folder / f"{number}.png")
     data = load(str(tmp_path / "set"), loader_workers=0)
     assert isinstance(data.train, ImageLoader)
-    assert data.class_names == ("ant", "bee")
-    assert data.eval_split == "validation"
+    assert (data.class_names, data.eval_split) == (("ant", "bee"), "validation")
     assert data.image_side is None
     assert data.mirror
     for source, count in ((data.train, 6), (data.evaluation, 4)):
@@ -819,33 +771,26 @@ def test_sources_agree_on_samples_and_labels(numbered):
 # --- loader
 
 
-def test_image_loader_same_bits_for_any_number_of_processes(uneven):
-    transform = plain(24, "crop")
-    batches = [np.array([3, 8, 1]), np.arange(10, 24), np.array([0]), np.array([2])]
+def test_image_loader_same_bits_for_any_batches_and_number_of_processes(uneven):
+    transform, batches = plain(24, "crop"), [np.array([3, 8, 1]), np.arange(10, 24), np.array([2])]
     rng_state, children = torch.get_rng_state(), set(multiprocessing.active_children())
     alone = load(uneven, loader_workers=0).train
     helped = load(uneven, loader_workers=2).train
-    for epoch in (0, 1):
-        images, labels = read(alone, batches, transform, epoch)
-        assert labels.tolist() == [n % 2 for batch in batches for n in batch]
-        others, other_labels = read(helped, batches, transform, epoch)
-        assert torch.equal(images, others)
-        assert torch.equal(labels, other_labels)
-    assert torch.equal(torch.get_rng_state(), rng_state)
-    assert len(set(multiprocessing.active_children()) - children) == 2  # the same in both epochs
-    del helped
-    assert set(multiprocessing.active_children()) <= children
-
-
-def test_loader_processes_that_are_started_are_there_before_the_first_batch(uneven):
-    helped = load(uneven, loader_workers=2).train
-    children = set(multiprocessing.active_children())
     helped.start()
     started = set(multiprocessing.active_children()) - children
-    assert len(started) == 2
-    images, labels = read(helped, [np.arange(4)], plain(8), 0)
-    assert (len(images), labels.tolist()) == (4, [0, 1, 0, 1])
-    assert set(multiprocessing.active_children()) - children == started
+    assert len(started) == 2  # there before the first batch
+    for epoch in (0, 1):
+        images, labels = read(alone, [np.arange(24)], transform, epoch)
+        assert labels.tolist() == [n % 2 for n in range(24)]
+        others, other_labels = read(helped, batches, transform, epoch)
+        order = np.concatenate(batches)
+        assert torch.equal(images[order], others)
+        assert torch.equal(labels[order], other_labels)
+    assert not (images == read(alone, [np.arange(24)], transform, 0)[0]).flatten(1).all(1).any()
+    assert torch.equal(torch.get_rng_state(), rng_state)
+    assert set(multiprocessing.active_children()) - children == started  # the same in both epochs
+    del helped
+    assert set(multiprocessing.active_children()) <= children
 
 
 def test_signals_that_ask_all_processes_to_stop_leave_loaders_to_the_run(uneven):
@@ -861,17 +806,6 @@ def test_signals_that_ask_all_processes_to_stop_leave_loaders_to_the_run(uneven)
     loaders[0].terminate()
     loaders[0].join(10)
     assert loaders[0].exitcode is not None
-
-
-@pytest.mark.parametrize("augment", ["crop", "paper"])
-def test_image_loader_augments_by_seed_epoch_and_sample_alone(uneven, augment):
-    source = load(uneven, loader_workers=0).train
-    images, _ = read(source, [np.arange(24)], plain(24, augment))
-    assert images.shape == (24, 3, 24, 24)
-    parts, _ = read(source, [np.array([7]), np.array([20, 7, 3])], plain(24, augment))
-    assert torch.equal(parts, images[[7, 20, 7, 3]])
-    other, _ = read(source, [np.arange(24)], plain(24, augment), 1)
-    assert not (other == images).flatten(1).all(1).any()
 
 
 def test_image_loader_crop_stays_inside_the_image(numbered):

@@ -7,7 +7,6 @@ import torch
 
 import train
 from dbsl.base.seeds import stream_seed
-from dbsl.config.settings import RunConfig
 from dbsl.data.augment import Mixing
 
 
@@ -92,23 +91,3 @@ def test_mixing_ends_with_an_epoch():
         images, shares = mixed(mixing, 6, epoch=epoch)
         assert torch.equal(images, plain) == (epoch >= 2)
         assert torch.equal(shares.argmax(1), labels) or epoch < 2
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"mixup_kwargs": ("prob=0.5",)},
-            "mixup_kwargs must be empty except with mixup, cutmix or cutmix_minmax, got",
-        ),
-        (
-            {"mixup": 0.2, "mixup_kwargs": ("switch_prob=0.1",)},
-            "mixup_kwargs must leave out switch_prob except with mixup",
-        ),
-        ({"mixup_kwargs": ("cutmix_minmax=0.8,0.2",)}, "two values, ascending, got 0.8,0.2"),
-        ({"aug_repeats": 3, "augment": "none"}, "aug_repeats must be 1 with augment none"),
-    ],
-)
-def test_settings_of_mixing_that_do_not_fit_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        RunConfig(**settings)

@@ -90,14 +90,9 @@ def test_images_are_those_that_are_read_without_a_cache(shards):
         ours, theirs = getattr(streamed, name), getattr(stored, name)
         np.testing.assert_array_equal(ours.labels, theirs.labels)
         batches = np.array_split(np.arange(count), 5)
-        for got, wanted in zip(read(ours, batches), read(theirs, batches), strict=True):
-            assert torch.equal(got, wanted)
-    assert (streamed.image_side, streamed.class_names, streamed.eval_split, streamed.crop_pct) == (
-        stored.image_side,
-        stored.class_names,
-        stored.eval_split,
-        stored.crop_pct,
-    )
+        assert all(map(torch.equal, read(ours, batches), read(theirs, batches)))
+    for name in ("image_side", "class_names", "eval_split", "crop_pct"):
+        assert getattr(streamed, name) == getattr(stored, name)
     assert stored.train.blocks is None
 
 
@@ -135,8 +130,7 @@ def test_a_cache_that_holds_little_gives_the_bits_of_one_that_holds_all(shards, 
         gc.collect()  # what the first one holds, the second one may not remove
     assert most <= LITTLE * 2**30
     for one, other in zip(*results, strict=True):
-        assert torch.equal(one[0], other[0])
-        assert torch.equal(one[1], other[1])
+        assert all(map(torch.equal, one, other))
 
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -195,18 +189,15 @@ def test_a_hub_id_is_read_from_the_files_that_the_hub_names(shards, monkeypatch)
     assert (len(data.train), data.eval_split) == (TRAIN, "validation")
 
 
-def test_a_row_group_that_fails_is_tried_again(shards, monkeypatch):
+def test_a_row_group_that_fails_is_tried_again_and_then_named_in_one_line(shards, monkeypatch):
     fail_often(monkeypatch, 2)
     data = load(shards)
     assert numbers_of(read(data.train, [np.arange(TRAIN)])[0]) == list(range(TRAIN))
-
-
-def test_a_row_group_that_always_fails_is_named_in_one_line(shards, monkeypatch):
-    data = load(shards)
+    data = load(shards, seed=1, train_samples=90)
     fail_often(monkeypatch, 99)
     line = r"row group \d of .*train-0.*.parquet cannot be read, tried 3 times \(no route\)"
     with pytest.raises(ReadError, match=line):
-        read(data.train, [np.arange(TRAIN)])
+        read(data.train, [np.arange(90)])
 
 
 def test_shards_that_are_not_alike_are_refused_at_once(shards, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision.transforms.v2 import functional as TF
 
 from dbsl.config.image_settings import Interpolation
-from dbsl.data.transforms import Transform, to_device
+from dbsl.data.transforms import Transform, _affine, to_device
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
 
@@ -52,19 +52,13 @@ def test_transform_none_resizes_small_images_as_pillow_does(interpolation, resol
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("augment", ["none", "crop", "paper"])
 @pytest.mark.parametrize("resolution", [24, 32, 40])
-def test_transform_gives_float32_channels_last_of_its_resolution(resolution, augment, prepared):
+def test_transform_sample_is_the_same_bits_in_any_batch(resolution, augment, prepared):
+    transform, samples = make_transform(resolution, augment), np.arange(100, 116)
     images = random_images(side=resolution if prepared else 32)
-    out = make_transform(resolution, augment)(images, np.arange(16), 0, prepared=prepared)
-    assert out.shape == (16, 3, resolution, resolution)
-    assert out.dtype == torch.float32
-    assert out.is_contiguous(memory_format=torch.channels_last)
-
-
-@pytest.mark.parametrize("prepared", [False, True])
-@pytest.mark.parametrize("augment", ["none", "crop", "paper"])
-def test_transform_sample_is_the_same_bits_in_any_batch(augment, prepared):
-    transform, images, samples = make_transform(32, augment), random_images(), np.arange(100, 116)
     whole = transform(images, samples, 3, prepared=prepared)
+    assert whole.shape == (16, 3, resolution, resolution)
+    assert whole.dtype == torch.float32
+    assert whole.is_contiguous(memory_format=torch.channels_last)
     for part in ([5], [9, 2, 14], list(range(15, -1, -1))):
         out = transform(images[part], samples[part], 3, prepared=prepared)
         assert torch.equal(out, whole[part])
@@ -81,7 +75,7 @@ def test_transform_other_epoch_sample_or_seed_gives_another_image(augment):
     assert torch.equal(out, make_transform(32, augment)(image, samples, 0))
 
 
-@pytest.mark.parametrize(("side", "pad"), [(8, 1), (32, 4), (20, 2), (4, 1)])
+@pytest.mark.parametrize(("side", "pad"), [(8, 1), (20, 2), (4, 1)])
 def test_transform_crop_is_a_window_of_the_padded_image(side, pad):
     image = random_images(1, side)
     padded = F.pad(image, (pad,) * 4).float()[0]
@@ -156,19 +150,6 @@ def test_transform_paper_fills_borders_by_reflection():
     torch.testing.assert_close(out, torch.full_like(out, 200.0))
 
 
-def test_transform_paper_equals_torch_affine_grid():
-    images, samples = random_images(), np.arange(16)
-    transform = make_transform(32, "paper", mirror=False, plain=True)
-    matrix = warp_of_ramps(make_transform(64, "paper", mirror=False, plain=True), 16)
-    theta = F.pad(matrix.float(), (0, 1))
-    grid = F.affine_grid(theta, [16, 3, 32, 32], align_corners=False)
-    expected = F.grid_sample(
-        images.float(), grid, padding_mode="reflection", align_corners=False, mode="bilinear"
-    )
-    # The matrix was measured to about 1e-4: that times 16 px times a contrast of 255.
-    assert (transform(images, samples, 0) - expected).abs().max() < 5
-
-
 def test_transform_bad_settings_are_named():
     with pytest.raises(ValueError, match="resolution must be at least 1, got 0"):
         make_transform(0)
@@ -212,8 +193,7 @@ def test_transform_on_cuda_never_waits_and_equals_the_cpu(augment):
 
 
 def test_what_normalises_is_copied_to_the_device_once():
-    from dbsl.data.transforms import _affine
-
-    first = _affine((0.5,) * 3, (0.25,) * 3, 24, torch.device("cpu"))
-    assert _affine((0.5,) * 3, (0.25,) * 3, 24, torch.device("cpu")) is first
-    assert _affine((0.5,) * 3, (0.25,) * 3, 32, torch.device("cpu")) is not first
+    first, again, other = (
+        _affine(*((0.5,) * 3, (0.25,) * 3), width, torch.device("cpu")) for width in (24, 24, 32)
+    )
+    assert again is first is not other

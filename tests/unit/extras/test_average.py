@@ -100,7 +100,7 @@ def test_averaged_weights_are_evaluated_beside_the_raw_and_change_no_bit_of_them
     settings = {
         "train_samples": 80,
         "eval_samples": 60,
-        "epochs": 4,
+        "epochs": 2,
         "eval_every": 2,
         "large_batch_size": (8,),
         "mixed_precision": "no",

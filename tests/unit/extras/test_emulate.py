@@ -1,8 +1,13 @@
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from dbsl.base.errors import SettingError
-from dbsl.extras.emulate import Emulation, parse_disturb, parse_slowdown
+from dbsl.extras.emulate import Emulation, Link, parse_disturb, parse_slowdown
+from dbsl.log.rows import read_metrics
+from tests.helpers import run, slow
+
+GB = 1e9 / 8  # bytes a second of 1 Gbit/s
 
 
 def test_factors_are_those_given_and_repeat():
@@ -32,31 +37,17 @@ def test_disturbances_start_and_last_as_the_paper_says():
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("values", "message"),
     [
-        ("0", "worker:factor"),
-        ("2.0", "in quotes"),
-        ("a:2", "worker:factor"),
-        ("4:2", r"a worker in \[0, 3\], got 4"),
-        ("1:0.5", "slowdown of worker 1 must be at least 1, got 0.5"),
-        ("1:nan", "worker:factor"),
-        ("1:inf", "must be finite, got inf"),
-        (f"{'9' * 5000}:2", "worker:factor"),
-    ],
-)
-def test_slowdowns_that_are_none_are_refused(value, message):
-    with pytest.raises(SettingError, match=message):
-        parse_slowdown([value], 4)
-
-
-def test_two_slowdowns_of_one_worker_are_refused():
-    with pytest.raises(SettingError, match=r"^slowdown must name each worker once, got 0 twice$"):
-        parse_slowdown(["0:2", "1:2", "0:3"], 4)
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
+        (["0"], "worker:factor"),
+        (["2.0"], "in quotes"),
+        (["a:2"], "worker:factor"),
+        (["4:2"], r"a worker in \[0, 3\], got 4"),
+        (["1:0.5"], "slowdown of worker 1 must be at least 1, got 0.5"),
+        (["1:nan"], "worker:factor"),
+        (["1:inf"], "must be finite, got inf"),
+        ([f"{'9' * 5000}:2"], "worker:factor"),
+        (["0:2", "1:2", "0:3"], r"^slowdown must name each worker once, got 0 twice$"),
         ("0.1", "probability:epochs"),
         ("x:4-20", "probability:epochs"),
         ("1.5:4-20", r"probability in \[0, 1\]"),
@@ -66,6 +57,87 @@ def test_two_slowdowns_of_one_worker_are_refused():
         (f"0.1:4-{'9' * 5000}", "probability:epochs"),
     ],
 )
-def test_disturbances_that_are_none_are_refused(value, message):
+def test_slowdowns_and_disturbances_that_are_none_are_refused(values, message):
     with pytest.raises(SettingError, match=message):
-        parse_disturb(value)
+        parse_slowdown(values, 4) if isinstance(values, list) else parse_disturb(values)
+
+
+def test_a_ring_sends_every_part_of_the_vector_twice_less_two():
+    link = Link(1.0, ms=2.0)
+    assert link.message_s(GB) == pytest.approx(1.002)
+    assert link.all_reduce_s(GB, 4) == pytest.approx(6 * (0.25 + 0.002))
+    assert link.all_reduce_s(GB, 1) == 0.0
+
+
+def test_gradients_travel_behind_the_stated_share_of_computing():
+    link = Link(1.0, overlap=0.5)
+    assert link.joint_step_s(GB, 2, compute_s=0.6) == pytest.approx(1.0 - 0.3)
+    assert link.joint_step_s(GB, 2, compute_s=4.0) == 0.0
+    assert Link(1.0).joint_step_s(GB, 2, compute_s=4.0) == pytest.approx(1.0)
+
+
+def test_a_barrier_is_a_sum_and_from_a_server_a_broadcast_too():
+    link = Link(10.0)
+    assert link.barrier_s(GB, 2, at_server=False) == pytest.approx(0.1)
+    assert link.barrier_s(GB, 2, at_server=True) == pytest.approx(0.2)
+    assert link.barrier_s(GB, 1, at_server=True) == 0.0
+    assert link.round_trip_s(GB) == pytest.approx(0.2)
+
+
+SETTINGS = {"workers": 2, "epochs": 2, "log_every": 0}
+
+
+def outcome(folder):
+    """Weights, virtual seconds, and each worker's compute and wait time."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    time_s = [row["virtual_time_s"] for row in rows if row["event"] == "eval"][-1]
+    rounds = [row for row in rows if row["event"] == "round"]
+    spent = [sum(row[name] for row in rounds) for name in ("compute_time_s", "wait_time_s")]
+    return (folder / "model.safetensors").read_bytes(), time_s, *spent
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"rounds_per_epoch": 2, "large_batch_size": (10,)},
+        {"sync": "asp"},
+        {"sync": "step"},
+        pytest.param({"merge": "delta"}, marks=slow),
+        pytest.param({"push": "gradients"}, marks=slow),
+        pytest.param({"sync": "ssp"}, marks=slow),
+    ],
+    ids=lambda mode: " ".join(map(str, mode.values())),
+)
+def test_a_link_takes_virtual_time_that_counts_as_waiting_and_no_weights_change(tmp_path, mode):
+    run(tmp_path / "free", **SETTINGS, **mode)
+    run(tmp_path / "link", **SETTINGS, **mode, link_gbps=0.01, link_ms=1.0)
+    model, free_s, compute_s, waited_s = outcome(tmp_path / "free")
+    same, link_s, same_s, more_s = outcome(tmp_path / "link")
+    assert compute_s == pytest.approx(same_s)
+    assert link_s > free_s + 0.5
+    assert more_s > waited_s
+    if mode.get("sync") not in ("ssp", "asp"):  # where the order of the workers follows from times
+        assert model == same
+    if "rounds_per_epoch" in mode:  # the formula of the link
+        state = load_file(tmp_path / "link/model.safetensors").values()
+        numbers = sum(t.numel() for t in state if t.is_floating_point())
+        cost_s = Link(0.01, 1.0).barrier_s(4 * numbers, 2, at_server=False)
+        assert link_s - free_s == pytest.approx(2 * 2 * cost_s, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"link_ms": 1.0}, "link_ms must be 0.0 except with link_gbps, got 1.0"),
+        (
+            {"link_gbps": 1.0, "link_overlap": 0.5},
+            "link_overlap must be 0.0 except with link_gbps and",
+        ),
+        ({"link_gbps": 0.0}, "link_gbps must be"),
+        ({"link_overlap": 1.5, "link_gbps": 1.0, "sync": "step"}, "link_overlap must be"),
+    ],
+)
+def test_a_link_out_of_place_is_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "run", **settings)
+    assert not (tmp_path / "run").exists()

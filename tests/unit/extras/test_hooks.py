@@ -1,9 +1,12 @@
+import re
 from pathlib import Path
 
 import pytest
 
 from dbsl.config import hooks
 from dbsl.config.parse import parse_config
+from dbsl.log.rows import read_metrics
+from tests.helpers import ROOT, run
 from train import Config
 
 
@@ -25,3 +28,29 @@ def test_a_flag_whose_extra_is_not_there_is_refused_with_its_file(monkeypatch, t
     file.write_text("gone_by: 3\n")
     with pytest.raises(ValueError, match=r"got gone_by in .* which needs dbsl/extras/gone.py"):
         parse_config(Config, ["--config", str(file)])
+
+
+def test_the_metric_and_the_tracker_of_contributing_are_extras_that_work(tmp_path, monkeypatch):
+    text = (ROOT / ".github/CONTRIBUTING.md").read_text()
+    blocks = [
+        block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "Extra)" in block
+    ]
+    assert len(blocks) == 2
+    own = {}
+    for number, block in enumerate(blocks):
+        assert len([line for line in block.splitlines() if line.strip()]) <= 10
+        names = {}
+        exec(block, names)
+        (own[f"own{number}"],) = (
+            value
+            for value in names.values()
+            if isinstance(value, type) and issubclass(value, hooks.Extra) and value != hooks.Extra
+        )
+    found = hooks.found_extras()
+    monkeypatch.setattr(hooks, "found_extras", lambda: found | own)
+    run(tmp_path / "run", epochs=3, eval_every=2, workers=1, local_batch_sizes=(8,))
+    rows = [row for row in read_metrics(tmp_path / "run/metrics.jsonl") if row["event"] == "eval"]
+    assert all(row["weight_norm"] > 0 for row in rows)
+    lines = (tmp_path / "run/accuracy.csv").read_text().splitlines()
+    assert lines == [f"{row['epoch'] + 1},{row['accuracy']}" for row in rows]
+    assert [row["epoch"] for row in rows] == [1, 2]

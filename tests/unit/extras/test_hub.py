@@ -104,15 +104,13 @@ def config(tmp_path, **settings):
             "resolutions": (16,),
             "train_samples": 64,
             "eval_samples": 40,
-            "epochs": 2,
+            "epochs": 1,
             "large_batch_size": (8,),
             "small_batch_size": (4,),
             "small_workers": 1,
             "slope": (0.001,),
             "intercept": (0.01,),
             "mixed_precision": "no",
-            "ema_decay": 0.5,
-            "checkpoint_every": 1,
             "report_to": "none",
             "push_to_hub": "someone/model",
             "output_dir": str(tmp_path / "run"),
@@ -124,7 +122,7 @@ def config(tmp_path, **settings):
 # huggingface_hub 2.4 with httpx2 2.16
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 def test_a_finished_run_is_pushed_with_a_card_that_has_its_numbers(hub, tmp_path, capsys):
-    train.main(config(tmp_path))
+    train.main(config(tmp_path, ema_decay=0.5, checkpoint_every=1))
     folder = tmp_path / "run"
     assert hub.repos == {"model"}
     assert f"pushed: {hub.url}/someone/model/commit/111" in capsys.readouterr().out

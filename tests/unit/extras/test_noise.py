@@ -1,3 +1,4 @@
+import json
 import math
 from dataclasses import replace
 
@@ -12,16 +13,17 @@ from dbsl.extras.noise import (
     NoiseAverage,
     NoiseProbe,
     NoiseScale,
-    advise,
     choose_probe,
     noise_summary,
     pairs_of,
     probe_interval,
     separate,
 )
+from dbsl.log.rows import read_metrics
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.solve import PlanRules, plan_dual_batch
 from dbsl.plan.types import RoundReport, TimeModel, Turn
+from tests.helpers import run, slow
 
 REPORT = RoundReport(0, 0, 0, 8, 16, 64, 4, 1.0, 2.0, 1.0)
 ENDLESS = 10**12  # training samples, of which every batch is a new draw
@@ -32,8 +34,6 @@ def test_two_sizes_give_the_published_formulas():
     gradient_square, trace = separate([(8, 9.0), (32, 3.0)], ENDLESS)
     assert gradient_square == pytest.approx(1.0)
     assert trace == pytest.approx(64.0)
-    with pytest.raises(ValueError, match="two batch sizes"):
-        separate([(8, 1.0), (8, 2.0)], ENDLESS)
 
 
 def test_more_sizes_give_the_line_through_them():
@@ -109,7 +109,7 @@ def measure(model, sizes, rng, probe, epoch=0, data=None):
     ("kind", "sizes"),
     [
         ("micro", (64,)),
-        pytest.param("joined", (16, 16, 16, 16), marks=pytest.mark.slow),
+        pytest.param("joined", (16, 16, 16, 16), marks=slow),
         ("joined", (8, 32, 32)),
     ],
 )
@@ -118,16 +118,16 @@ def test_known_noise_scale_is_estimated_within_a_tenth(kind, sizes):
     model = Quadratic(50, 2.0).double()
     probe = make_probe(model, kind, workers=len(sizes))
     rng = torch.Generator().manual_seed(0)
-    pairs = np.array([measure(model, sizes, rng, probe, epoch) for epoch in range(2000)])[:, 0]
+    pairs = np.array([measure(model, sizes, rng, probe, epoch) for epoch in range(600)])[:, 0]
     gradient_square, trace = pairs.mean(0)
-    assert gradient_square == pytest.approx(4.0, rel=0.05)
-    assert trace == pytest.approx(200.0, rel=0.05)
+    assert gradient_square == pytest.approx(4.0, rel=0.1)
+    assert trace == pytest.approx(200.0, rel=0.1)
     assert trace / gradient_square == pytest.approx(50.0, rel=0.1)
 
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [("micro", (64,)), pytest.param("joined", (12, 12, 20, 20), marks=pytest.mark.slow)],
+    [("micro", (64,)), pytest.param("joined", (12, 12, 20, 20), marks=slow)],
 )
 def test_batches_without_replacement_give_the_noise_scale_of_the_training_set(kind, sizes):
     # 64 samples, dealt out whole: with new draws for granted 50 would come out as 230.
@@ -137,11 +137,11 @@ def test_batches_without_replacement_give_the_noise_scale_of_the_training_set(ki
     mean = model.place.detach() - data.mean(0)
     truth = float(mean.square().sum()), float(data.var(0).sum())
     probe = make_probe(model, kind, workers=len(sizes))
-    pairs = [measure(model, sizes, rng, probe, epoch, data)[0] for epoch in range(1500)]
-    assert np.mean(pairs, axis=0) == pytest.approx(truth, rel=0.05)
+    pairs = [measure(model, sizes, rng, probe, epoch, data)[0] for epoch in range(400)]
+    assert np.mean(pairs, axis=0) == pytest.approx(truth, rel=0.1)
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=slow)])
 def test_ranks_that_share_a_joint_gradient_give_an_interval_of_95_percent(ranks):
     # Each rank measures a part of its batch of 16 beside the gradient of all ranks together.
     rng, size, rounds, inside = np.random.default_rng(ranks), 30, 40, 0
@@ -321,24 +321,6 @@ def test_an_extra_pass_has_cudnn_try_no_algorithms(monkeypatch):
     assert torch.backends.cudnn.benchmark
 
 
-@pytest.mark.slow
-def test_interval_holds_the_truth_about_as_often_as_it_says():
-    model = Quadratic(50, 2.0).double()
-    probe = make_probe(model)
-    rng = torch.Generator().manual_seed(1)
-    inside, estimates = 0, []
-    for _ in range(60):
-        average = NoiseAverage(ENDLESS)
-        for _ in range(60):
-            average.add(*measure(model, (64,), rng, probe)[0])
-        scale = average.estimate()
-        inside += scale.low <= 50.0 <= scale.high
-        estimates.append(scale.b_simple)
-        assert scale.low < scale.b_simple < scale.high
-    assert 51 <= inside <= 60
-    assert np.median(estimates) == pytest.approx(50.0, rel=0.1)
-
-
 def test_smoothing_is_before_dividing_and_forgets():
     average = NoiseAverage(ENDLESS)
     assert average.estimate() is None
@@ -484,33 +466,65 @@ def test_workers_take_turns():
 
 
 @pytest.mark.parametrize(
-    ("batch", "words"),
+    ("batch", "low", "high", "words"),
     [
-        (16, "a larger batch would save steps"),
-        (100, "about what is worth having"),
-        (1000, "a smaller batch would take hardly more steps"),
+        (16, 80.0, 130.0, "100 (95 %: 80 to 130); B_L is 16: a larger batch would save steps"),
+        (100, 80.0, 130.0, "B_L is 100: about what is worth having"),
+        (1000, 80.0, 130.0, "B_L is 1000: a smaller batch would take hardly more steps"),
+        (4, 10.0, math.inf, "(95 %: 10 or more); B_L is 4: a larger batch"),  # whatever its end is
+        (64, 10.0, math.inf, None),
+        (64, 5.0, 500.0, None),
     ],
 )
-def test_advice_compares_the_batch_with_the_interval(batch, words):
-    scale = NoiseScale(100.0, 80.0, 130.0, 1.0, 100.0, 50)
-    text = advise(scale, batch, "B_L")
-    assert f"gradient noise scale 100 (95 %: 80 to 130); B_L is {batch}: {words}" in text
+def test_a_run_says_of_its_batch_what_its_noise_scale_tells_and_admits_what_it_does_not(
+    batch, low, high, words
+):
+    plan = plan_dual_batch(4000, 4, 0, batch, TimeModel(1e-3, 0.02))
+    scale = NoiseScale(100.0, low, high, 1.0, 100.0, 50)
+    found = noise_summary(scale, plan)
+    assert found["noise_scale_low"] == low
+    assert words in found["noise_advice"] if words else "noise_advice" not in found
+    for change in ({"b_simple": math.inf}, {"pairs": 5}):
+        assert "noise_advice" not in noise_summary(replace(scale, **change), plan)
+    assert "noise_advice" not in noise_summary(scale, None)
 
 
-def test_advice_admits_what_it_does_not_know():
-    scale = NoiseScale(100.0, 10.0, math.inf, 1.0, 100.0, 50)
-    assert advise(scale, 64, "B_L") is None
-    # Whatever the upper end is:
-    assert "(95 %: 10 or more); B_L is 4: a larger batch" in advise(scale, 4, "B_L")
-    wide = NoiseScale(100.0, 5.0, 500.0, 1.0, 100.0, 50)
-    assert advise(wide, 64, "B_L") is None
-    few = NoiseScale(100.0, 80.0, 130.0, 1.0, 100.0, 5)
-    assert advise(few, 16, "B_L") is None
+DUAL = {"rounds_per_epoch": 2, "small_workers": 2, "small_batch_size": (4,)}
+DUAL |= {"large_batch_size": (16,)}
+# Settings; the largest batch that was measured; micro-batches, or pairs of joined gradients.
+MODES = {
+    "dual batch": (DUAL | {"epochs": 2}, 36, 4),
+    "asp": (DUAL | {"sync": "asp"}, 15, {2, 4}),
+    "equal batches": ({"local_batch_sizes": (4, 4, 4, 4)}, 16, 4),
+    "one worker": ({"workers": 1, "local_batch_sizes": (8,)}, 8, {2}),
+    "step": ({"sync": "step", "local_batch_sizes": (4, 8, 8, 12), "epochs": 20}, 30, {3}),
+    "push": ({"push": "gradients", "local_batch_sizes": (8, 8, 8, 8)}, 30, 32),
+}
 
 
-def test_a_run_says_something_of_its_noise_scale_only_if_that_is_known():
-    plan = plan_dual_batch(400, 4, 1, 50, TimeModel(1e-3, 0.02))
-    said = NoiseScale(100.0, 80.0, 130.0, 1.0, 100.0, 50)
-    assert "noise_advice" in noise_summary(said, plan)
-    for change in ({"b_simple": math.inf}, {"pairs": 5}, {"low": 1.0}, {"high": math.inf}):
-        assert "noise_advice" not in noise_summary(replace(said, **{"low": 20.0} | change), plan)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[slow] * (n > 1)) for n, mode in enumerate(MODES)]
+)
+def test_noise_is_measured_and_changes_no_bit(mode, tmp_path):
+    settings, largest, expected = MODES[mode]
+    settings = {"train_samples": 240, "epochs": 4, "intercept": (0.0001,), "lr": 0.01} | settings
+    settings |= {"dropout": (0.1,), "mixed_precision": "no", "checkpoint_every": 0}
+    rows, bits, summary = {}, [], []
+    for scale in (True, False):
+        folder = tmp_path / str(scale)
+        run(folder, noise_scale=scale, **settings)
+        rows[scale] = read_metrics(folder / "metrics.jsonl")
+        bits.append((folder / "model.safetensors").read_bytes())
+        summary.append(json.loads((folder / "summary.json").read_text()))
+    assert bits[0] == bits[1]
+    noise = [row for row in rows[True] if row["event"] == "noise"]
+    assert noise, "no estimate in the whole run"
+    assert {"epoch", "resolution", "b_simple", "low", "high", "pairs"} <= noise[-1].keys()
+    found = [summary[0][name] for name in ("noise_scale", "noise_scale_low", "noise_scale_high")]
+    assert found == [noise[-1][name] for name in ("b_simple", "low", "high")]
+    assert not [row for row in rows[False] if row["event"] == "noise"]
+    assert "noise_scale" not in summary[1]
+    measured = [r for r in rows[True] if r["event"] == "round" and "gradient_batch" in r]
+    assert max(row["gradient_batch"] for row in measured) == largest
+    micro = {row.get("micro_batch") for row in measured}
+    assert expected == (micro if isinstance(expected, set) else noise[-1]["pairs"])

@@ -269,7 +269,7 @@ def test_without_a_terminal_a_line_tells_of_the_steps_about_once_a_minute(
 def test_another_processes_step_lines_come_before_their_round_with_its_own(tmp_path, make_log):
     line = StepLine(1, 0, 0, 50, 0.5, 2.5, 0.1, math.inf, 123.4, 1.5)
     with make_log() as log:
-        log.round(report_of(1, steps=60, logged=1, lines=(line,)))
+        log.round(report_of(1, steps=60, lines=(line,)))
         assert log.meter.state_dict()["heard"] == {1: 60}
     rows = strict_rows(tmp_path)[2:]
     assert [row["event"] for row in rows] == ["step", "round"]

@@ -126,7 +126,7 @@ def test_a_report_brings_no_more_lines_than_its_steps_and_its_round_is_pushed_al
             plan,
             Progress(steps=steps, samples={0: 8}, learning_rate=0.1),
             {0: [1.0]},
-            SimpleNamespace(seconds=lambda worker: 1.0),
+            SimpleNamespace(take_seconds=lambda worker: 1.0),
             resolution=8,
             lines_of=lambda worker: tuple(line._replace(step=3 + n) for n in range(3)),
         )

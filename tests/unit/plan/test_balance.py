@@ -10,7 +10,7 @@ from dbsl.checkpoint.disk import pack, unpack
 from dbsl.config.settings import RunConfig
 from dbsl.plan.follow import PlanMaker, Planner
 from dbsl.plan.ledger import Members, TurnSampler
-from dbsl.plan.machines import SpeedEstimate, Workers, predicted_time_s, proportional_parts
+from dbsl.plan.machines import SpeedEstimate, Workers
 from dbsl.plan.types import RoundReport, StepLine, TimeModel
 
 SAMPLES = 6400
@@ -40,15 +40,8 @@ def planner_of(config, samples, large, *, least=1):
 
 
 def joint_planner(balance, every=1):
-    config = RunConfig(
-        sync="step",
-        workers=3,
-        global_batch_size=192,
-        resolutions=(8,),
-        balance=balance,
-        balance_every=every,
-        min_batch_size=1,
-    )
+    steps = {"sync": "step", "global_batch_size": 192, "balance": balance, "balance_every": every}
+    config = RunConfig(workers=3, resolutions=(8,), min_batch_size=1, **steps)
     return planner_of(config, SAMPLES, 64)[0]
 
 
@@ -56,21 +49,8 @@ def measure(planner, epoch, noise=lambda: 1.0, true=TRUE, round_=0):
     plan = planner.at(epoch, round_).plan
     for worker, (mine, model) in enumerate(zip(plan.workers, true, strict=True)):
         time_s = model.time(mine.samples, mine.steps) * noise()
-        planner.observe(
-            RoundReport(
-                worker,
-                epoch,
-                round_,
-                8,
-                mine.local_batch_size,
-                mine.samples,
-                mine.steps,
-                time_s,
-                0.5,
-                1.0,
-                compute_time_s=time_s,
-            )
-        )
+        counts = (mine.local_batch_size, mine.samples, mine.steps, time_s, 0.5, 1.0)
+        planner.observe(RoundReport(worker, epoch, round_, 8, *counts, compute_time_s=time_s))
     return plan
 
 
@@ -116,6 +96,14 @@ def test_noise_neither_shakes_the_split_nor_keeps_it_wrong():
     assert np.mean([imbalance(plan) for plan in plans[5:]]) < 1.05
 
 
+def test_parts_by_the_published_rule_are_those_of_the_paper():
+    planner = joint_planner("dbs")
+    measure(planner, 0)
+    speeds = 1 / np.array([model.time(64) for model in TRUE])  # in equal parts
+    sizes = [worker.local_batch_size for worker in planner.at(1).plan.workers]
+    np.testing.assert_allclose(sizes, 192 * speeds / speeds.sum(), atol=1)
+
+
 def test_the_published_rule_keeps_the_sum_and_the_parts_above_zero():
     generator = np.random.default_rng(1)
     planner = joint_planner("dbs")
@@ -127,10 +115,6 @@ def test_the_published_rule_keeps_the_sum_and_the_parts_above_zero():
         assert min(sizes) >= 1
         assert len({w.steps for w in plan.workers}) == 1  # or the all-reduce would hang
     assert sizes[0] == 1
-
-
-def test_proportions_are_those_of_the_paper():
-    np.testing.assert_allclose(proportional_parts([0.5, 0.5], [2.0, 1.0]), [1 / 3, 2 / 3])
 
 
 def test_a_machine_that_changes_is_believed_at_once_and_noise_is_not():
@@ -170,16 +154,15 @@ def test_a_gain_below_the_dead_band_changes_nothing_but_where_measurements_have_
 
 
 def rounds_planner(balance, rounds, every):
-    config = RunConfig(
-        workers=3,
-        small_workers=1,
-        resolutions=(8,),
-        rounds_per_epoch=rounds,
-        balance=balance,
-        balance_every=every,
-        min_batch_size=2,
-    )
+    options = {"rounds_per_epoch": rounds, "balance": balance, "balance_every": every}
+    config = RunConfig(workers=3, small_workers=1, resolutions=(8,), min_batch_size=2, **options)
     return planner_of(config, 601, 20)
+
+
+def slower(factor, worker=2):
+    """Return the workers' true models where one is so many times as slow as planned."""
+    slow = TimeModel(factor * PLANNED.slope, factor * PLANNED.intercept)
+    return [slow if number == worker else PLANNED for number in range(3)]
 
 
 @pytest.mark.parametrize("balance", ["dynamic", "dbs"])
@@ -203,18 +186,16 @@ def test_shares_that_move_inside_an_epoch_still_cover_each_sample_once(balance, 
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_worker_that_is_behind_keeps_the_plan_that_those_ahead_began_with(balance, every):
     planner, _ = rounds_planner(balance, 4, every)
-    slowed = [PLANNED, PLANNED, TimeModel(4 * PLANNED.slope, PLANNED.intercept)]
     began = [planner.at(0, round_) for round_ in range(4)]  # the leader's rounds
-    measure(planner, 0, true=slowed)
+    measure(planner, 0, true=slower(4))
     assert planner.at(1).plan != began[0].plan  # its next epoch
     assert [planner.at(0, round_) for round_ in range(4)] == began
 
 
 def test_plans_are_kept_however_far_a_worker_is_behind():
     planner, _ = rounds_planner("dynamic", 1, 1)
-    slowed = [PLANNED, PLANNED, TimeModel(4 * PLANNED.slope, PLANNED.intercept)]
     first = planner.at(0)
-    measure(planner, 0, true=slowed)
+    measure(planner, 0, true=slower(4))
     for epoch in range(1, 40):
         planner.at(epoch)
     assert planner.at(0) is first
@@ -224,7 +205,7 @@ def test_plans_are_kept_however_far_a_worker_is_behind():
 def test_after_a_spell_of_slowness_the_published_rule_gives_batches_their_planned_sizes_back():
     planner, _ = rounds_planner("dbs", 4, 1)
     planned = planner.at(0).plan
-    slow = [TimeModel(40 * PLANNED.slope, 40 * PLANNED.intercept), PLANNED, PLANNED]
+    slow = slower(40, worker=0)
     for true in (slow, [PLANNED] * 3):
         for epoch in range(5 * (true is not slow), 5 + 5 * (true is not slow)):
             for round_ in range(4):
@@ -238,7 +219,7 @@ def test_after_a_spell_of_slowness_the_published_rule_gives_batches_their_planne
 @pytest.mark.parametrize("balance", ["dynamic", "dbs"])
 def test_merge_weights_follow_the_shares_that_a_slow_worker_leaves(balance):
     planner, _ = rounds_planner(balance, 2, 1)
-    slow = [PLANNED, PLANNED, TimeModel(5 * PLANNED.slope, 5 * PLANNED.intercept)]
+    slow = slower(5)
     for epoch in range(3):
         plan = measure(planner, epoch, true=slow)
     most = max(w.samples for w in plan.workers)
@@ -249,14 +230,13 @@ def test_merge_weights_follow_the_shares_that_a_slow_worker_leaves(balance):
 
 def test_dual_batch_keeps_its_balance_when_a_worker_slows_down():
     planner, _ = rounds_planner("dynamic", 1, 1)
-    slowed = [PLANNED, PLANNED, TimeModel(2 * PLANNED.slope, 2 * PLANNED.intercept)]
+    slowed = slower(2)
     for epoch in range(3):
         measure(planner, epoch, true=slowed)
     plan = planner.at(3).plan
     times = [m.time(w.samples, w.steps) for m, w in zip(slowed, plan.workers, strict=True)]
     assert max(times) / np.mean(times) < 1.1
     assert plan.workers[0].local_batch_size < plan.workers[1].local_batch_size == 20
-    assert predicted_time_s(plan, slowed) == max(times)
 
 
 def test_a_planner_goes_on_from_its_state_as_if_nothing_had_been():
@@ -275,7 +255,7 @@ def test_a_planner_goes_on_from_its_state_as_if_nothing_had_been():
             measure(planner, epoch, lambda values=values: next(values))
     assert one.ledger.current == two.ledger.current
     assert [*one.estimates(8)] == [*two.estimates(8)]
-    assert one.changes == two.changes >= 1
+    assert one.changes > two.changes >= 0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -311,7 +291,7 @@ def test_step_lines_of_a_long_spell_are_not_kept_in_checkpoints():
     planner = joint_planner("dbs", every=100)
     lines = (StepLine(0, 0, 0, 1, 0.5, 2.0, 0.1, 1.0, 10.0, 0.1),)
     report = RoundReport(0, 0, 0, 8, 64, 640, 10, 1.0, 0.5, 1.0, compute_time_s=1.0)
-    planner.observe(replace(report, logged=1, lines=lines))
+    planner.observe(replace(report, lines=lines))
     kept = unpack(*pack(planner.state_dict()))
     assert [r["lines"] for r in kept["since"][0]] == [()]
     again = joint_planner("dbs", every=100)
@@ -321,9 +301,8 @@ def test_step_lines_of_a_long_spell_are_not_kept_in_checkpoints():
 
 def test_a_planners_state_holds_each_plan_once():
     planner, _ = rounds_planner("dynamic", 4, 1)
-    slowed = [PLANNED, PLANNED, TimeModel(4 * PLANNED.slope, PLANNED.intercept)]
     for epoch in range(3):
-        measure(planner, epoch, true=slowed)
+        measure(planner, epoch, true=slower(4))
     planner.at(3)
     state = planner.state_dict()
     used = {*state["current"].values()}

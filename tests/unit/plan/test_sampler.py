@@ -75,10 +75,9 @@ def test_a_remainder_of_few_samples_is_covered_once_in_steps_that_have_some(rest
     assert sorted(np.concatenate([[], *parts])) == sorted(order[4 : 4 + rest])
 
 
-def test_steps_are_the_fewest_that_the_batch_size_allows():
-    assert [len(b) for b in split_evenly(np.arange(10), 4)] == [3, 3, 4]
-    assert [len(b) for b in split_evenly(np.arange(8), 4)] == [4, 4]
-    assert [len(b) for b in split_evenly(np.arange(9), 4)] == [3, 3, 3]
+@pytest.mark.parametrize(("samples", "sizes"), [(10, [3, 3, 4]), (8, [4, 4]), (9, [3, 3, 3])])
+def test_steps_are_the_fewest_that_the_batch_size_allows(samples, sizes):
+    assert [len(batch) for batch in split_evenly(np.arange(samples), 4)] == sizes
 
 
 def test_thousands_of_workers_share_one_permutation():

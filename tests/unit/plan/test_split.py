@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-import scipy.optimize  # noqa: F401 - or the first example of a test would pay for its import
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsl.plan.machines import Machines, balanced_sizes, bounded_split, split_batch
+from dbsl.plan.machines import balanced_sizes, bounded_split, split_batch
 from dbsl.plan.sampler import Part, StepSampler
 from dbsl.plan.solve import PlanRules, check_parts, plan_dual_batch, plan_steps, with_proportions
 from dbsl.plan.types import TimeModel
@@ -21,12 +20,7 @@ def test_each_sample_once_an_epoch_whatever_the_sizes_and_their_changes(
     samples = sum(sizes) + extra
     sampler = StepSampler(samples, sum(sizes), seed=seed, drop_last=drop_last)
     # From the middle of the epoch on, the same global batch is split otherwise.
-    changed = bounded_split(
-        sum(sizes),
-        np.resize(others, len(sizes)),
-        np.ones(len(sizes), dtype=int),
-        np.full(len(sizes), sum(sizes)),
-    )
+    changed = bounded_split(sum(sizes), np.resize(others, len(sizes)), 1, sum(sizes))
     seen, totals = [], []
     for number in range(sampler.steps_per_epoch):
         now = sizes if number < sampler.steps_per_epoch // 2 else changed
@@ -85,10 +79,6 @@ def test_a_process_makes_the_parts_of_its_own_workers_alone(monkeypatch):
     assert len(made) == 6
 
 
-def test_three_samples_for_two_parts_of_two_are_not_two():
-    assert split_batch(3, [2, 2], 2).tolist() == [3, 0]
-
-
 @given(sizes_lists, st.data(), st.integers(1, 3))
 def test_a_short_batch_leaves_parts_empty_or_large_enough(sizes, data, least):
     samples = data.draw(st.integers(1, sum(sizes)))
@@ -98,12 +88,11 @@ def test_a_short_batch_leaves_parts_empty_or_large_enough(sizes, data, least):
     assert (parts - sizes).clip(min=0).sum() < least
     small = (parts > 0) & (parts < np.minimum(least, sizes))
     assert not small.any() or samples < least
+    assert split_batch(3, [2, 2], 2).tolist() == [3, 0]
 
 
 @given(
-    st.lists(st.floats(0.01, 100), min_size=1, max_size=8),
-    st.integers(0, 300),
-    st.integers(0, 5),
+    st.lists(st.floats(0.01, 100), min_size=1, max_size=8), st.integers(0, 300), st.integers(0, 5)
 )
 def test_bounded_parts_sum_exactly_and_keep_their_bounds(weights, extra, low):
     lowest = np.full(len(weights), low)
@@ -117,48 +106,39 @@ def test_bounded_parts_sum_exactly_and_keep_their_bounds(weights, extra, low):
 
 def test_a_batch_that_fills_every_worker_to_its_limit_is_split_so():
     models = [TimeModel(0.0625, 0.0), TimeModel(0.021561237374960213, 0.0)]
-    machines = Machines.of(2, [6, 52], models)
-    assert balanced_sizes(58, machines.model, np.array([6, 52])).tolist() == [6, 52]
+    assert balanced_sizes(58, TimeModel.of(models, 2), np.array([6, 52])).tolist() == [6, 52]
 
 
-@given(
-    st.lists(
-        st.tuples(st.floats(1e-4, 1e-1), st.floats(0, 0.2), st.integers(1, 60)),
-        min_size=2,
-        max_size=4,
-    ),
-    st.data(),
-)
+SLOPE_INTERCEPT_LIMIT = st.tuples(st.floats(1e-4, 1e-1), st.floats(0, 0.2), st.integers(1, 60))
+
+
+@given(st.lists(SLOPE_INTERCEPT_LIMIT, min_size=2, max_size=4), st.data())
 def test_no_exchange_of_one_sample_makes_a_balanced_step_faster(workers, data):
-    machines = Machines.of(
-        len(workers), [w[2] for w in workers], [TimeModel(a, b) for a, b, _ in workers]
-    )
-    total = data.draw(st.integers(len(workers), int(machines.limits.sum())))
-    sizes = balanced_sizes(total, machines.model, machines.limits)
+    model = TimeModel.of([TimeModel(a, b) for a, b, _ in workers], len(workers))
+    limits = np.array([limit for *_, limit in workers])
+    total = data.draw(st.integers(len(workers), int(limits.sum())))
+    sizes = balanced_sizes(total, model, limits)
     assert sizes.sum() == total
-    assert (sizes >= 1).all()
-    assert (sizes <= machines.limits).all()
-    slowest = machines.model.time(sizes).max()
+    assert ((sizes >= 1) & (sizes <= limits)).all()
+    slowest = model.time(sizes).max()
     for giver in range(len(workers)):
         for taker in range(len(workers)):
             moved = sizes.copy()
             moved[giver] -= 1
             moved[taker] += 1
-            if giver != taker and moved[giver] >= 1 and moved[taker] <= machines.limits[taker]:
-                assert machines.model.time(moved).max() >= slowest * (1 - 1e-9)
+            if giver != taker and moved[giver] >= 1 and moved[taker] <= limits[taker]:
+                assert model.time(moved).max() >= slowest * (1 - 1e-9)
 
 
 def test_a_worker_400_times_slower_keeps_one_sample_a_step():
-    machines = Machines.of(3, 100, [TimeModel(0.4, 0.1), *[TimeModel(0.001, 0.01)] * 2])
-    assert balanced_sizes(100, machines.model, machines.limits).tolist() == [1, 50, 49]
+    model = TimeModel.of([TimeModel(0.4, 0.1), *[TimeModel(0.001, 0.01)] * 2], 3)
+    assert balanced_sizes(100, model, np.full(3, 100)).tolist() == [1, 50, 49]
 
 
-def test_a_global_batch_that_nobody_can_hold_is_refused():
-    machines = Machines.of(2, 8, TimeModel(0.001, 0.01))
-    with pytest.raises(ValueError, match=r"global_batch_size must be in \[2, 16\].*, got 17"):
-        balanced_sizes(17, machines.model, machines.limits)
-    with pytest.raises(ValueError, match=r"global_batch_size must be in \[2, 16\].*, got 1$"):
-        balanced_sizes(1, machines.model, machines.limits)
+@pytest.mark.parametrize("size", [17, 1])
+def test_a_global_batch_that_nobody_can_hold_is_refused(size):
+    with pytest.raises(ValueError, match=rf"global_batch_size must be in \[2, 16\].*, got {size}$"):
+        balanced_sizes(size, TimeModel.of(TimeModel(0.001, 0.01), 2), np.full(2, 8))
 
 
 MODELS = [TimeModel(0.001, 0.01)] * 3

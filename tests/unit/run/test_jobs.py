@@ -59,12 +59,16 @@ def make(tmp_path, monkeypatch):
     return launch
 
 
+def launch(runs, at_a_time=1, **options):
+    with Stopping() as stopping:
+        launch_all(runs, at_a_time, stopping, **options)
+
+
 def test_as_many_run_at_a_time_as_was_asked_for_and_finished_ones_are_left_alone(make, tmp_path):
     runs = make("pair", "pair", "quick")
     (tmp_path / "runs/2").mkdir(parents=True)
     (tmp_path / "runs/2/summary.json").write_text("mine")
-    with Stopping() as stopping:
-        launch_all(runs, 2, stopping)
+    launch(runs, 2)
     assert all(is_finished(run.folder) for run in runs)
     assert (tmp_path / "runs/2/summary.json").read_text() == "mine"
     assert (tmp_path / "runs/0.log").read_text() == "says pair\n"
@@ -72,8 +76,7 @@ def test_as_many_run_at_a_time_as_was_asked_for_and_finished_ones_are_left_alone
 
 
 def test_one_at_a_time_prints_here(make, tmp_path, capfd):
-    with Stopping() as stopping:
-        launch_all(make("quick", "quick"), 1, stopping)
+    launch(make("quick", "quick"))
     printed = capfd.readouterr().out
     assert "run 1/2: quick 0" in printed
     assert printed.count("says quick") == 2
@@ -82,11 +85,8 @@ def test_one_at_a_time_prints_here(make, tmp_path, capfd):
 
 @pytest.mark.parametrize("other", ["slow", "starting"])
 def test_a_run_that_fails_stops_the_others_which_can_go_on(make, tmp_path, other):
-    with (
-        pytest.raises(ValueError, match=r"got status 2 of .*runs/1 \(see .*runs/1.log\)"),
-        Stopping() as stopping,
-    ):
-        launch_all(make(other, "fails", "quick"), 2, stopping)
+    with pytest.raises(ValueError, match=r"got status 2 of .*runs/1 \(see .*runs/1.log\)"):
+        launch(make(other, "fails", "quick"), 2)
     assert not any(is_finished(tmp_path / f"runs/{n}") for n in range(3))
 
 
@@ -100,8 +100,8 @@ def test_a_signal_stops_all_runs_after_they_have_saved(make, tmp_path, number):
         os.kill(os.getpid(), number)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(RunStopped, match="the same command goes on"), Stopping() as stopping:
-        launch_all(make("slow", "starting", "quick"), 2, stopping)
+    with pytest.raises(RunStopped, match="the same command goes on"):
+        launch(make("slow", "starting", "quick"), 2)
     assert [p.parts[-3] for p in sorted(tmp_path.glob("runs/*/*/save-1"))] == ["0"]
     assert not (tmp_path / "runs/2").exists()
 
@@ -113,8 +113,7 @@ def test_what_was_ended_before_its_first_checkpoint_begins_anew(make, tmp_path):
         (folder / "leftover").touch()
     (tmp_path / "runs/1/checkpoints/epoch-0001").mkdir(parents=True)
     (tmp_path / "runs/1/checkpoints/epoch-0001/manifest.json").touch()
-    with Stopping() as stopping:
-        launch_all(make("quick", "quick"), 1, stopping)
+    launch(make("quick", "quick"))
     assert not (tmp_path / "runs/0/leftover").exists()
     assert (tmp_path / "runs/1/leftover").exists()
 
@@ -126,11 +125,8 @@ def test_a_run_under_way_elsewhere_is_left_alone(make, tmp_path):
         lock.write("process 7 on another")
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with (
-            pytest.raises(ValueError, match=r"no run under way, got .* in use by process 7 on"),
-            Stopping() as stopping,
-        ):
-            launch_all([run], 1, stopping)
+        with pytest.raises(ValueError, match=r"no run under way, got .* in use by process 7 on"):
+            launch([run])
     assert (run.folder / LOCK).exists()
 
 
@@ -143,8 +139,7 @@ def test_runs_take_turns_on_the_devices_that_this_process_sees(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     else:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with Stopping() as stopping:
-        launch_all(make("pair", "pair"), 2, stopping)
+    launch(make("pair", "pair"), 2)
     found = {(tmp_path / f"runs/{n}/device").read_text() for n in (0, 1)}
     assert found == expected
 
@@ -170,7 +165,6 @@ def test_a_run_that_another_command_has_finished_meanwhile_is_left_alone(make, t
             runs[1].folder.mkdir()
             (runs[1].folder / "summary.json").write_text("the other's")
 
-    with Stopping() as stopping:
-        launch_all(runs, 1, stopping, on_finished=other_ends)
+    launch(runs, on_finished=other_ends)
     assert (runs[1].folder / "summary.json").read_text() == "the other's"
     assert told == [["0"], ["0", "1"]]

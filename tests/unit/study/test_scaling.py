@@ -15,13 +15,9 @@ from dbsl.tools.study.scaling import (
     critical_batch,
     edges,
     find_knees,
-    heuristic_rates,
     steps_to_result,
 )
 from dbsl.tools.study.store import (
-    extract,
-    find_studies,
-    read_study,
     read_workloads,
     write_study,
     write_trial,
@@ -135,14 +131,6 @@ def test_edges_are_judged_on_the_scale_that_was_searched():
     assert edges({"factor": 0.04}, search) == ("factor",)
 
 
-def test_learning_rate_rules_start_at_the_smallest_batch(workload):
-    studies = read_workloads([workload])["cifar_10/resnet_8/sgd"]
-    results = [r for study in studies if (r := steps_to_result(study, 0.3))]
-    linear, root = heuristic_rates(results, [0.1, 0.9])
-    np.testing.assert_allclose(linear, [0.1, 0.4])
-    np.testing.assert_allclose(root, [0.1, 0.2])
-
-
 def test_layout_that_is_written_is_read_back(tmp_path):
     columns = {"step": [0, 5], "val/classification_error": [0.875, math.nan]}
     measured = {name: np.array(values, dtype=float) for name, values in columns.items()}
@@ -152,8 +140,7 @@ def test_layout_that_is_written_is_read_back(tmp_path):
     write_study(folder, values | {"parameter_configs": {}, "goal_error": 0.25})
     write_trial(folder, trial)
     (folder / "7").mkdir()  # a trial that is being written
-    assert find_studies(tmp_path) == [folder]
-    study = read_study(folder)
+    ((study,),) = read_workloads([tmp_path]).values()
     assert (study.workload, study.batch_size, study.goal) == ("d/m/o", 8, 0.25)
     (read,) = study.trials
     assert (read.trial_id, read.status, read.steps) == (3, "INFEASIBLE", 5)
@@ -180,20 +167,12 @@ def test_broken_files_are_named(workload, name, text, message):
         read_workloads([workload])
 
 
-def test_nothing_to_read_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"must have a study.json in it or below"):
-        find_studies(tmp_path / "nowhere")
-
-
 def test_one_study_twice_is_refused(workload):
     with pytest.raises(ValueError, match=r"resnet_8/sgd at 16 a second time"):
         read_workloads([workload, workload])
 
 
-@pytest.mark.parametrize("has_filters", [True, False])  # Python 3.11.4 is the first that has
-def test_archive_is_read_as_its_folder_is(workload, tmp_path_factory, monkeypatch, has_filters):
-    if not has_filters:
-        monkeypatch.delattr(tarfile, "data_filter", raising=False)
+def test_archive_is_read_as_its_folder_is(workload, tmp_path_factory):
     path = tmp_path_factory.mktemp("archive") / "released.tar.bz2"
     with tarfile.open(path, "w:bz2") as archive:
         archive.add(workload, "batch_science")
@@ -206,19 +185,6 @@ def test_archive_is_read_as_its_folder_is(workload, tmp_path_factory, monkeypatc
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(ValueError, match="an archive must be a readable tar"):
         read_workloads([path])
-
-
-def test_without_filters_nothing_of_an_archive_comes_outside_of_the_folder(tmp_path, monkeypatch):
-    monkeypatch.delattr(tarfile, "data_filter", raising=False)
-    (tmp_path / "file").write_text("{}")
-    with tarfile.open(tmp_path / "archive.tar", "w") as archive:
-        for name in ("in/side", "../outside", "in/../../outside"):
-            archive.add(tmp_path / "file", name)
-    (inside := tmp_path / "folder").mkdir()
-    with tarfile.open(tmp_path / "archive.tar") as archive:
-        extract(archive, str(inside))
-    assert [path.name for path in inside.rglob("*")] == ["in", "side"]
-    assert not (tmp_path / "outside").exists()
 
 
 def test_report_prints_rules_warnings_and_writes_pictures(workload, tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dbsl.cluster import steps as module
-from dbsl.cluster.steps import ComputeClock
+from dbsl.cluster.steps import ComputeTimer
 from dbsl.extras.emulate import Emulation
 
 CPU = torch.device("cpu")
@@ -29,41 +29,30 @@ def time(monkeypatch):
     return passing
 
 
-def test_only_what_is_computed_counts_and_reading_starts_anew(time):
-    clock = ComputeClock(CPU)
-    for _ in range(2):
-        with clock.running((0,)):
+def test_what_is_computed_counts_up_to_the_last_mark_and_reading_starts_at_0(time):
+    timer = ComputeTimer(CPU)
+    for marked in (False, True):
+        with timer.running((0, 1)):  # workers share what one process does for all
+            timer.mark(last=False)
             time.sleep(2.0)
+            if marked:
+                timer.mark(last=True)
+                time.sleep(20.0)  # the exchange of gradients
+            else:
+                timer.mark(last=False)
         time.sleep(5.0)  # waiting for others
-    assert clock.seconds(0) == 4.0
-    assert clock.seconds(0) == 0.0
-
-
-def test_what_follows_the_mark_is_waiting(time):
-    clock = ComputeClock(CPU)
-    with clock.running((0,)):
-        clock.mark(last=False)
-        time.sleep(2.0)
-        clock.mark(last=True)
-        time.sleep(20.0)  # the exchange of gradients
-    assert clock.seconds(0) == 2.0
-
-
-def test_several_workers_share_what_one_process_does_for_all(time):
-    clock = ComputeClock(CPU)
-    with clock.running((0, 1)):
-        time.sleep(1.0)
-    assert clock.seconds(0) == clock.seconds(1) == 1.0
+    assert timer.take_seconds(0) == timer.take_seconds(1) == 4.0
+    assert timer.take_seconds(0) == 0.0
 
 
 @pytest.mark.parametrize("marked", [False, True])
 def test_a_slowed_worker_takes_as_much_longer_as_it_should(time, marked):
-    clock = ComputeClock(CPU, Emulation({1: 3.0}))
+    timer = ComputeTimer(CPU, Emulation({1: 3.0}))
     for worker, expected in enumerate((3.0, 9.0)):
         began = time.now
-        with clock.running((worker,)):
+        with timer.running((worker,)):
             time.sleep(3.0)
             if marked:
-                clock.mark(last=True)
-        assert clock.seconds(worker) == expected
+                timer.mark(last=True)
+        assert timer.take_seconds(worker) == expected
         assert time.now - began == expected  # the process really waits
