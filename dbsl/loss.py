@@ -101,7 +101,8 @@ def digest_of(loss_of: LossOf) -> str | None:
 def scalars(loss: Tensor, figures: Figures, names: tuple[str, ...]) -> Tensor:
     """Return the loss and the figures of these names on the device, [1 + F], without waiting."""
     if {*figures} != {*names}:
-        must = f"in every step the figures {', '.join(names)}" if names else "no figures unnamed"
+        every = f"the figures {', '.join(names)} in every step"
+        must = every if names else "no figures, since none are named"
         new = ", ".join(repr(name) for name in figures if name not in names)
         way = f": pass open_session(figures=[{'..., ' * bool(names)}{new}])" if new else ""
         raise SettingError(f"work.add must get {must}, got {', '.join(figures) or 'none'}{way}")

@@ -58,12 +58,6 @@ def build_model(
     pixels, are that one where they are unset. `say` takes a line for each part of the weights that
     is not used; `settings` are more arguments of the model.
     """
-    if ":" not in name and not timm.is_model(name):
-        close = timm.list_models(f"{name[:8]}*")[:5]
-        hint = f" (some names: {', '.join(close)})" if close else ""
-        raise SettingError(
-            f"model must be a name that timm.list_models() knows, got {name!r}{hint}"
-        )
     from_elsewhere = pretrained or ":" in name
     with torch.random.fork_rng(devices=[]), _reading_weights(name, pretrained):
         small_stem = _has_small_stem(name)
@@ -107,7 +101,13 @@ def _create(
     settings: Mapping[str, Any],
     **args: Any,
 ) -> nn.Module:
-    """Create a model with arguments that Vision Transformers alone know, or without them."""
+    """Create a model of a known name, with what Vision Transformers alone know or without it."""
+    if ":" not in name and not timm.is_model(name):
+        close = timm.list_models(f"{name[:8]}*")[:5]
+        hint = f" (some names: {', '.join(close)})" if close else ""
+        raise SettingError(
+            f"model must be a name that timm.list_models() knows, got {name!r}{hint}"
+        )
     torch.manual_seed(seed)
     args |= settings
     # Not such a model, or convolutions come first. A model may raise anything over its settings.

@@ -88,7 +88,8 @@ class Pulse:
 
     def reason(self, error: BaseException) -> str:
         """Return why an exchange with the other process failed."""
-        self._thread.join(_NOTICED_S)  # it fails, too, and knows more
+        if is_lost_peer(error):
+            self._thread.join(_NOTICED_S)  # it fails, too, and knows more
         return self.failure or reason_of(error)
 
     def end(self, word: str = "") -> None:

@@ -2,7 +2,7 @@
 
 Every rule is ``rule(global_ [P], pushed [n, P], factors [n]) -> [P]`` and leaves its arguments as
 they are. `mean` and `Delta` get the pushes of all workers together, the others each push alone
-(n = 1). For a rule of one's own copy one of these, change it, and give it to
+(n = 1). For your own rule copy one of these, change it, and give it to
 ``open_session(merge=...)``.
 
 `mean`, `ratio`, `half`: Lu, Liu, Hong, Wu (COMPSAC 2022 and arXiv 2509.26092).

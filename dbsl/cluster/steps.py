@@ -171,7 +171,7 @@ def take_fraction(optimizer: torch.optim.Optimizer, learning_rate: float, fracti
 
     For equal gradients without weight decay this holds to rounding, with any momentum. Each decays
     the weights that it meets, so that decay differs by the square of one step's. Adam's second
-    moment comes from each one's own gradients. The optimizer is one that `takes_fractions`, with
+    moment comes from the gradients of each. The optimizer is one that `takes_fractions`, with
     mean gradients at its parameters; the learning rate is that of the whole step.
     """
     if isinstance(optimizer, torch.optim.SGD):

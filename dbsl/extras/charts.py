@@ -82,7 +82,7 @@ class Charts(Extra):
         self._names = names
         self._before: Mapping[str, str] = {}  # trackers of the session before, with their ids
         self._shown: list[_Tracker] = []
-        self._totals: dict[int, dict[str, float]] = {}  # of plans, by resolution
+        self._totals: dict[int, dict[str, float]] = {}  # plans', by resolution
         self._rounds: defaultdict[int, list[Row]] = defaultdict(list)  # by epoch
         self._epochs, self._live = 0, False
 

@@ -139,7 +139,7 @@ class Emulation(Machine):
         config, link = times.run.config, self.link
         if link is None:
             return 0.0
-        size = 4 * (times.parameters if config.sync == "step" else times.state)  # of float32
+        size = 4 * (times.parameters if config.sync == "step" else times.state)  # bytes of float32
         if config.sync == "step":
             compute_s, steps = times.computed(worker, epoch, round_, segment)
             return steps * link.joint_step_s(size, config.workers, compute_s / max(steps, 1))

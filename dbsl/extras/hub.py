@@ -180,7 +180,7 @@ def _body(
         "device, precision": f"{values['device']}, {values['precision']}",
         "torch, timm": f"{values['torch']}, {values['timm']}",
     }
-    batches: dict[str, str] = {}  # of each resolution's first plan
+    batches: dict[str, str] = {}  # by each resolution's first plan
     for row in read_metrics(folder / "metrics.jsonl"):
         if row["event"] == "plan":
             counts = Counter(worker["local_batch_size"] for worker in row["workers"])

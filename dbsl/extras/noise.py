@@ -100,7 +100,7 @@ class Noise(Extra):
         """Choose how to measure; not at all with fp16, which scales gradients."""
         run, accelerator = session.run, session.accelerator
         self.mean = NoiseAverage(len(run.data.train))
-        self._plan: Plan | None = None  # of the last epoch
+        self._plan: Plan | None = None  # the last epoch's
         self._joint, self._loss_of = session.stepper.joint, run.loss_of
         self.probe = None
         if not accelerator.scaler:
@@ -210,9 +210,9 @@ def _ratio_interval(
 def pairs_of(reports: Iterable[RoundReport], samples: int) -> list[tuple[float, float]]:
     """Return |G|^2 and tr(Sigma) of each measurement that an epoch's rounds have brought.
 
-    Workers that each measured a part of their own batch beside it give one each. Else a round gives
-    one altogether, because its measurements are not independent: parts of workers beside the one
-    batch that all of them share, or workers' batches and all of them joined.
+    Workers that each measured their own batch and a part of it give one each. Else a round gives
+    one altogether, because its measurements are not independent: workers' parts of the one batch
+    that all of them share, or workers' batches and all of them joined.
     """
     rounds: dict[int, list[RoundReport]] = {}
     for report in sorted(reports, key=lambda report: (report.round, report.worker)):

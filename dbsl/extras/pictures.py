@@ -304,7 +304,8 @@ def fit_axis(axes: Axes, words: Callable[[float], str] = short_loss) -> None:
     """
     points = [(y, x, line.get_color()) for line in axes.lines for x, y in line.get_xydata()]
     drawn = sorted(y for y, _, _ in points if 0 < y < math.inf)
-    most = _FAR * drawn[(len(drawn) - 1) * 3 // 4] if drawn else math.inf  # of three quarters
+    quartile = drawn[(len(drawn) - 1) * 3 // 4] if drawn else math.inf  # the third
+    most = _FAR * quartile
     far = [point for point in points if point[0] > most]
     if not far:
         return
@@ -437,7 +438,7 @@ def worker_marks(metrics: Sequence[Row]) -> list[tuple[str, int, int]]:
     marks, epoch = [], 0
     for row in metrics:
         if row["event"] == "round":
-            epoch = max(epoch, row["epoch"])  # that a worker was lost in: none is told
+            epoch = max(epoch, row["epoch"])  # a row of a lost worker may name no epoch
         elif row["event"] in _SHAPES:
             marks.append((row["event"], row["worker"], 1 + row.get("epoch", epoch)))
     return marks
@@ -516,7 +517,7 @@ def _draw_members(
 
 
 def _add_legend(axes: Axes, only: Collection[str] = ()) -> None:
-    """Name what is drawn, or `only` some of it, beside a panel."""
+    """Name what is drawn, or `only` some of it, to the right of a panel."""
     drawn = zip(*axes.get_legend_handles_labels(), strict=True)
     if named := {name: handle for handle, name in drawn if not only or name in only}:
         place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False}

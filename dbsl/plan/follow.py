@@ -56,15 +56,9 @@ class Planner:
     The plan of a round is decided when it is first asked for, so that workers that are not in step
     with each other still share an epoch's samples by one plan. Call it under the server's lock.
 
-    Args:
-        plans: The first plan of each resolution.
-        resolution_at: Resolution of an epoch.
-        models: Planned time models of the workers, by resolution.
-        members: The workers; without them all are there, in epochs of one round.
-        balance: How plans follow measured times.
-        every: Rounds from one chance to change to the next.
-        maker: Makes other plans; needed where plans or workers change.
-        sampler: Knows whose samples a turn takes; needed where they change inside an epoch.
+    It begins with each resolution's `plans` and planned time `models`, and may change plans `every`
+    so many rounds. Without `members` all workers are there, in epochs of one round. A `maker` is
+    needed where plans or workers change, a `sampler` where they do inside an epoch.
     """
 
     def __init__(

@@ -444,17 +444,12 @@ def plan_steps(
     drop_last: bool = False,
     least: int = 1,
 ) -> Plan:
-    """Plan an epoch of joint steps in which worker i takes `sizes[i]` samples of each.
+    """Plan an epoch of joint steps in which worker i takes `sizes[i]` samples of each, b_i >= 1.
 
-    All workers take the same number of steps, the fewest that an epoch needs. Sizes of steps differ
-    by at most one and are split in the same proportions (see `StepSampler`).
-
-    Args:
-        samples: Training samples per epoch, d.
-        sizes: Samples per step of each worker, b_i, at least 1; their sum is the global batch B.
-        time_models: Step time of each worker.
-        drop_last: Whether only whole global batches are trained on.
-        least: Least samples of a part, unless it is empty.
+    Their sum is the global batch B. All workers take the same number of steps, the fewest that an
+    epoch needs. Sizes of steps differ by at most one and are split in the same proportions (see
+    `StepSampler`), in parts of at least `least` samples or none. With `drop_last` only whole global
+    batches are trained on.
     """
     sizes = np.asarray(sizes, dtype=np.int64)
     if len(sizes) != len(time_models):

@@ -36,8 +36,8 @@ class TimeModel:
             if not np.isfinite(values).all():
                 bad = np.ravel(values)[~np.isfinite(np.ravel(values))][0]
                 raise SettingError(f"{name} must be a finite number of seconds, got {bad}")
-        if np.min(self.floor) < 0:
-            raise SettingError(f"floor must be at least 0 seconds a step, got {np.min(self.floor)}")
+        if (floor := np.min(self.floor)) < 0:
+            raise SettingError(f"floor must be at least 0 seconds per step, got {floor}")
         if (slope := np.min(self.slope)) <= 0:
             raise SettingError(f"slope must be above 0 seconds per sample, got {slope}")
 

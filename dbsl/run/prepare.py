@@ -236,10 +236,7 @@ def prepare(
     replaced: Replaced = _NOTHING,
     extras: Extras | None = None,
 ) -> Run[ConfigT]:
-    """Load the data, build the model, measure step times unless given, and plan the run.
-
-    Without `extras` the settings say which. A first call of the loss function names its figures.
-    """
+    """Load the data, build the model, measure step times unless given, and plan the run."""
     config = _count_workers(given, accelerator)
     extras = Extras.of(config) if extras is None else extras
     machine = extras.first(Extra.machine, config) or Machine()
@@ -267,10 +264,9 @@ def prepare(
     give_back(accelerator.device)  # what measuring took
     maker = PlanMaker(config, known, samples, least)
     plans = _first_plans(config, maker, known, samples, accelerator)
-    rounds = rounds_of_epoch(plans, config)
     config = replace(config, small_batch_size=maker.small_batch_size())
     blocks = getattr(data.train, "blocks", None)  # your own data may not know of them
-    sampler = TurnSampler(config, samples, rounds, least, blocks)
+    sampler = TurnSampler(config, samples, rounds_of_epoch(plans, config), least, blocks)
     return Run(
         config=config,
         data=data,

@@ -241,18 +241,22 @@ def test_a_figure_with_the_name_of_a_field_is_refused_before_anything_is_written
     refused(tmp_path, has, figures(**{name: 1.0}))
 
 
-def test_figures_that_change_their_names_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"first": 1.0}, "the figures first in every step, got first, late: .*figures=.*'late'"),
+        ({}, r"no figures, since none are named, got late: pass open_session\(figures=\['late'\]"),
+    ],
+)
+def test_figures_that_change_their_names_are_refused(tmp_path, named, message):
     calls = []
 
     def loss_function(model, inputs, labels, config):
         calls.append(1)
         loss = F.cross_entropy(model(inputs), labels)
-        return loss, {"first": 1.0} | ({"late": 2.0} if len(calls) > 3 else {})
+        return loss, named | ({"late": 2.0} if len(calls) > 3 else {})
 
-    message = (
-        r"get in every step the figures first, got first, late: .* open_session\(figures=\[.*'late'"
-    )
-    with pytest.raises(SettingError, match=message):
+    with pytest.raises(SettingError, match=f"work.add must get {message}"):
         run(tmp_path / "run", loss_function, **MODES["bsp"])
 
 

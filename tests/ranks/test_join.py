@@ -14,33 +14,30 @@ import torch.distributed as dist
 from dbsl.base.errors import NothingLeft, SettingError, SyncError
 from dbsl.cluster import launch
 from dbsl.cluster.launch import Door, find_running_job
-from dbsl.plan.types import EpochEnd, JoinedWorker, LostWorker
+from dbsl.plan.types import JoinedWorker, LostWorker
 from tests.helpers import free_port, wait_until
-from tests.ranks.test_sync import make, make_reports
+from tests.ranks.test_sync import make, train
 
 TIMEOUT_S = 20.0
 
 
-def train(cluster, plan, *, rounds=None, pause_s=0.0, until=None):
+def take_rounds(cluster, plan, *, rounds=None, pause_s=0.0, until=None):
     """Take rounds, all or so many, and return their numbers and what was seen of others.
 
     None is over before the event `until`.
     """
     taken, seen = [], []
-    for turn in cluster.turns():
-        if isinstance(turn, EpochEnd):
-            continue
-        cluster.segment(turn)
-        cluster.pull(turn)
-        time.sleep(pause_s)
-        if until is not None:
-            assert until.wait(TIMEOUT_S)
-        cluster.push(make_reports(turn, plan))
-        taken.append(turn.epoch)
-        seen += [(type(change), change.worker, change.rounds) for change in cluster.membership()]
+
+    def inside(turn):
         if len(taken) == rounds:
             os._exit(9)
-    cluster.close()
+        cluster.segment(turn)
+        time.sleep(pause_s)
+        assert until is None or until.wait(TIMEOUT_S)
+        taken.append(turn.epoch)
+        seen.extend((type(c), c.worker, c.rounds) for c in cluster.membership())
+
+    train(cluster, plan, inside)
     return taken, seen
 
 
@@ -50,11 +47,9 @@ def first(rank, sync, epochs, wire=None, door_s=TIMEOUT_S, **how):
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S)
     )
-    more = {"door": Door({"sync": sync}, 2, door_s)} if rank == 0 else {}
-    _, cluster, plan = make(
-        rank, sync, world_size=2, epochs=epochs, timeout_s=TIMEOUT_S, wire=wire, **more
-    )
-    return train(cluster, plan, **how)
+    door = None if rank else Door({"sync": sync}, 2, door_s)
+    _, cluster, plan = make(rank, sync, epochs, wire=wire, door=door)
+    return take_rounds(cluster, plan, **how)
 
 
 def again(rank, sync, epochs, wire, ready):
@@ -63,10 +58,8 @@ def again(rank, sync, epochs, wire, ready):
     job = find_running_job()
     assert (job.rank, job.processes, job.settings) == (rank, 2, {"sync": sync})
     admission = job.enter(TIMEOUT_S)
-    weights, cluster, plan = make(
-        rank, sync, world_size=2, epochs=epochs, timeout_s=TIMEOUT_S, wire=wire, admission=admission
-    )
-    taken, _ = train(cluster, plan)
+    weights, cluster, plan = make(rank, sync, epochs, wire=wire, admission=admission, processes=2)
+    taken, _ = take_rounds(cluster, plan)
     return admission.clock, taken, weights.vector.isfinite().all().item()
 
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -49,6 +49,23 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, sys.argv.pop())
 runpy.run_path("train.py", run_name="__main__")
 """
+
+
+NOWHERE = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    """Return ``environ(NAME=value, ...)``, which sets variables, or with None takes them away."""
+
+    def change(**values):
+        for name, value in values.items():
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, str(value))
+
+    return change
 
 
 @pytest.mark.parametrize(
@@ -105,14 +122,16 @@ def test_what_the_launcher_was_asked_for_in_vain_is_refused_before_anything_is_w
     assert not (tmp_path / "run").exists()
 
 
-def test_what_the_launcher_sets_by_itself_is_not_refused(monkeypatch):
-    args = launch_command_parser().parse_args(["--mixed_precision", "no", "train.py"])
-    args.dynamo_backend, args.num_machines, args.use_cpu = "no", 1, False
-    _, environment = prepare_simple_launcher_cmd_env(args)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_accelerate_launch_sets_by_itself_is_not_refused_and_tells_of_others(environ, count):
+    arguments = ["--cpu", "--num_processes", str(count), "train.py"]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
+    _, environment = prepare_simple_launcher_cmd_env(arguments)
+    assert "ACCELERATE_MIXED_PRECISION" in environment
+    assert ("MASTER_ADDR" in environment) == (count == 2)
+    environ(**environment)
     check_launcher()
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    environ(ACCELERATE_GRADIENT_ACCUMULATION_STEPS=1)
     check_launcher()
 
 
@@ -126,10 +145,9 @@ def test_what_the_launcher_sets_by_itself_is_not_refused(monkeypatch):
     ],
 )
 def test_tasks_of_slurm_that_train_alone_are_warned_of(
-    fresh_accelerator, monkeypatch, capsys, environment, warns
+    fresh_accelerator, environ, capsys, environment, warns
 ):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    environ(**environment)
     start_accelerator("no", 20.0)
     said = "warning: Slurm has 4 tasks, and each that runs train.py trains alone"
     assert (said in capsys.readouterr().err) == warns
@@ -164,9 +182,8 @@ def rank_precision(rank):
     return start_accelerator("auto", 20.0).mixed_precision
 
 
-def test_one_process_without_native_bf16_decides_for_all(run_ranks, monkeypatch):
-    for name, value in (("WORLD_SIZE", "3"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
-        monkeypatch.setenv(name, value)
+def test_one_process_without_native_bf16_decides_for_all(run_ranks, environ):
+    environ(**NOWHERE)
     assert run_ranks(rank_precision, world_size=3) == ["no"] * 3
 
 
@@ -182,10 +199,9 @@ def rank_on_node(rank, threads, local_ranks):
 
 @pytest.mark.parametrize(("threads", "common"), [((3, 3, 5), None), ((3, 3, 3), 3)])
 def test_processes_keep_their_threads_and_unlike_nodes_have_none_in_common(
-    run_ranks, monkeypatch, threads, common
+    run_ranks, environ, threads, common
 ):
-    for name, value in (("WORLD_SIZE", "3"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
-        monkeypatch.setenv(name, value)
+    environ(**NOWHERE)
     found = run_ranks(rank_on_node, threads, (0, 1, 0), world_size=3)
     assert found == [((0, 0, 1), own, common) for own in threads]
 
@@ -202,10 +218,8 @@ def test_a_launch_for_the_cpu_leaves_the_gpu_alone(monkeypatch):
     assert joined == [True]
 
 
-def test_nothing_is_asked_of_a_store_that_no_launcher_serves(monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
-        monkeypatch.setenv(name, value)  # srun's: connecting would wait 20 s, and fail
+def test_nothing_is_asked_of_a_store_that_no_launcher_serves(environ):
+    environ(**NOWHERE, TORCHELASTIC_RUN_ID=None)  # srun's: connecting would wait 20 s, and fail
     assert remember("run folder", "runs/x") == "runs/x"
 
 
@@ -265,27 +279,13 @@ def test_a_lazy_module_runs_when_it_is_used_and_a_missing_one_is_named(tmp_path,
         ({"MASTER_ADDR": "127.0.0.1"}, False),  # somebody else's
     ],
 )
-def test_one_process_where_several_were_asked_for_is_said(monkeypatch, capsys, settings, warned):
-    for name in ("ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
+def test_one_process_where_several_were_asked_for_is_said(environ, capsys, settings, warned):
+    unset = dict.fromkeys(("ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "WORLD_SIZE"))
+    environ(**unset | settings)
     start_accelerator("no", 20.0)
     error = capsys.readouterr().err
     assert ("--multi_gpu --num_processes 2" in error) == warned
     assert error.count("\n") == warned
-
-
-def test_accelerate_launch_tells_its_one_process_of_the_others(tmp_path):
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
-
-    for count in (1, 2):
-        arguments = ["--cpu", "--num_processes", str(count), "train.py"]
-        arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
-        _, environment = prepare_simple_launcher_cmd_env(arguments)
-        assert "ACCELERATE_MIXED_PRECISION" in environment
-        assert ("MASTER_ADDR" in environment) == (count == 2)
 
 
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_ERROR_FILE", "ACCELERATE_MIXED_PRECISION"])
@@ -389,12 +389,10 @@ class Asked:
         return getattr(self._store, name)
 
 
-def test_a_process_that_waits_for_many_asks_the_store_one_question_a_look(monkeypatch):
+def test_a_process_that_waits_for_many_asks_the_store_one_question_a_look(monkeypatch, environ):
     store = Asked()
     monkeypatch.setattr(dbsl.cluster.launch, "_open_store", lambda *where: store)
-    for name, value in {"RANK": 3, "WORLD_SIZE": 256, "MASTER_PORT": 1}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    environ(**NOWHERE | {"RANK": 3, "WORLD_SIZE": 256})
     for _ in range(2):  # as where it is launched again
         with pytest.raises(SyncError, match=r"^1 of 256 processes have come within 0\.2 s"):
             join_processes(0.2, cpu=True)
@@ -417,35 +415,28 @@ def test_a_death_during_start_up_is_one_line_and_status_2(run_ranks, capfd):
     assert line.startswith("error: another process died or fell silent: ")
 
 
-def test_gloo_is_chosen_for_the_processes_of_a_launcher_alone(monkeypatch):
-    monkeypatch.setenv("DBSL_BACKEND", "gloo")
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
+def test_gloo_is_chosen_for_the_processes_of_a_launcher_alone(environ):
+    environ(DBSL_BACKEND="gloo", LOCAL_RANK=None)
     assert chosen_backend() is None
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert chosen_backend() == "gloo"
-    monkeypatch.setenv("DBSL_BACKEND", "mpi")
+    environ(DBSL_BACKEND="mpi")
     with pytest.raises(ValueError, match="DBSL_BACKEND must be gloo or unset, got 'mpi'"):
         chosen_backend()
 
 
-def test_the_chosen_backend_is_that_of_processes_with_a_gpu(monkeypatch):
-    given = []
+def test_the_chosen_backend_is_that_of_processes_with_a_gpu(monkeypatch, environ):
+    given, launch = [], dbsl.cluster.launch
 
     def start(backend, *, timeout, **_):
         given.append((backend, timeout.total_seconds()))
 
-    monkeypatch.setenv("DBSL_BACKEND", "gloo")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setattr(dbsl.cluster.launch, "restarts", lambda: 1)
-    monkeypatch.setattr(dbsl.cluster.launch, "_meet", lambda timeout_s: dist.HashStore())
-    monkeypatch.setattr(dbsl.cluster.launch, "_bind_to_launcher", lambda: None)
+    monkeypatch.setattr(launch, "restarts", lambda: 1)
+    monkeypatch.setattr(launch, "_meet", lambda timeout_s: dist.HashStore())
+    monkeypatch.setattr(launch, "_bind_to_launcher", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(dbsl.cluster.launch.dist, "init_process_group", start)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "2")
-    dbsl.cluster.launch.join_processes(1.0, cpu=False)
-    monkeypatch.delenv("DBSL_BACKEND")
-    dbsl.cluster.launch.join_processes(1.0, cpu=False)
+    monkeypatch.setattr(launch.dist, "init_process_group", start)
+    for backend in ("gloo", None):
+        environ(DBSL_BACKEND=backend, LOCAL_RANK=0, RANK=2, WORLD_SIZE=2)
+        join_processes(1.0, cpu=False)
     # NCCL's watchdog ends a process without naming the rank: heartbeats decide before.
     assert given == [("gloo", 61.0), ("nccl", 61.0)]
 
@@ -463,6 +454,10 @@ def test_the_second_process_of_a_node_waits_on_a_device_that_it_has(monkeypatch,
     with first_on_node(fake):
         done.append("first")
     assert done == [devices, "second", "first", devices]
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    with first_on_node(fake):  # a process alone waits for nobody
+        pass
+    assert len(done) == 4
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -477,11 +472,6 @@ def test_accelerate_is_around_an_optimizer_only_where_gradients_are_scaled(scale
     divides = [event for event in profiled.events() if event.name.startswith("aten::div")]
     assert bool(divides) is scaled
     assert weight.grad.tolist() == [65536.0 if scaled else 1.0] * 3
-
-
-def test_a_process_alone_waits_for_nobody(accelerator):
-    with first_on_node(accelerator):
-        pass
 
 
 def test_a_process_that_joins_takes_the_gpu_that_its_local_rank_shares(monkeypatch):

@@ -1,16 +1,20 @@
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dbsl.cluster.wire
 from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.protocol import SharedPlans
 from dbsl.cluster.wire import (
     Ending,
     Kind,
+    Transfer,
     check_report,
     decode_segment,
     encode_segment,
@@ -119,22 +123,12 @@ def test_numbers_of_any_kind_are_a_report_or_refused(numbers):
     assert 0 < report.merge_weight <= 1
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"worker": 2},
-        {"round": 0},
-        {"merge_weight": 0.0},
-        {"merge_weight": float("nan")},
-        {"time_s": -1.0},
-        {"learning_rate": float("inf")},
-        {"samples": -5},
-    ],
-)
-def test_a_report_of_another_round_or_with_odd_numbers_is_refused(change):
+def test_a_report_of_another_round_or_with_odd_numbers_is_refused():
     check_report(REPORT, 3, 7, 1)
-    with pytest.raises(ValueError, match="report must"):
-        check_report(replace(REPORT, **change), 3, 7, 1)
+    odd = {"worker": 2, "round": 0, "merge_weight": math.nan, "time_s": -1.0, "samples": -5}
+    for name, value in (*odd.items(), ("merge_weight", 0.0), ("learning_rate", math.inf)):
+        with pytest.raises(ValueError, match="report must"):
+            check_report(replace(REPORT, **{name: value}), 3, 7, 1)
 
 
 def test_unknown_messages_and_odd_numbers_of_rows_are_refused():
@@ -148,3 +142,44 @@ def test_unknown_messages_and_odd_numbers_of_rows_are_refused():
     for rows in (0, -1, 2**30):
         with pytest.raises(ValueError, match="1048576 rows, got"):
             report_room(rows)
+
+
+# --- vectors
+
+
+ERRORS = {None: 0.0, torch.bfloat16: 2**-8}  # of numbers up to 1, by what travels
+
+
+def exchange(rank):
+    """Send vectors of rank 1 to rank 0 and back; return what came, and whether it was finite."""
+    dbsl.cluster.wire.CHUNK = 1000  # several, of which the last is shorter
+    pair, found = dist.new_group([0, 1], backend="gloo"), []
+    for dtype, length in itertools.product(ERRORS, (7, 3500)):
+        vector = torch.linspace(-1, 1, length) * rank
+        transfer, finite = Transfer(vector, pair, dtype), True
+        if rank == 0:
+            finite = transfer.receive(vector, check=True)
+        transfer.send(vector)
+        transfer.wait()
+        if rank == 1:
+            transfer.receive(vector)
+        found.append((vector.tolist(), finite))
+    vector[length // 2] = math.nan
+    if rank == 1:
+        transfer.send(vector)
+        transfer.wait()
+        return found, False
+    return found, transfer.receive(vector, check=True)
+
+
+def test_vectors_come_as_they_are_or_rounded_to_what_travels_and_are_checked(run_ranks):
+    (there, poisoned), (back, _) = run_ranks(exchange)
+    assert there == back
+    for (dtype, length), (found, finite) in zip(
+        itertools.product(ERRORS, (7, 3500)), there, strict=True
+    ):
+        difference = (torch.tensor(found) - torch.linspace(-1, 1, length)).abs().max()
+        assert finite
+        assert difference <= ERRORS[dtype]
+        assert dtype is None or difference > 0
+    assert not poisoned

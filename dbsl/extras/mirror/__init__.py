@@ -58,7 +58,7 @@ from dbsl.run.folder import CODE, RESULTS, default_folder
 from dbsl.run.session import Session
 
 OWN_FILE = "mirror.json"  # in the run folder: where it is mirrored, and the run's name for itself
-NEEDED = ("config.yaml", "metrics.jsonl")  # what a checkpoint needs beside it
+NEEDED = ("config.yaml", "metrics.jsonl")  # what a checkpoint needs of its run
 _PATIENCE_S = 600.0  # for the last upload, at the run's end and at a stop
 _LAST_PATIENCE_S = 20.0  # the same where the run fails
 _TRIES = 5  # that may fail one after the other, then

@@ -16,7 +16,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ import yaml
 from dbsl.base.errors import SettingError, one_line_errors
 from dbsl.base.files import write_text
 from dbsl.base.machine import threads_of_process
-from dbsl.base.words import plural
+from dbsl.base.words import as_given, plural
 from dbsl.config.fields import in_range
 from dbsl.config.hooks import file_of
 from dbsl.config.parse import (
@@ -43,10 +43,9 @@ from dbsl.tools.compare.report import only_writer, read_runs, write_comparison, 
 from dbsl.tools.compare.statistics import ArmRun, equal_time_epochs, read_run
 from dbsl.tools.jobs import Launch, check_flags, is_finished, launch_all
 
-# Settings that move no result: where figures and weights are kept, and how many.
 # There are many runs: each leaves its figures and last weights, no checkpoints.
 _DEFAULTS = {"report_to": "none", "keep_checkpoints": 0, "save_best": False}
-_FREE = {*_DEFAULTS, "checkpoint_every"}
+_FREE = {*_DEFAULTS, "checkpoint_every"}  # these move no result: what is kept, and how often
 _OWN = ("seed", "output_dir", "resume", "config")  # settings that a comparison gives by itself
 
 
@@ -121,10 +120,10 @@ class CompareConfig:  # every field is a flag, its comment the help
 class Arm:
     """A config to be run with several seeds."""
 
-    name: str  # of its row in the table: the file's, and the values varied
-    run: str  # of its runs' folders
+    name: str  # in the table: the file's, and the values varied
+    run: str  # name of its runs' folders
     path: Path
-    settings: Mapping[str, Any]  # of the file, its bases and `extra`
+    settings: Mapping[str, Any]  # the file's, its bases' and `extra`
     extra: Mapping[str, Any]  # settings that are not from the file
     dataset: str = ""  # its name; `settings` may name a local copy
 
@@ -134,7 +133,7 @@ class Arm:
             return self
         extra = {"epochs": epochs}
         if (milestones := self.settings.get("lr_milestones")) is not None:
-            moved = {round(float(m) * epochs / before) for m in _as_list(milestones)}
+            moved = {round(float(m) * epochs / before) for m in _alike({"": milestones})[""]}
             extra["lr_milestones"] = sorted(moved & set(range(1, epochs)))
         if (warmup := self.settings.get("warmup_epochs")) is not None:
             extra["warmup_epochs"] = float(warmup) * epochs / before
@@ -148,10 +147,7 @@ class Arm:
     @property
     def hash(self) -> str:
         """Tell these settings from others on any machine: where the data lie does not count."""
-        kept = {name: v for name, v in self.settings.items() if name not in _FREE}
-        settings = {name: _as_list(v) for name, v in kept.items() if v is not None}
-        settings["dataset"] = self.dataset
-        text = json.dumps(settings, sort_keys=True)
+        text = json.dumps(_alike(self.settings) | {"dataset": self.dataset}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def flags(self, seed: int, folder: Path, jobs: int) -> tuple[str, ...]:
@@ -172,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the arms that are not finished, and report."""
     argv = sys.argv[1:] if argv is None else list(argv)
     config = parse_flags(CompareConfig, argv, prog="python -m dbsl.compare")
-    shared = _shared(config.set)
+    shared = _as_yaml(_pairs(config.set))
     arms = [
         _read_arm(Path(path), end, {**shared, **values})
         for path in config.arms
@@ -247,7 +243,10 @@ class _Table:
         """Refuse what cannot be run or written, before anything is."""
         to_run = [arm for folder, (arm, _) in self.lacking.items() if not is_finished(folder)]
         for arm in {arm.name: arm for arm in to_run}.values():
-            _check_settings(arm)
+            try:
+                check_flags(("--config", str(arm.path), *yaml_to_argv(arm.extra)))
+            except SettingError as error:
+                raise SettingError(f"{error} (arm {arm.name})") from None
         for folder, (arm, _) in self.lacking.items():
             _check_same(arm, folder)
         self._check_rows(self.recorded)
@@ -322,23 +321,16 @@ def _pairs(settings: Sequence[str]) -> list[tuple[str, str]]:
     return [(name.replace("-", "_"), value) for name, value in pairs]
 
 
-def _shared(settings: Sequence[str]) -> dict[str, Any]:
-    """Return name=value settings as a YAML file would have them."""
-    return {name: _as_yaml(value) for name, value in _pairs(settings)}
-
-
-def _as_yaml(value: str) -> bool | str:
-    return {"true": True, "false": False}.get(value, value)
+def _as_yaml(settings: Iterable[tuple[str, str]]) -> dict[str, bool | str]:
+    """Return settings as a YAML file would have them."""
+    return {name: {"true": True, "false": False}.get(v, v) for name, v in settings}
 
 
 def _variations(vary: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
     """Return the end of an arm's name and the settings of each combination of varied values."""
     varied = [[(name, v) for v in values.split(",")] for name, values in _pairs(vary)]
     return [
-        (
-            "".join(f"-{name}{v.replace('/', '-')}" for name, v in chosen),
-            {name: _as_yaml(v) for name, v in chosen},
-        )
+        ("".join(f"-{name}{v.replace('/', '-')}" for name, v in chosen), _as_yaml(chosen))
         for chosen in itertools.product(*varied)
     ]
 
@@ -351,21 +343,10 @@ def _read_arm(path: Path, end: str, shared: Mapping[str, Any]) -> Arm:
     own = path.stem + end
     named, given = settings.get("dataset"), str(shared.get("dataset", "digits"))
     is_path = given != "digits" and Path(given).expanduser().exists()
-    if named is None:
-        dataset = Path(given).stem
-    elif is_path or "dataset" not in shared:  # a folder is taken for a copy of the one named
-        dataset = str(named)
-    else:
-        dataset = given
+    dataset = given if named is not None else Path(given).stem
+    if named is not None and (is_path or "dataset" not in shared):
+        dataset = str(named)  # a folder is taken for a copy of it
     return Arm(own, own, path, {**settings, **shared}, shared, dataset)
-
-
-def _check_settings(arm: Arm) -> None:
-    """Refuse an arm that train.py would refuse: no run begins before all arms are right."""
-    try:
-        check_flags(("--config", str(arm.path), *yaml_to_argv(arm.extra)))
-    except SettingError as error:
-        raise SettingError(f"{error} (arm {arm.name})") from None
 
 
 def _note_of(folder: Path) -> Path:
@@ -381,26 +362,24 @@ def _check_same(arm: Arm, folder: Path) -> None:
     if not note.exists():
         raise SettingError(f"runs_dir must have runs of comparisons alone, got {folder}")
     made = yaml.safe_load(note.read_text(encoding="utf-8")) or {}
-    now = {name: value for name, value in arm.settings.items() if value is not None}
-    for key in sorted({*now, *made} - _FREE):
-        if not _is_same(made.get(key), now.get(key)):
+    before, now = _alike(made), _alike(arm.settings)
+    for key in sorted({*now, *before}):
+        if before.get(key) != now.get(key):
             raise SettingError(
-                f"{key} of arm {arm.name} must be {_shown(made.get(key))} as in {note}, or "
-                f"runs_dir another, got {_shown(now.get(key))}; without {folder} it is run anew"
+                f"{key} of arm {arm.name} must be {as_given(made.get(key))} as in {note}, or "
+                f"runs_dir another, got {as_given(arm.settings.get(key))}; without {folder} it is "
+                "run again"
             )
 
 
-def _shown(value: Any) -> Any:
-    return "unset" if value is None else value
-
-
-def _is_same(made: Any, value: Any) -> bool:
-    return (made is None) == (value is None) and _as_list(made) == _as_list(value)
-
-
-def _as_list(value: Any) -> list[Any]:
-    parts = value if isinstance(value, list) else str(value).split(",")
-    return [_as_number(str(part).strip()) for part in parts]
+def _alike(settings: Mapping[str, Any]) -> dict[str, list[float | str]]:
+    """Return the settings that move results, alike however a file or a flag writes them."""
+    found = {}
+    for name, value in settings.items():
+        if name not in _FREE and value is not None:
+            parts = value if isinstance(value, list) else str(value).split(",")
+            found[name] = [_as_number(str(part).strip()) for part in parts]
+    return found
 
 
 def _as_number(text: str) -> float | str:

@@ -22,7 +22,7 @@ from dbsl.base.words import short_loss
 from dbsl.extras.pictures import DPI, save_figure
 from dbsl.tools.compare.statistics import MADE_ON, ArmRun, averaged, interval, table
 
-_LOCK = ".lock"  # of the folder, while one of several commands writes there
+_LOCK = ".lock"  # in the folder, while one of several commands writes there
 _LOCKED_WITHIN_S = 60.0
 _OF_AVERAGE = " (EMA)"  # after an arm's name: its averaged weights
 _MEASURED = {  # columns of single runs, with what a value is multiplied by, and its format

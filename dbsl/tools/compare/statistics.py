@@ -32,12 +32,12 @@ class ArmRun:
     seed: int
     accuracy: float
     loss: float
-    train_time_s: float  # of a simulated cluster: on its workers' clock, as if side by side
+    train_time_s: float  # a simulated cluster's: on its workers' clock, as if side by side
     samples: int  # trained on, repeated ones counted
     curve: tuple[tuple[float, float], ...]  # training seconds and accuracy at each evaluation
     epochs: int = 1
     workers: int = 1
-    ema_accuracy: float | None = None  # of the averaged weights, if the run averaged any
+    ema_accuracy: float | None = None  # the averaged weights', if there are any
     ema_loss: float = math.nan
     total_time_s: float = math.nan  # by the clock on the wall, start and evaluation included
     made_on: tuple[tuple[str, str], ...] = ()  # `MADE_ON` by name
@@ -64,10 +64,10 @@ class Interval:
     """A mean over seeds with Student's 95 % interval; NaN is what fewer than two do not tell."""
 
     mean: float
-    sd: float  # of single values
-    half: float  # of the interval's width
+    sd: float  # standard deviation of single values
+    half: float  # half of the interval's width
     count: int
-    p: float = math.nan  # of the two-sided t-test that the mean is 0
+    p: float = math.nan  # two-sided t-test that the mean is 0
 
     @property
     def detectable(self) -> float:

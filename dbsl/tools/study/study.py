@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -316,8 +315,7 @@ def _in_processes(
 
     def stop() -> None:
         for child in children:
-            if child.poll() is None:
-                child.send_signal(signal.SIGTERM)
+            child.terminate()  # nothing happens to one that has ended
 
     stopping.on_signal = stop
     try:
