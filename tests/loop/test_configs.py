@@ -23,7 +23,7 @@ CONFIGS = sorted(
 # One of each method and model; what the others differ in shows when they are parsed.
 TRAINED = {
     *("mini/dual_3_k105", "mini/cyclic", "mini/hybrid", "mini/ssp", "beyond/cutmix", "beyond/ema"),
-    *("cifar100/ddp_512", "vit/hybrid", "imagenet/hybrid_1", "digits/first_command"),
+    *("cifar100/ddp_512", "digits/first_command"),
 }
 
 
@@ -44,7 +44,7 @@ def shrunk(config, tmp_path):
         "dataset": "digits",
         "image_column": None,
         "label_column": None,
-        "train_samples": 160,
+        "train_samples": 80,
         "eval_samples": 10,
         "eval_train": False,
         "model": "test_vit" if vit else "test_resnet",
@@ -98,7 +98,7 @@ def test_config_trains_a_few_steps(tmp_path, path):
     config = parse_config(train.Config, ["--config", str(ROOT / path)])
     train.main(shrunk(config, tmp_path))
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["samples_seen"] == 160 * summary["epochs"]
+    assert summary["samples_seen"] == 80 * summary["epochs"]
     if config.small_workers is not None:
         assert summary["small_workers"] == config.small_workers
     assert summary["sync"] == config.sync
@@ -137,31 +137,19 @@ def test_a_base_is_read_first_from_beside_its_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "such", "here"),
+    ("first", "message"),
     [
-        ("epocs", ", such as epochs", ""),
-        ("label-smothing", ", such as label_smoothing", ""),
-        ("img_size", "", ", which is --resolutions here"),
-    ],
-)
-def test_a_name_that_no_setting_has_is_told_with_its_file_and_what_may_be_meant(
-    tmp_path, key, such, here
-):
-    (tmp_path / "first.yaml").write_text(f"{key}: 3\n")
-    (tmp_path / "second.yaml").write_text("base: first.yaml\nlr: 0.1\n")
-    message = rf"^config must set what --help lists{such}, got {key} in .*/first\.yaml{here}$"
-    with pytest.raises(ValueError, match=message):
-        parse_config(train.Config, ["--config", str(tmp_path / "second.yaml")])
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+        ("epocs: 3\n", "config must set what --help lists, such as epochs, got epocs in {}"),
+        (
+            "img_size: 3\n",
+            "config must set .* lists, got img_size in {}, which is --resolutions here",
+        ),
         ("base: nowhere.yaml\n", "config must be a readable YAML file, got .*nowhere.yaml"),
-        ("base: own.yaml\n", "base must not lead back to its own file, got .*own.yaml"),
+        ("base: second.yaml\n", "base must not lead back to its own file, got .*second.yaml"),
     ],
 )
-def test_a_base_that_cannot_be_read_is_named(tmp_path, text, message):
-    (tmp_path / "own.yaml").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        read_settings(tmp_path / "own.yaml")
+def test_what_is_wrong_in_a_base_is_told_with_its_file(tmp_path, first, message):
+    (tmp_path / "first.yaml").write_text(first)
+    (tmp_path / "second.yaml").write_text("base: first.yaml\nlr: 0.1\n")
+    with pytest.raises(ValueError, match=f"^{message.format(tmp_path / 'first.yaml')}"):
+        parse_config(train.Config, ["--config", str(tmp_path / "second.yaml")])

@@ -43,10 +43,9 @@ from dbsl.tools.compare.report import only_writer, read_runs, write_comparison, 
 from dbsl.tools.compare.statistics import ArmRun, equal_time_epochs, read_run
 from dbsl.tools.jobs import Launch, check_flags, is_finished, launch_all
 
-# Settings that move no result: where figures and weights are kept, and how many.
 # There are many runs: each leaves its figures and last weights, no checkpoints.
 _DEFAULTS = {"report_to": "none", "keep_checkpoints": 0, "save_best": False}
-_FREE = {*_DEFAULTS, "checkpoint_every"}
+_FREE = {*_DEFAULTS, "checkpoint_every"}  # these move no result: what is kept, and how often
 _OWN = ("seed", "output_dir", "resume", "config")  # settings that a comparison gives by itself
 
 

@@ -1,6 +1,7 @@
 """Bounds of settings."""
 
 import math
+import operator
 import re
 from dataclasses import dataclass
 from typing import Annotated
@@ -8,7 +9,7 @@ from typing import Annotated
 import pytest
 
 from dbsl.base.errors import SettingError
-from dbsl.config.fields import Needs, Within, check_fields, check_needs, in_range, markers
+from dbsl.config.fields import Excludes, Needs, Within, check_fields, check_needs, in_range, markers
 from train import Config
 
 
@@ -17,6 +18,7 @@ class Settings:
     share: Annotated[float | None, Within(0, 1)] = None
     sizes: Annotated[tuple[int, ...] | None, Within(1)] = None
     rates: tuple[float, ...] = ()  # no bounds of their own
+    ends: Annotated[tuple[float, ...] | None, Within(0, lengths=(2,), order=operator.lt)] = None
 
 
 @pytest.mark.parametrize(
@@ -35,11 +37,6 @@ def test_no_setting_is_beyond_what_arithmetic_holds(value, message):
     in_range("seconds", 1e15)
 
 
-def test_not_a_number_is_within_no_bounds():
-    with pytest.raises(SettingError, match=r"^share must be in \[0, 1\], got nan$"):
-        check_fields(Settings(share=math.nan))
-
-
 def test_whole_numbers_are_held_against_their_bounds_exactly():
     seed = Within(0, 2**63 - 1)
     seed.check("seed", 2**63 - 1)
@@ -49,10 +46,18 @@ def test_whole_numbers_are_held_against_their_bounds_exactly():
         seed.check("seed", 2**63)
 
 
-def test_a_list_with_bounds_has_a_number_at_least():
-    with pytest.raises(SettingError, match=r"^sizes must have a value, got none$"):
-        check_fields(Settings(sizes=()))
-    check_fields(Settings(rates=()))
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"share": math.nan}, "share must be in [0, 1], got nan"),
+        ({"sizes": ()}, "sizes must have a value, got none"),
+        ({"ends": (0.5, 0.2)}, "ends must ascend, got 0.5,0.2"),
+        ({"ends": (0.5,)}, "ends must have 2 values, got 1"),
+    ],
+)
+def test_a_value_beyond_its_bounds_is_refused(given, message):
+    with pytest.raises(SettingError, match=f"^{re.escape(message)}$"):
+        check_fields(Settings(**given))
 
 
 @dataclass
@@ -63,6 +68,8 @@ class Needy:
     overlap: Annotated[float, Needs("gbps", sync="step")] = 0.0
     last: Annotated[bool, Needs(sync="step") | Needs(sync=("ssp", "asp"))] = False
     ahead: Annotated[int, Needs(sync="ssp", new=True)] = 1
+    small: Annotated[int | None, Excludes("delay"), Excludes(sync="asp", why=": all do")] = None
+    merge: Annotated[str | None, Excludes(sync="bsp", but=("mean", "delta"))] = None
 
 
 @pytest.mark.parametrize(
@@ -71,16 +78,20 @@ class Needy:
         ({"delay": 1.0}, "delay must be 0.0 except with gbps, got 1.0"),
         ({"overlap": 0.5, "gbps": 1.0}, "overlap must be 0.0 except with gbps and sync step"),
         ({"last": True}, "last must be false except with sync step or sync ssp or asp, got true"),
+        ({"small": 1, "delay": 1.0, "gbps": 1.0}, "small must be unset with delay, got 1"),
+        ({"small": 1, "sync": "asp"}, "small must be unset with sync asp: all do, got 1"),
+        ({"merge": "half"}, "merge must be mean or delta with sync bsp, got half"),
     ],
 )
-def test_a_setting_without_what_it_needs_is_refused(given, message):
+def test_a_setting_that_does_not_go_with_others_is_refused(given, message):
     with pytest.raises(SettingError, match=f"^{re.escape(message)}"):
         check_fields(Needy(**given))
 
 
 def test_a_setting_with_what_it_needs_is_taken():
     check_fields(Needy(gbps=1.0, delay=1.0, overlap=0.5, sync="step", last=True))
-    check_fields(Needy(sync="asp", last=True))
+    check_fields(Needy(sync="asp", last=True, merge="half", small=0))  # 0 is off
+    check_fields(Needy(small=1, delay=0.0, merge="delta"))
 
 
 def test_a_setting_without_effect_is_refused_where_a_run_begins():

@@ -26,13 +26,6 @@ def test_streams_are_the_same_in_every_version():
     )
 
 
-def test_generator_same_stream_gives_same_numbers():
-    first, again, other = (generator(1, "noise", worker) for worker in (0, 0, 1))
-    numbers = first.random(8)
-    np.testing.assert_array_equal(numbers, again.random(8))
-    assert not np.array_equal(numbers, other.random(8))
-
-
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint64])
 def test_sample_uniforms_row_depends_on_its_sample_alone(dtype):
     samples = np.array([12, 5, 50_000, 0], dtype=dtype)

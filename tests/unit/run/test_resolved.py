@@ -34,17 +34,25 @@ GIVEN = {name: value for name, value in (TINY | SETTINGS).items() if value is no
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A finished run that has measured its step times and chosen all that it may."""
+    """A finished run that has found its step times and chosen all that it may."""
     folder = tmp_path_factory.mktemp("resolved") / "run"
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("dbsl.open.threads_of_process", lambda: 1)
-        run(folder, **SETTINGS)
+    run(folder, **SETTINGS)
     return folder
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    monkeypatch.setattr("dbsl.open.threads_of_process", lambda: 1)
+@pytest.fixture(scope="module", autouse=True)
+def machine(tmp_path_factory):
+    """A machine of one thread, whose step times follow a formula."""
+
+    def measured(step, sizes, **_):
+        times = [max(0.005, 0.001 * size) for size in sizes]
+        return fit_profile(step.resolution, sizes, times, [0.01] * len(times))
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patches.setattr("dbsl.profile.cache.profile_steps", measured)
+        patches.setattr("dbsl.open.threads_of_process", lambda: 1)
+        yield
 
 
 def planned(monkeypatch, tmp_path, *flags):
@@ -108,28 +116,17 @@ def test_another_model_is_measured(folder):
 
 
 def test_a_measured_floor_is_planned_with_and_goes_with_its_slope(tmp_path, monkeypatch):
-    def measured(step, sizes, **_):
-        times = [max(0.005, 0.001 * size) for size in sizes]
-        return fit_profile(step.resolution, sizes, times, [0.01] * len(times))
-
-    monkeypatch.setattr("dbsl.profile.cache.profile_steps", measured)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     flags = ["--model", "test_resnet", "--train-samples", "240", "--resolutions", "16,32"]
     run = planned(monkeypatch, tmp_path, *flags, "--large-batch-size", "20", "--workers", "4")
     assert run.config.floor == pytest.approx((0.005, 0.005))
-    assert [*run.known.models[32]] == [TimeModel(*(x[0] for x in times_of(run.config)))] * 4
+    times = (run.config.slope, run.config.intercept, run.config.floor)
+    assert [*run.known.models[32]] == [TimeModel(*(x[0] for x in times))] * 4
     assert all(w.predicted_time_s >= 0.005 * w.steps for w in run.plans[32].workers)
     given = Config()
     found = found_by(given, run.config, 1)
     assert set(still_true(found, given, given, 1)) >= {"slope", "intercept", "floor"}
     changed = replace(given, slope=(1.0,), intercept=(1.0,))
     assert not {"slope", "intercept", "floor"} & set(still_true(found, given, changed, 1))
-    with pytest.raises(ValueError, match="floor must be unset except with slope, got"):
-        parse_config(Config, ["--floor", "0.1"])
-
-
-def times_of(config):
-    return config.slope, config.intercept, config.floor
 
 
 def test_other_epochs_have_milestones_of_their_own(folder, tmp_path, monkeypatch):
