@@ -292,9 +292,7 @@ def _no_one(reason: str) -> str:
 class ControlGroup:
     """Integers that all processes agree on, beside the weights' own process group.
 
-    Args:
-        timeout_s: Longest wait for a process.
-        heartbeats: Is told of every exchange that this process enters.
+    A process is waited for `timeout_s`. The heartbeats hear of every exchange that it enters.
     """
 
     def __init__(self, timeout_s: float, heartbeats: Heartbeats | None = None) -> None:

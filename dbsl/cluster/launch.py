@@ -248,10 +248,8 @@ def _settings_of_job() -> str | None:
 class Door:
     """Rank 0's part: hears who asks to join, and takes them in one by one or refuses.
 
-    Args:
-        settings: The complete settings that the job trains with, in plain values.
-        processes: Of the job.
-        timeout_s: Silence after which a worker counts as lost.
+    The settings are the complete ones that the job trains with, in plain values. A worker counts as
+    lost after `timeout_s` of silence.
     """
 
     def __init__(self, settings: Mapping[str, Any], processes: int, timeout_s: float) -> None:
@@ -268,9 +266,8 @@ class Door:
     ) -> None:
         """Begin to listen, where there is a launcher's store.
 
-        Args:
-            is_served: Whether a rank's worker is there, and has something left to do.
-            admit: Takes a rank's worker in, or raises `SettingError` with the reason.
+        `is_served` says whether a rank's worker is there, and has something left to do; `admit`
+        takes a rank's worker in, or raises `SettingError` with the reason.
         """
         self._is_served, self._admit = is_served, admit
         if store := _join_store():

@@ -39,16 +39,10 @@ class Cluster(ABC):
     The loop takes `turns`; in each round it asks for the `plan`, does a `pull`, trains, and does a
     `push`. What is not abstract here is right where nothing has to be done.
 
-    Args:
-        weights: This process's model, as one vector.
-        server: The server, in the process that has it; elsewhere None.
-        planner: Tells who trains on how much; in the server's process it may change its mind.
-        workers: The workers of this process; none on a dedicated server.
-        epochs: Epochs to run.
-        rounds_per_epoch: Rounds that make an epoch.
-        outgoing: What a push hands over, in the layout of the weights; None: the weights.
-        control: How processes that meet agree on what to do; None where they do not meet.
-        figures: Names of the figures in reports.
+    `weights` are this process's model, as one vector, and `workers` its workers, none on a
+    dedicated server. `outgoing` is what a push hands over, in the layout of the weights; None: the
+    weights. In the server's process there is a `server`, and the `planner` may change its mind.
+    Processes that meet agree by `control` on what to do. `figures` are those that reports have.
 
     Attributes:
         time_s: Seconds of simulated workers; None where times are real.

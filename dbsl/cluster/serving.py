@@ -64,18 +64,13 @@ def through_server(
 ) -> Cluster:
     """Return this process's side of stale synchronous or asynchronous rounds (a collective).
 
-    Every other rank shares a gloo group of two with rank 0. A lost pair leaves the other pairs as
-    they are: its worker is dropped, and the others share its samples.
+    Every other rank shares a gloo group of two with rank 0, which has the `server`, its weights in
+    host memory. A lost pair leaves the other pairs as they are: its worker is dropped, and the
+    others share its samples. A worker counts as lost after `timeout_s` of silence, while it
+    computes, too; the server after 5 s more. Pushes travel as `wire` (see `Link`).
 
-    Args:
-        weights: As for `Cluster`, like all that is not named here.
-        server: On rank 0 the server (its weights in host memory), elsewhere None.
-        timeout_s: Longest silence of a worker before it counts as lost, while it computes, too; of
-            the server 5 s more.
-        wire: What pushes travel as; see `Link`.
-        door: On rank 0, where processes that are launched again ask to join.
-        admission: Of a process that joins: then this is no collective.
-        **common: The rest of what a `Cluster` takes.
+    On rank 0 processes that are launched again ask at the `door` to join. Of one that joins there
+    is an `admission`: then this is no collective.
     """
     common |= {"timeout_s": timeout_s, "wire": wire}
     if admission is not None:
@@ -422,8 +417,7 @@ class ServingCluster(Cluster):
         """Answer a worker that is to stop: this process is to, and says as what it saves."""
         with self._changed:
             if not self._stopping:
-                self._interrupted = True
-                self._changed.notify_all()
+                self.interrupt()
                 self._wait_for(lambda: self._stopping)
             announced = self._tell(peer.rank)
         tell(peer.link.pair, Ending.STOPPED, *announced)

@@ -165,14 +165,11 @@ def check_report(report: RoundReport, worker: int, epoch: int, round_: int) -> N
             f"{report.worker}, epoch {report.epoch}, round {report.round}"
         )
     if not 0 < report.merge_weight <= 1:
-        raise SettingError(
-            f"report must have a merge weight in (0, 1], got {report.merge_weight:g}"
-        )
-    numbers = (report.time_s, report.compute_time_s, report.wait_time_s, report.learning_rate)
+        raise SettingError(f"report must have a weight in (0, 1], got {report.merge_weight:g}")
+    times = (report.time_s, report.compute_time_s, report.wait_time_s, report.learning_rate)
+    numbers = *times, report.samples, report.steps, report.local_batch_size
     if not all(math.isfinite(value) and value >= 0 for value in numbers):
-        raise SettingError(f"report must have finite times and learning rate, got {numbers}")
-    if min(report.samples, report.steps, report.local_batch_size) < 0:
-        raise SettingError("report must have counts of at least 0")
+        raise SettingError(f"report must have finite numbers of at least 0, got {numbers}")
 
 
 # --- plans
@@ -261,33 +258,22 @@ class Transfer:
         """Begin to send a vector, or its difference to `minus`; `copy` becomes equal to it."""
         self.wait()
         chunks = self._chunks(vector, direct=minus is None)
-        arrivals = [None] * len(chunks)
         before, copies = _split(minus, len(chunks)), _split(copy, len(chunks))
+        arrivals = []
         if self._stream is not None:  # all copies to the host are queued before the first is sent
             self._stream.wait_stream(torch.cuda.current_stream(vector.device))
             with torch.cuda.stream(self._stream):
-                arrivals = [
-                    self._stage(*both, old) for both, old in zip(chunks, before, strict=True)
-                ]
+                for (chunk, staged), old in zip(chunks, before, strict=True):
+                    _stage(chunk, staged, old)
+                    arrivals.append(self._stream.record_event())
         for number, (chunk, staged) in enumerate(chunks):
-            if self._stream is None:  # while the chunks before it are on their way
-                self._stage(chunk, staged, before[number])
-            else:
+            if arrivals:
                 arrivals[number].synchronize()
+            else:  # while the chunks before it are on their way
+                _stage(chunk, staged, before[number])
             self._pending.append(isend(staged, self._pair))
             if copy is not None:
                 copies[number].copy_(chunk)
-
-    def _stage(
-        self, chunk: Tensor, staged: Tensor, minus: Tensor | None
-    ) -> torch.cuda.Event | None:
-        """Copy a chunk to where it is sent from; of a CUDA device, return the copy's event."""
-        if staged is not chunk:
-            change = chunk if minus is None else chunk - minus
-            staged.copy_(change, non_blocking=self._stream is not None)
-        if self._stream is None:
-            return None
-        return self._stream.record_event()
 
     def wait(self) -> None:
         """Wait until what was sent last is on its way, and may be changed."""
@@ -334,6 +320,12 @@ class Transfer:
             pinned = self._stream is not None
             self._buffer = torch.empty(self._length, dtype=self._dtype, pin_memory=pinned)
         return list(zip(chunks, self._buffer.split(CHUNK), strict=True))
+
+
+def _stage(chunk: Tensor, staged: Tensor, minus: Tensor | None) -> None:
+    """Copy a chunk to where it is sent from."""
+    if staged is not chunk:
+        staged.copy_(chunk if minus is None else chunk - minus, non_blocking=True)
 
 
 def _split(vector: Tensor | None, count: int) -> Sequence[Tensor | None]:

@@ -109,10 +109,7 @@ class Transform:
         return erase(images, self.erasing, samples, self.seed, epoch)
 
     def boxes(self, sizes: np.ndarray, samples: np.ndarray, epoch: int) -> np.ndarray:
-        """Return which part of each large image is used: left, top, right, bottom, [B, 4].
-
-        `sizes` are width and height, [B, 2].
-        """
+        """Return the part in use of images of `sizes` [B, 2]: left, top, right, bottom, [B, 4]."""
         if self.augment == "crop":
             stream = stream_seed(self.seed, "crop", epoch)
             return random_boxes(sizes, sample_uniforms(stream, samples, DRAWS))

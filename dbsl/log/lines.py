@@ -75,7 +75,7 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
         f"{len(data.evaluation)} for evaluation ({data.eval_split}), {data.num_classes} classes",
         f"{plural(config.workers, 'worker')} {where}{small}{chosen}{sync}; {accelerator.device}, "
         f"torch {torch.__version__}, precision {describe_precision(accelerator)}, {threads}",
-        *([data.normalisation] if hasattr(data, "normalisation") else []),  # not of one's own
+        *([data.normalisation] if hasattr(data, "normalisation") else []),  # not all data have it
         *_on_resolutions(run),
         *([data.train.described(config.seed)] if hasattr(data.train, "described") else []),
         f"run folder {folder}" if folder else "plan only: nothing is trained or written",

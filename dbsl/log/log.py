@@ -27,6 +27,7 @@ from dbsl.base.words import duration, plural, px, short_loss, steadier
 from dbsl.cluster.weights import names_of
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import RunConfig
+from dbsl.log import rows
 from dbsl.log.lines import (
     Display,
     Divergence,
@@ -40,22 +41,6 @@ from dbsl.log.lines import (
     samples_a_step,
     speed_in_words,
     times_in_words,
-)
-from dbsl.log.rows import (
-    figures_together,
-    for_people,
-    given_values,
-    last_learning_rate,
-    no_result,
-    of_workers,
-    plan_row,
-    pushes_row,
-    read_metrics,
-    round_row,
-    step_row,
-    strict_numbers,
-    times_row,
-    together,
 )
 from dbsl.model import has_batch_norm
 from dbsl.plan.stages import Stage, stage_at
@@ -221,20 +206,22 @@ class RunLog:
     ) -> Sequence[Mapping[str, Any]]:
         """Return a row for each stage; of a resumed run for those that are not over and are new."""
         planned, begin = self._planned, self._epochs_done
-        rows = [(stage, plan_row(stage, planned.at(stage.first_epoch))) for stage in planned.stages]
+        stages = [
+            (stage, rows.plan_row(stage, planned.at(stage.first_epoch))) for stage in planned.stages
+        ]
         if state is None:
-            return [row for _, row in rows]
+            return [row for _, row in stages]
         return [
             row | {"from_epoch": begin}
-            for stage, row in rows
+            for stage, row in stages
             if stage.end_epoch > begin and (anew or asdict(stage) not in state["stages"])
         ]
 
     def write(self, event: str, row: Mapping[str, Any]) -> None:
         """Append a row to metrics.jsonl, its epochs counted from 0; extras get it."""
-        row = strict_numbers({"event": event, **row})
+        row = rows.strict_numbers({"event": event, **row})
         try:
-            self._file.write(json.dumps(for_people(row), allow_nan=False) + "\n")
+            self._file.write(json.dumps(rows.for_people(row), allow_nan=False) + "\n")
         except OSError as error:
             raise SaveError(
                 f"metrics.jsonl could not be written in {self.folder} ({error.strerror}); the "
@@ -248,8 +235,8 @@ class RunLog:
 
     def __enter__(self) -> RunLog:
         if self.enabled:
-            rows = read_metrics(self.folder / "metrics.jsonl")
-            self._run.extras.each(Extra.report, self.folder, rows)
+            before = rows.read_metrics(self.folder / "metrics.jsonl")
+            self._run.extras.each(Extra.report, self.folder, before)
             self._reports = True
         return self
 
@@ -319,7 +306,7 @@ class RunLog:
 
     def step(self, line: StepLine) -> None:
         """Record what a worker says of itself every so many steps."""
-        self.write("step", step_row(line))
+        self.write("step", rows.step_row(line))
         self._display.loss = line.loss
 
     def round(self, report: RoundReport, *, virtual_time_s: float | None = None) -> None:
@@ -334,8 +321,8 @@ class RunLog:
             self._say(refusal(report, self._run.config, precision, names_of(self._run.model)))
         report = replace(report, lines=())
         if not self._pushes:
-            clock = given_values({"virtual_time_s": virtual_time_s})
-            self.write("round", round_row(report) | clock)
+            clock = rows.given_values({"virtual_time_s": virtual_time_s})
+            self.write("round", rows.round_row(report) | clock)
         self._rounds[report.epoch].append(report)
         self._samples += report.samples
         self._display.loss = report.loss
@@ -357,7 +344,7 @@ class RunLog:
         before, more_steps = change
         stage = stage_at(self._planned.stages, epoch)
         self._display.expect(more_steps)
-        self.write("plan", plan_row(stage, plan) | {"from_epoch": epoch})
+        self.write("plan", rows.plan_row(stage, plan) | {"from_epoch": epoch})
         where = px(stage.resolution, " at ")
         self._say(f"from epoch {epoch + 1} on{where}: {plan_changes(before, plan)}")
 
@@ -388,30 +375,33 @@ class RunLog:
         if not self.enabled:
             return
         reports = sorted(self._rounds.pop(epoch, []), key=lambda report: report.worker)
-        workers, plan = of_workers(reports), self._planned.at(epoch)
-        clocks = given_values({"train_time_s": train_time_s, "virtual_time_s": virtual_time_s})
+        workers, plan = rows.of_workers(reports), self._planned.at(epoch)
+        clocks = rows.given_values({"train_time_s": train_time_s, "virtual_time_s": virtual_time_s})
         samples, seconds = sum(r.samples for r in reports), train_time_s - self._train_time_s
-        speed, rate = samples / max(seconds, 1e-9), last_learning_rate(reports)
+        speed, rate = samples / max(seconds, 1e-9), rows.last_learning_rate(reports)
         self._all_refused = bool(reports) and all(report.refused for report in reports)
         self._train_time_s, self._epochs_done = train_time_s, epoch + 1
         resolution = stage_at(self._planned.stages, epoch).resolution
         place = {"epoch": epoch, "resolution": resolution}
         for worker, values in workers.items() if self._pushes else ():
             first = next(report for report in reports if report.worker == worker)
-            self.write("round", pushes_row(first, values))
+            self.write("round", rows.pushes_row(first, values))
         measured = clocks | {"images_per_s": speed}
-        self.write("times", place | times_row(workers, plan) | figures_together(reports) | measured)
+        self.write(
+            "times",
+            place | rows.times_row(workers, plan) | rows.figures_together(reports) | measured,
+        )
         if evaluation is not None:
             self._evaluations.append(evaluation)
             self._evaluated_epoch = epoch
-            found = given_values(asdict(evaluation))
+            found = rows.given_values(asdict(evaluation))
             found |= found.pop("more") | clocks
             found |= {"learning_rate": rate, "train_resolution": resolution}
             self.write("eval", {"epoch": epoch} | found)
         for event, values in chain(*self._run.extras.each(Extra.epoch, epoch, plan, reports)):
             self.write(event, place | values)
         # Other workers may have taken all of its steps: their losses are not known.
-        told = {self._loss: together(reports)["loss"]} | figures_together(reports)
+        told = {self._loss: rows.together(reports)["loss"]} | rows.figures_together(reports)
         loss = "".join(f"  {n} {short_loss(value)}" for n, value in told.items()) if samples else ""
         epochs = self._planned.epochs
         self._say(
@@ -444,7 +434,7 @@ class RunLog:
         if any(report.samples for report in reports):
             self._divergence.look(
                 epoch,
-                together(reports)["loss"],
+                rows.together(reports)["loss"],
                 evaluation,
                 steps=max(values["steps"] for values in workers.values()),
                 batch_size=samples_a_step(plan),
@@ -479,7 +469,7 @@ class RunLog:
             "images_per_s": self._samples / max(self._train_time_s, 1e-9),
             "samples_seen": self._samples,
         }
-        return given_values(values)
+        return rows.given_values(values)
 
     def sum_up(self) -> None:
         """Write summary.json in one go, print the result, and have extras report on the run."""
@@ -507,7 +497,7 @@ class RunLog:
             "timm": timm.__version__,
             **{name: value for name, value in mishaps.items() if value},
         }
-        text = json.dumps(strict_numbers(values), indent=2, sort_keys=True, allow_nan=False)
+        text = json.dumps(rows.strict_numbers(values), indent=2, sort_keys=True, allow_nan=False)
         write_text(self.folder / "summary.json", text + "\n")
         if "noise_advice" in values:
             self._say(values["noise_advice"])
@@ -521,7 +511,7 @@ def check_result(folder: Path, config: RunConfig, accelerator: Accelerator) -> N
     if not accelerator.is_main_process:
         return
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    if why := no_result(summary):
+    if why := rows.no_result(summary):
         precision = str(accelerator.mixed_precision)
         remedy = steadier(config.lr, config.optimizer, precision, finite_loss=False)
         raise DivergedError(f"{why}: the run in {folder} diverged; {remedy}")

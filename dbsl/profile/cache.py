@@ -217,12 +217,8 @@ def _read(path: Path, setup: Setup, *, strict: bool) -> dict[int, StepProfile]:
 
 
 def _profile(row: Mapping[str, Any]) -> StepProfile:
-    memory = row["memory"]
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
-    values["memory"] = MemoryModel(**memory) if memory else None
-    profile = StepProfile(**values)
-    profile.time_model  # noqa: B018  # a slope out of bounds is refused here
-    return profile
+    return StepProfile(**values | {"memory": row["memory"] and MemoryModel(**row["memory"])})
 
 
 def write_profiles(path: Path, setup: Setup, profiles: Mapping[int, StepProfile]) -> None:

@@ -143,6 +143,7 @@ class StepProfile:
             raise SettingError(
                 f"times_s must be {count} times, finite and above 0 s, got {self.times_s}"
             )
+        _ = self.time_model  # refuses a line out of its bounds
 
     @property
     def time_model(self) -> TimeModel:

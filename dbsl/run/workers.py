@@ -203,7 +203,7 @@ def make_profiler(
 
 
 def _profiled_name(config: RunConfig, model: nn.Module, data: TrainingData) -> str:
-    """Return what step times are kept by: a model of one's own by its inputs, too."""
+    """Return what step times are kept by: the user's own model by its inputs, too."""
     if model.created_with is not None:
         more = [f"{name}={value}" for name, value in model.settings.items()]
         more += ["grad_checkpointing"] * config.grad_checkpointing

@@ -27,6 +27,7 @@ import fsspec
 from accelerate import Accelerator
 
 from dbsl.extras.mirror import Mirror, MirrorSettings
+from experiments.benchmarks.ranks import free_port
 from experiments.benchmarks.record import record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,9 +96,7 @@ def s3_server() -> Iterator[bool]:
     if find_spec("moto") is None or find_spec("s3fs") is None:
         yield False
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     os.environ |= dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "test")
     os.environ |= {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",

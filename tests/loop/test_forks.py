@@ -135,7 +135,7 @@ def test_every_fork_applies_is_short_and_says_what_it_does(tmp_path):
     assert {n: (int(a), int(r)) for n, a, r in told} == {n: changed_lines(FORKS[n]) for n in FORKS}
 
 
-# --- data and a model of one's own
+# --- the user's own data and model
 
 
 @pytest.mark.parametrize("mode", short(MODES, "bsp", "step", "gradients"))

@@ -91,7 +91,7 @@ def test_the_precision_that_the_launcher_was_asked_for_wins_over_auto(monkeypatc
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert start_accelerator("auto", 20.0).mixed_precision == "bf16"
     AcceleratorState._reset_state(True)
-    assert start_accelerator("no", 20.0).mixed_precision == "no"  # a flag of one's own wins
+    assert start_accelerator("no", 20.0).mixed_precision == "no"  # a flag wins
     AcceleratorState._reset_state(True)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # the launcher's own default, too
     monkeypatch.setattr(dbsl.run.accelerator, "computes_bf16", lambda device: True)

@@ -152,9 +152,9 @@ ERRORS = {None: 0.0, torch.bfloat16: 2**-8}  # of numbers up to 1, by what trave
 
 def exchange(rank):
     """Send vectors of rank 1 to rank 0 and back; return what came, and whether it was finite."""
-    dbsl.cluster.wire.CHUNK = 1000  # several, of which the last is shorter
+    dbsl.cluster.wire.CHUNK = 100  # several, of which the last is shorter
     pair, found = dist.new_group([0, 1], backend="gloo"), []
-    for dtype, length in itertools.product(ERRORS, (7, 3500)):
+    for dtype, length in itertools.product(ERRORS, (7, 350)):
         vector = torch.linspace(-1, 1, length) * rank
         transfer, finite = Transfer(vector, pair, dtype), True
         if rank == 0:
@@ -176,7 +176,7 @@ def test_vectors_come_as_they_are_or_rounded_to_what_travels_and_are_checked(run
     (there, poisoned), (back, _) = run_ranks(exchange)
     assert there == back
     for (dtype, length), (found, finite) in zip(
-        itertools.product(ERRORS, (7, 3500)), there, strict=True
+        itertools.product(ERRORS, (7, 350)), there, strict=True
     ):
         difference = (torch.tensor(found) - torch.linspace(-1, 1, length)).abs().max()
         assert finite
