@@ -13,6 +13,7 @@ import train
 from dbsl.base.errors import SettingError
 from dbsl.config.settings import RunConfig
 from dbsl.data.sources import image_batch
+from dbsl.library import planning
 from dbsl.library.planning import fit_time_model, measure_step_times
 from dbsl.model import build_model
 from dbsl.plan.types import TimeModel
