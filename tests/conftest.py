@@ -166,18 +166,21 @@ def run_ranks(tmp_path):
             for process in processes:
                 process.start()
         deadline = time.monotonic() + timeout_s
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        results, failed = {}, None
+        while any(process.is_alive() for process in processes) or not queue.empty():
+            if time.monotonic() > deadline or failed:
+                break
+            while not queue.empty():  # while they run: a result may be more than a pipe holds
+                rank, result, error = queue.get()
+                results[rank] = error if error else result
+                failed = failed or (error and not expect_errors and f"rank {rank}: {error}")
+            time.sleep(0.005)
         hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for process in processes:
             process.kill()
+            process.join()
+        assert not failed, failed
         assert not hanging, f"ranks {hanging} did not end within {timeout_s} s"
-        results = {}
-        while not queue.empty():
-            rank, result, error = queue.get()
-            results[rank] = error if error else result
-            if error and not expect_errors:
-                pytest.fail(f"rank {rank}: {error}")
         return [results.get(rank) for rank in range(world_size)]
 
     return run

@@ -274,7 +274,7 @@ def _help(cls: type, prog: str) -> str:
 
 
 def _help_rows(flag: str, text: str, width: int) -> list[str]:
-    """Return a flag and its help, beside it where the flag is short."""
+    """Return a flag and its help, in the same row where the flag is short."""
     rows = textwrap.wrap(text, width - _HELP_FROM, break_on_hyphens=False) or [""]
     head, *more = [f"{' ' * _HELP_FROM}{row}" for row in rows]
     if len(flag) + 4 > _HELP_FROM:

@@ -91,7 +91,7 @@ class OptimizerConfig:
 
     @property
     def optimizer_settings(self) -> dict[str, Any]:
-        """What the optimizer takes beside its learning rate, momentum and weight decay."""
+        """What the optimizer takes besides its learning rate, momentum and weight decay."""
         own = {name: name for name in ("lr", "momentum", "weight_decay")}
         bounds = {"layer_decay": Within(0, 1, open_low=True)}
         return parse_kwargs("opt_kwargs", self.opt_kwargs, own, bounds)
@@ -369,7 +369,7 @@ class ModelConfig:
 
     @property
     def model_settings(self) -> dict[str, Any]:
-        """What timm's `create_model` takes beside the name and the number of classes."""
+        """What timm's `create_model` takes besides the name and the number of classes."""
         own = {"drop_rate": "dropout", "checkpoint_path": "initial_checkpoint"}
         own |= {"pretrained": "pretrained", "num_classes": "the data", "in_chans": "the data"}
         bounds = {"drop_path_rate": Within(0, 1, open_high=True)}

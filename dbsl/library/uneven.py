@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from types import FrameType
 from typing import Any
 
@@ -78,34 +79,12 @@ class UnevenBatchSampler:
         num_replicas: int | None = None,
         interleave: bool = False,
     ) -> None:
-        alone = rank is not None or num_replicas is not None
-        if alone and (rank is None or num_replicas is None or not 0 <= rank < num_replicas):
-            raise SettingError(
-                "rank and num_replicas must be given together, rank in [0, num_replicas), "
-                f"got rank {rank} and num_replicas {num_replicas}"
-            )
+        asked = {k: v for k, v in locals().items() if k not in ("self", "rank", "num_replicas")}
+        alone = rank is not None and num_replicas is not None
         self.rank = rank if alone else _rank()
         self.num_replicas = num_replicas if alone else _world_size()
-        asked = {
-            "num_samples": num_samples,
-            "global_batch_size": global_batch_size,
-            "local_batch_sizes": None if local_batch_sizes is None else [*local_batch_sizes],
-            "balance": balance,
-            "balance_every": balance_every,
-            "accumulate": accumulate,
-            "drop_last": drop_last,
-            "shuffle": shuffle,
-            "seed": seed,
-            "interleave": interleave,
-        }
-        problem = _problem(asked, self.num_replicas)
-        if alone:
-            if balance and self.num_replicas > 1 and self.num_replicas != _world_size():
-                problem = problem or (
-                    "num_replicas must be the world size with balance='dynamic', which compares "
-                    f"all processes, got {num_replicas} of {_world_size()}"
-                )
-        else:
+        problem = _problem(asked, rank, num_replicas, self.num_replicas)
+        if not alone:
             problem = _first_difference(asked, problem)
         if problem:
             raise SettingError(problem)
@@ -113,7 +92,7 @@ class UnevenBatchSampler:
         if local_batch_sizes is None:
             equal = np.full(self.num_replicas, global_batch_size)
             local_batch_sizes = split_batch(global_batch_size, equal)
-        self.local_batch_sizes = [int(size) for size in local_batch_sizes]
+        self.local_batch_sizes = [*map(int, local_batch_sizes)]
         self.global_batch_size = sum(self.local_batch_sizes)
         self.accumulate, self.interleave = accumulate, interleave
         self.balance, self.balance_every = balance, balance_every
@@ -124,7 +103,8 @@ class UnevenBatchSampler:
         self._chosen = True  # whether someone chose the epoch that comes next
         self._scaled = False  # whether `scale` was ever called
         self._watch: Watch | None = None
-        self._speeds = Speeds(self.num_replicas)
+        self._warm = 0  # steps that were measured so far
+        self._speeds = _Speeds(self.num_replicas)
 
     @property
     def sampler(self) -> UnevenBatchSampler:
@@ -143,10 +123,10 @@ class UnevenBatchSampler:
     def _begin(self, epoch: _Epoch) -> None:
         """Note that an epoch's first batch is drawn: loaders ask for an iterator more often."""
         before, self._iterator = self._iterator, epoch
-        if before is not None:
-            self._check_last(before)
-            if self.balance:
-                self._move(before, len(before))
+        if before is not None and before.exhausted and 0 < before.taken < len(before):
+            _warn(f"scale was called for {before.taken} of the {len(before)} batches of an epoch")
+        if before is not None and self.balance:
+            self._move(before, len(before))
         if not self._chosen:
             _warn(f"set_epoch was not called: epoch {self.epoch} is repeated in the same order")
         self._chosen = False
@@ -259,43 +239,25 @@ class UnevenBatchSampler:
 
     def _check_loader(self, frame: FrameType | None) -> int:
         """Refuse a loader that deals batches out otherwise; return how many it leaves out first."""
-        asking = [frame.f_globals.get("__name__", "")] if frame else [""]
-        users: dict[str, Any] = {}
-        while frame is not None and len(users) < 20:
-            user = frame.f_locals.get("self")
-            users.setdefault(type(user).__name__, user)
+        asking, users = frame and frame.f_globals.get("__name__", ""), {}
+        while frame is not None:
+            users.setdefault(type(frame.f_locals.get("self")).__name__, frame.f_locals.get("self"))
             frame = frame.f_back
-        if self.num_replicas > 1:
-            shards = "BatchSamplerShard" in users
-            if shards and not self.interleave:
-                raise SettingError(
-                    "interleave must be True for a loader that goes through accelerator.prepare, "
-                    "which gives each process a part of the batches, got False"
-                )
-            if (
-                self.interleave
-                and not shards
-                and asking[0].startswith(("torch.utils", "torchdata"))
-            ):
-                raise SettingError(
-                    "interleave must be False for a loader that does not go through "
-                    "accelerator.prepare: it gives a process the batches of all, got True"
-                )
-        skip = users.get("SkipBatchSampler")
-        return getattr(skip, "skip_batches", 0)
-
-    def _check_last(self, epoch: _Epoch) -> None:
-        """Warn where `scale` was called for some batches of the last epoch alone."""
-        if epoch.exhausted and 0 < epoch.taken < len(epoch):
-            _warn(f"scale was called for {epoch.taken} of the {len(epoch)} batches of an epoch")
+        sharded = "BatchSamplerShard" in users  # accelerator.prepare
+        direct = not sharded and str(asking).startswith(("torch.", "torchdata."))
+        if self.num_replicas > 1 and (direct if self.interleave else sharded):
+            raise SettingError(
+                f"interleave must be {sharded} for a loader that "
+                f"{'goes' if sharded else 'does not go'} through accelerator.prepare, which gives "
+                f"each process every n-th batch, got {self.interleave}"
+            )
+        return getattr(users.get("SkipBatchSampler"), "skip_batches", 0)
 
     def _move(self, epoch: _Epoch, drawn: int) -> None:
         """Give all processes new sizes from the first step that none has drawn."""
-        if self._watch is not None:
-            self._speeds.observe(self.rank, self._watch.read())
-        self.local_batch_sizes, first = self._speeds.balance(
-            self.rank, self.local_batch_sizes, drawn
-        )
+        steps = self._watch.read() if self._watch else []
+        steps, self._warm = steps[max(0, _WARM_UP - self._warm) :], self._warm + len(steps)
+        self.local_batch_sizes, first = self._speeds.balance(self.local_batch_sizes, steps, drawn)
         epoch.sizes.append((first, self.local_batch_sizes))
 
 
@@ -364,63 +326,43 @@ class _Epoch:
         self._of._start = 0
 
 
-class Speeds:
-    """Step times of all processes, as measured, and the batch sizes that follow."""
+class _Speeds:
+    """How fast each process is, known alike to all, and the batch sizes that follow."""
 
     def __init__(self, processes: int) -> None:
         self._estimates = [SpeedEstimate() for _ in range(processes)]
-        self._planned: list[TimeModel | None] = [None] * processes
-        self._unread = _WARM_UP
+        self._usual: TimeModel | None = None  # which each estimate is relative to
 
-    def observe(self, rank: int, steps: Sequence[tuple[int, float]]) -> None:
-        """Take in this process's steps: samples and seconds of each."""
-        steps, self._unread = steps[self._unread :], max(0, self._unread - len(steps))
-        if not steps:
-            return
-        samples = Counter(count for count, _ in steps).most_common(1)[0][0]
-        seconds = statistics.median(s for count, s in steps if count == samples)
-        if self._planned[rank] is None:
-            line = (1 - _INTERCEPT) * seconds / samples, _INTERCEPT * seconds
-            self._planned[rank] = TimeModel(*line)
-        self._estimates[rank].observe(self._planned[rank], samples, seconds)
+    def balance(
+        self, sizes: list[int], steps: list[tuple[int, float]], drawn: int
+    ) -> tuple[list[int], int]:
+        """Return sizes with which all are done together, and the first step that has them.
 
-    def balance(self, rank: int, sizes: list[int], drawn: int) -> tuple[list[int], int]:
-        """Return batch sizes with which all take as long, and the first step that has them.
-
-        Every process calls it; `drawn` are the steps that it has drawn.
+        Every process calls it with its own `steps`, samples and seconds of each since the last
+        call, and how many it has `drawn`.
         """
-        mine = {
-            "drawn": drawn,
-            "planned": self._planned[rank],
-            "speed": self._estimates[rank].state_dict(),
-        }
-        rows = _gather(mine)
-        for of_rank, row in enumerate(rows):
-            self._planned[of_rank] = row["planned"]
-            self._estimates[of_rank].load_state_dict(row["speed"])
-        if all(self._planned):
+        samples = Counter(count for count, _ in steps).most_common(1)[0][0] if steps else 0
+        alike = [seconds for count, seconds in steps if count == samples]
+        rows = _gather((samples, statistics.median(alike) if alike else 0.0, drawn))
+        for estimate, (samples, seconds, _) in zip(self._estimates, rows, strict=True):
+            if samples:
+                self._usual = self._usual or TimeModel(
+                    (1 - _INTERCEPT) * seconds / samples, _INTERCEPT * seconds
+                )
+                estimate.observe(self._usual, samples, seconds)
+        if all(samples for samples, *_ in rows):
             # Rank 0's result: another processor may round otherwise.
-            sizes = _from_first(self._sizes(sum(sizes)) if rank == 0 else None)
-        return sizes, max(row["drawn"] for row in rows)
-
-    def _sizes(self, total: int) -> list[int]:
-        pairs = zip(self._estimates, self._planned, strict=True)
-        model = TimeModel.of(
-            [estimate.model(planned) for estimate, planned in pairs], len(self._planned)
-        )
-        limits = np.full(len(self._planned), total)
-        return balanced_sizes(total, model, limits).tolist()
+            model = TimeModel.of([e.model(self._usual) for e in self._estimates], len(rows))
+            limits = np.full(len(rows), sum(sizes))
+            sizes = _from_first(balanced_sizes(sum(sizes), model, limits).tolist())
+        return sizes, max(drawn for *_, drawn in rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the estimates in plain numbers."""
-        return {
-            "planned": [p and [p.slope, p.intercept] for p in self._planned],
-            "estimates": [estimate.state_dict() for estimate in self._estimates],
-        }
+        usual = self._usual and [self._usual.slope, self._usual.intercept]
+        return {"usual": usual, "estimates": [e.state_dict() for e in self._estimates]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
-        self._planned = [p and TimeModel(*p) for p in state["planned"]]
+        self._usual = state["usual"] and TimeModel(*state["usual"])
         for estimate, of_state in zip(self._estimates, state["estimates"], strict=True):
             estimate.load_state_dict(of_state)
 
@@ -503,17 +445,22 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=3)
 
 
-def _problem(asked: Mapping[str, Any], replicas: int) -> str | None:
-    """Return what is wrong with a sampler's arguments, of which each names the others' bounds."""
-    samples, total, sizes = (
-        asked[name] for name in ("num_samples", "global_batch_size", "local_batch_sizes")
-    )
+def _problem(
+    asked: Mapping[str, Any], rank: int | None, num_replicas: int | None, replicas: int
+) -> str | None:
+    """Return what is wrong with a sampler's arguments: name, bound and value."""
+    total, sizes = asked["global_batch_size"], asked["local_batch_sizes"]
+    if (rank is None) != (num_replicas is None) or not 0 <= (rank or 0) < replicas:
+        return (
+            "rank and num_replicas must be given together, rank in [0, num_replicas), "
+            f"got rank {rank} and num_replicas {num_replicas}"
+        )
     if total is None and sizes is None:
         return "global_batch_size or local_batch_sizes must be given, got neither"
-    for name in ("num_samples", "global_batch_size", "accumulate", "balance_every"):
+    lowest = {"num_samples": replicas, "global_batch_size": replicas, "accumulate": 1, "seed": 0}
+    for name, least in (lowest | {"balance_every": 1}).items():
         value = asked[name]
-        least = replicas if name in ("num_samples", "global_batch_size") else 1
-        if value is not None and not (isinstance(value, int) and value >= least):
+        if value is not None and not (isinstance(value, Integral) and value >= least):
             why = ", one for each process" if least > 1 else ""
             return f"{name} must be an integer of at least {least}{why}, got {value!r}"
     if sizes is not None:
@@ -522,29 +469,32 @@ def _problem(asked: Mapping[str, Any], replicas: int) -> str | None:
                 f"local_batch_sizes must have one value for each process ({replicas}), "
                 f"got {len(sizes)}"
             )
-        if not all(isinstance(size, int) and size >= 1 for size in sizes):
-            return f"local_batch_sizes must be integers of at least 1, got {sizes}"
+        if not all(isinstance(size, Integral) and size >= 1 for size in sizes):
+            return f"local_batch_sizes must be integers of at least 1, got {[*sizes]}"
         if total not in (None, sum(sizes)):
             return f"local_batch_sizes must sum to global_batch_size ({total}), got {sum(sizes)}"
         total = sum(sizes)
-    if asked["drop_last"] and total > samples:
+    if asked["drop_last"] and total > asked["num_samples"]:
         return f"drop_last must be False where a joint batch ({total}) has all samples, got True"
     if asked["balance"] not in (None, "dynamic"):
         return f"balance must be None or 'dynamic', got {asked['balance']!r}"
+    if asked["balance"] and replicas not in (1, _world_size()):
+        return (
+            "num_replicas must be the world size with balance='dynamic', which compares all "
+            f"processes, got {replicas} of {_world_size()}"
+        )
     if asked["balance_every"] and not asked["balance"]:
         return f"balance_every needs balance='dynamic', got {asked['balance_every']}"
-    if not (isinstance(asked["seed"], int) and asked["seed"] >= 0):
-        return f"seed must be an integer of at least 0, got {asked['seed']!r}"
     return None
 
 
 def _first_difference(asked: Mapping[str, Any], problem: str | None) -> str | None:
     """Return the first problem of any process, or the first argument that is not alike on all."""
-    rows = _gather((dict(asked), problem))
+    rows = _gather((asked, problem))
     for name in asked:
-        values = [row[name] for row, _ in rows]
-        if any(value != values[0] for value in values):
-            rank = next(i for i, value in enumerate(values) if value != values[0])
+        values = [repr(row[name]) for row, _ in rows]
+        if len({*values}) > 1:
+            rank = next(rank for rank, value in enumerate(values) if value != values[0])
             return (
                 f"{name} must be the same on every process, got {values[0]} on rank 0 and "
                 f"{values[rank]} on rank {rank}"

@@ -203,11 +203,8 @@ class Ledger:
         """Yield each round from the lowest on that some worker has not pushed.
 
         It goes on to the end of the epochs that any worker has begun, or that keep the plan of
-        before a loss. Nothing of a lost worker's share is to come: it was counted as lost.
-
-        Args:
-            members: Who is there, and how far.
-            again: All do the lowest round again: a barrier has collected it, and merged nothing.
+        before a loss. Nothing of a lost worker's share is to come: it was counted as lost. All do
+        the lowest round `again` if a barrier has collected it, and merged nothing.
         """
         lowest, rounds = members.slowest(), members.rounds
         begun = max(members.clocks[worker] for worker in members.active)

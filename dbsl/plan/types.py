@@ -137,7 +137,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Segment:
-    """The rounds of an epoch in which one plan is in force, from `first_round` on."""
+    """A stretch of an epoch's rounds in which one plan is in force."""
 
     plan: Plan
     first_round: int = 0

@@ -13,6 +13,8 @@ import train
 from dbsl.base.errors import SettingError
 from dbsl.config.settings import RunConfig
 from dbsl.data.sources import image_batch
+from dbsl.library import planning
+from dbsl.library.planning import fit_time_model, measure_step_times
 from dbsl.model import build_model
 from dbsl.plan.types import TimeModel
 from dbsl.profile import timing as profile
@@ -32,8 +34,6 @@ from dbsl.profile.timing import (
     TrainingStep,
     batch_sizes_to_measure,
     fit_profile,
-    fit_time_model,
-    measure_step_times,
     profile_memory,
     profile_steps,
 )
@@ -184,7 +184,7 @@ def test_step_times_stop_as_soon_as_they_are_precise(monkeypatch):
     def step(batch_size):
         calls.append(batch_size)
 
-    monkeypatch.setattr(profile, "_median_error", lambda taken: 0.01)
+    monkeypatch.setattr(planning, "_median_error", lambda taken: 0.01)
     times, errors = measure_step_times(step, [2, 8], seconds=1e9)
     assert errors == [0.01, 0.01]
     assert len(times) == 2

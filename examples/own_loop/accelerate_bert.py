@@ -1,0 +1,59 @@
+"""A BERT that classifies, fine-tuned with Accelerate: the slower process takes smaller batches.
+
+    torchrun --nproc_per_node 2 examples/own_loop/accelerate_bert.py
+
+The loader goes through `prepare` as in any Accelerate script; `interleave=True` suits that.
+"""
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.utils.data import DataLoader
+from transformers import BertConfig, BertForSequenceClassification
+
+import dbsl
+
+TOKENS, LENGTH = 100, 12
+
+
+def sentences(count=400):
+    """Return random sentences; the class is whether the first word is in the upper half."""
+    words = torch.randint(TOKENS, (count, LENGTH), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": w, "labels": (w[0] >= TOKENS // 2).long()} for w in words]
+
+
+def train(local_batch_sizes, epochs=3):
+    """Train and return the model; `local_batch_sizes` has a size for each process."""
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    set_seed(0)
+    model = BertForSequenceClassification(
+        BertConfig(
+            vocab_size=TOKENS,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=LENGTH,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+    dataset = sentences()
+    sampler = dbsl.UnevenBatchSampler(
+        len(dataset), local_batch_sizes=local_batch_sizes, interleave=True
+    )
+    loader = DataLoader(dataset, batch_sampler=sampler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for epoch in range(epochs):
+        for batch in loader:
+            loss = model(**batch).loss
+            accelerator.backward(loss * sampler.scale(len(batch["labels"])))
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.print(f"epoch {epoch}  loss {loss.item():.3f}")
+    return accelerator.unwrap_model(model)
+
+
+if __name__ == "__main__":
+    train([1, 7])

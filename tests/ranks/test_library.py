@@ -1,0 +1,226 @@
+"""What the library's objects do with real processes: agree, measure, balance and merge."""
+
+import time
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import dbsl
+from dbsl.library.watch import Watch
+
+
+def build(rank, arguments):
+    dbsl.UnevenBatchSampler(
+        **{k: v[rank] if k == "num_samples" else v for k, v in arguments.items()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"num_samples": [9, 8]}, "num_samples must be the same on every process, got 9 on rank 0"),
+        ({"num_samples": [9, 1]}, "num_samples must be"),
+        (
+            {"num_samples": [9, 9], "local_batch_sizes": [4]},
+            "one value for each process (2), got 1",
+        ),
+    ],
+)
+def test_every_process_names_what_is_not_alike_or_wrong(run_ranks, arguments, said):
+    for error in run_ranks(build, {"global_batch_size": 4} | arguments, expect_errors=True):
+        assert "SettingError" in error
+        assert said in error
+
+
+def prepared(rank, interleave, prepare):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    sampler = dbsl.UnevenBatchSampler(40, local_batch_sizes=[3, 5], interleave=interleave)
+    loader = DataLoader(range(40), batch_sampler=sampler)
+    seen = []
+    for batch in accelerator.prepare(loader) if prepare else loader:
+        sampler.scale(len(batch))
+        seen += batch.tolist()
+    return seen
+
+
+def test_accelerate_deals_out_what_is_in_turn_and_is_refused_what_is_not(run_ranks, monkeypatch):
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    first, second = run_ranks(prepared_with_rank, True, True)
+    assert sorted(first + second) == list(range(40))
+    for error in run_ranks(prepared_with_rank, False, True, expect_errors=True):
+        assert "interleave must be True for a loader that goes through accelerator.prepare" in error
+    for error in run_ranks(prepared_with_rank, True, False, expect_errors=True):
+        assert "interleave must be False for a loader that does not go through" in error
+
+
+def prepared_with_rank(rank, *arguments):
+    import os
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    return prepared(rank, *arguments)
+
+
+class Slow(nn.Module):
+    """A linear layer that takes a given time a sample."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.layer, self.seconds = nn.Linear(4, 1), seconds
+
+    def forward(self, x):
+        time.sleep(self.seconds * len(x))
+        return self.layer(x)
+
+
+def watched(rank):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Slow(0.02 if rank == 0 else 0.0))
+    watch = Watch(model)
+    for step in range(4):
+        watch.samples = step + 1
+        model(torch.ones(step + 1, 4)).sum().backward()
+    return watch.read()
+
+
+def test_the_watch_leaves_out_the_wait_for_others(run_ranks):
+    slow, fast = run_ranks(watched)
+    assert [samples for samples, _ in slow] == [1, 2, 3, 4]
+    assert all(seconds >= 0.02 * samples for samples, seconds in slow)
+    assert sum(seconds for _, seconds in fast) < 0.5 * sum(seconds for _, seconds in slow)
+
+
+def balanced(rank, every):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Slow(0.004 if rank == 0 else 0.001))
+    sampler = dbsl.UnevenBatchSampler(
+        120, global_batch_size=10, balance="dynamic", balance_every=every
+    )
+    sampler.watch(model)
+    loader = DataLoader(torch.eye(120), batch_sampler=sampler)
+    seen, sizes = [], []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        seen.append([])
+        for batch in loader:
+            scale = sampler.scale(len(batch))
+            (model(batch[:, :4]).sum() * scale).backward()
+            seen[-1] += batch.argmax(1).tolist()
+            sizes.append(len(batch))
+    state = sampler.state_dict()
+    return seen, sizes, state
+
+
+@pytest.mark.parametrize("every", [None, 4])
+def test_sizes_follow_the_speed_of_the_processes(run_ranks, every):
+    (seen, slow, state), (others, fast, other_state) = run_ranks(balanced, every)
+    assert all(sorted(a + b) == list(range(120)) for a, b in zip(seen, others, strict=True))
+    assert {a + b for a, b in zip(slow, fast, strict=True)} == {10}
+    assert slow[0] == fast[0] == 5
+    assert slow[-1] < fast[-1], "the slow one has fewer samples in the end"
+    assert (slow[4] < 5) == bool(every), "moved inside the epoch only where that was asked for"
+    assert state["local_batch_sizes"] == other_state["local_batch_sizes"]  # of what comes next
+    sampler = dbsl.UnevenBatchSampler(120, 10, rank=0, num_replicas=1)
+    sampler.load_state_dict(state)  # another number of processes: equal parts again
+    assert sampler.local_batch_sizes == [10]
+
+
+def unwatched(rank):
+    sampler = dbsl.UnevenBatchSampler(20, 4, balance="dynamic")
+    next(iter(sampler))
+    sampler.scale(2)
+
+
+def test_balance_without_a_watch_is_refused_on_every_process(run_ranks):
+    for error in run_ranks(unwatched, expect_errors=True):
+        assert "balance must be None without watch(model), got 'dynamic'" in error
+
+
+def tokens(rank):
+    counts = ([3, 8], [5, 1], [2, 2])
+    alone = [dbsl.mean_scale(count[rank]) for count in counts]
+    following = [*[count[rank] for count in counts[1:]], None]
+    ahead = [
+        dbsl.mean_scale(count[rank], ahead=after)
+        for count, after in zip(counts, following, strict=True)
+    ]
+    return alone, ahead
+
+
+def test_mean_scale_weights_by_the_tokens_of_all(run_ranks):
+    for rank, (alone, ahead) in enumerate(run_ranks(tokens)):
+        assert alone == ahead == [2 * (3, 8)[rank] / 11, 2 * (5, 1)[rank] / 6, 1.0]
+
+
+def in_rounds(rank, outer, weights):
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    merged, before = [], []
+    with dbsl.Rounds(model, optimizer, every=2, weight=weights[rank], outer=outer) as rounds:
+        start = rounds._weights.vector.clone()
+        for _ in range(5):
+            model(torch.randn(6, 3).double() + rank).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            before.append(rounds._weights.vector.clone())
+            if rounds.step():
+                merged.append(rounds._weights.vector.clone())
+    merged.append(rounds._weights.vector.clone())
+    return [v.numpy() for v in (start, *before)], [v.numpy() for v in merged], rounds.merges
+
+
+def test_rounds_take_the_weighted_mean_of_weights_and_statistics(run_ranks):
+    (one, merged, merges), (two, also_merged, _) = run_ranks(in_rounds, None, [1.0, 3.0])
+    assert merges == 3, "what is left of a round is merged on leaving"
+    assert (one[0] == two[0]).all(), "all begin with the weights of process 0"
+    for number, (a, b) in enumerate(zip(merged, also_merged, strict=True)):
+        assert (a == b).all(), "alike to the bit"
+        step = (2, 4, 5)[number]
+        assert abs(a - (0.25 * one[step] + 0.75 * two[step])).max() < 1e-15
+
+
+def test_an_outer_step_is_sgd_with_nesterov_momentum_on_the_change(run_ranks):
+    (one, merged, _), (two, _, _) = run_ranks(in_rounds, (0.7, 0.9), [1.0, 1.0])
+    weights, momentum = torch.tensor(one[0]), 0
+    for number, step in enumerate((2, 4, 5)):
+        mean = torch.tensor(one[step] + two[step]) / 2
+        change = weights - mean
+        momentum = 0.9 * momentum + change
+        weights = weights - 0.7 * (change + 0.9 * momentum)
+        trained = slice(0, 16 + 48)  # what follows are batch norm's statistics, merged by the mean
+        assert torch.allclose(weights[trained], torch.tensor(merged[number])[trained], atol=1e-12)
+        weights = torch.tensor(merged[number])
+
+
+def broken_round(rank, what):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rounds = dbsl.Rounds(model, optimizer, every=2, weight=0.0 if what == "weight" else 1.0)
+    with warnings.catch_warnings(record=True) as warned, rounds:
+        warnings.simplefilter("always")
+        for step in range(2 + (rank if what == "steps" else 0)):
+            if step == 1 and what == "steps" and rank == 1:
+                rounds.step()
+            model.weight.data.fill_(float("nan") if rank == 1 and what == "nan" else 2.0)
+            if rounds.step():
+                break
+    return model.weight.tolist(), [str(w.message) for w in warned]
+
+
+def test_weights_that_are_not_finite_are_left_out_and_said(run_ranks):
+    (first, quiet), (second, said) = run_ranks(broken_round, "nan")
+    assert first == second == [[2.0, 2.0]]
+    assert not quiet
+    assert said == ["weights after step 2 of round 0 were not finite: left out"]
+
+
+def test_a_weight_of_zero_is_refused_on_every_process(run_ranks):
+    for error in run_ranks(broken_round, "weight", expect_errors=True):
+        assert "weight must be above 0 on every process, got [0.0, 0.0]" in error

@@ -1,0 +1,102 @@
+"""Examples of foreign loops give gradients and weights of one process on the joined batch."""
+
+import importlib
+import os
+import warnings
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import dbsl
+
+NEEDS = {
+    "accelerate_bert": "transformers",
+    "plain_lm": "transformers",
+    "trainer_lm": "transformers",
+    "trainer_classifier": "transformers",
+    "lightning_module": "lightning",
+    "fsdp2": None,
+}
+SCALED = {"accelerate_bert", "plain_lm", "lightning_module", "fsdp2"}
+SLOW = pytest.mark.slow
+
+
+class TenSteps(Exception):
+    """Ends a loop after ten steps."""
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def ten_steps(rank, file, example, sizes, scaled):
+    """Save the gradients of the first three steps and the weights after ten, as vectors."""
+    warnings.simplefilter("ignore")
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(len(sizes)), TORCHELASTIC_RUN_ID="one",
+        LOCAL_WORLD_SIZE=str(len(sizes)), MASTER_ADDR="localhost", MASTER_PORT="1", GROUP_RANK="0",
+    )  # fmt: skip
+    torch.set_default_dtype(torch.float64)
+    if not scaled:
+        dbsl.UnevenBatchSampler.scale = lambda sampler, count: 1.0
+    gradients = []
+
+    def look(optimizer, *_):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients.append(torch.cat([whole(p.grad).flatten() for p in parameters]))
+        if len(gradients) == 10:
+            gradients.append(torch.cat([whole(p).flatten() for p in parameters]))
+            raise TenSteps
+
+    register_optimizer_step_post_hook(look)
+    module = importlib.import_module(f"examples.own_loop.{example}")
+    if not scaled and example == "plain_lm":
+        module.dbsl.mean_scale = lambda *args, **kwargs: 1.0
+    with pytest.raises(TenSteps):
+        module.train(sizes)
+    if rank == 0:
+        torch.save([*gradients[:3], gradients[-1]], file)
+
+
+@pytest.fixture
+def run(run_ranks, tmp_path):
+    def run(example, sizes, scaled=True):
+        file = tmp_path / "steps.pt"  # more than a pipe holds
+        run_ranks(ten_steps, file, example, sizes, scaled, world_size=len(sizes))
+        return torch.load(file)
+
+    return run
+
+
+def distance(one, other):
+    return max(
+        ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def joined():
+    return {}
+
+
+@pytest.mark.parametrize(
+    "sizes", [[3, 5], pytest.param([1, 7], marks=SLOW), pytest.param([2, 2, 12], marks=SLOW)]
+)
+@pytest.mark.parametrize(
+    "example",
+    [e if e in ("fsdp2", "accelerate_bert") else pytest.param(e, marks=SLOW) for e in NEEDS],
+)
+def test_uneven_batches_train_as_one_process_on_all(run, joined, example, sizes):
+    if NEEDS[example]:
+        pytest.importorskip(NEEDS[example])
+    importlib.import_module(f"examples.own_loop.{example}")  # once, before the forks
+    total = sum(sizes)
+    if (example, total) not in joined:
+        joined[example, total] = run(example, [total])
+    # Language models compute their loss in float32.
+    bound = 1e-6 if "lm" in example else 1e-9
+    assert distance(run(example, sizes), joined[example, total]) < bound
+    if example in SCALED and sizes == [3, 5]:
+        unscaled = run(example, sizes, scaled=False)
+        assert distance(unscaled[:3], joined[example, total][:3]) > 1e-3
