@@ -52,12 +52,9 @@ class Delta:
     `parameters` numbers of the weights' vector are trained; buffers follow them.
     """
 
-    def __init__(
-        self, parameters: int, learning_rate: float, momentum: float, weight_decay: float = 0.0
-    ) -> None:
+    def __init__(self, parameters: int, learning_rate: float, momentum: float) -> None:
         self._parameters = parameters
         self._settings = {"lr": learning_rate, "momentum": momentum, "nesterov": momentum > 0}
-        self._settings["weight_decay"] = weight_decay
         self._momentum: Tensor | None = None
 
     @torch.no_grad()
@@ -90,7 +87,7 @@ def choose_rule(config: RunConfig, weights: FlatWeights, own: MergeRule | None) 
     name = config.merge or ("mean" if config.sync == "bsp" else "ratio")
     if name == "delta":
         trained = len(weights.vector) - len(weights.buffers)
-        return Delta(trained, config.outer_lr, config.outer_momentum, config.outer_weight_decay)
+        return Delta(trained, config.outer_lr, config.outer_momentum)
     return {"mean": mean, "ratio": ratio, "half": half}[name]
 
 

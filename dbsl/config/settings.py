@@ -328,8 +328,6 @@ class SyncConfig:
     outer_lr: Annotated[Positive, Needs(merge="delta", new=True)] = 0.7
     # Nesterov momentum of the server's step, with --merge delta; in [0, 1)
     outer_momentum: Annotated[BelowOne, Needs(merge="delta", new=True)] = 0.9
-    # weight decay of the server's step, with --merge delta
-    outer_weight_decay: Annotated[Amount, Needs(merge="delta", new=True)] = 0.0
     # pushes per worker and epoch
     rounds_per_epoch: Annotated[
         Count, Role.MEETING | Role.ROUND, Excludes(push="gradients", why=" (see push_every)")
