@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dbsl.cluster.merges import Delta, MergeRule
+from dbsl.cluster.merges import MergeRule
 from dbsl.plan.ledger import Members
 from dbsl.plan.types import EpochEnd, Restart, RoundReport, report_from_plain
 
@@ -149,7 +149,7 @@ class Server:
             "refused": self.refused,
             "finished": [asdict(end) for end in self.finished],
             "reports": [asdict(report) for report in self.reports],
-            "outer": self._rule.state_dict() if isinstance(self._rule, Delta) else None,
+            "outer": self._rule.state_dict() if hasattr(self._rule, "state_dict") else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -183,7 +183,7 @@ class Server:
         self._weights = weights.to(self._weights, copy=True)
 
     def _load_rule(self, state: Mapping[str, Any] | None) -> None:
-        if isinstance(self._rule, Delta) and state is not None:
+        if hasattr(self._rule, "load_state_dict") and state is not None:
             self._rule.load_state_dict(state)
 
     def _keep(self, pushed: Tensor) -> None:

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsl.base.errors import RunFinished, SettingError, SyncError
+from dbsl.base.errors import NothingLeft, RunFinished, SettingError, SyncError
 from dbsl.cluster.alive import Pulse
-from dbsl.cluster.launch import COME, NOTHING_LEFT, Admission, Door
+from dbsl.cluster.launch import Admission, Door
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
@@ -34,15 +34,11 @@ from dbsl.cluster.wire import (
     Kind,
     Link,
     check_report,
-    decode_segment,
-    encode_segment,
+    encode,
     hear,
     pairs_with_server,
-    receive,
-    segment_room,
-    send,
+    read_segment,
     tell,
-    text_row,
 )
 from dbsl.plan.types import EpochEnd, RoundReport, Segment, Turn
 
@@ -112,25 +108,16 @@ class ServedCluster(Cluster):
             self._clock += 1
 
     def segment(self, turn: Turn) -> Segment:
-        """Return the plan in force in a turn, waiting while the worker is too far ahead.
-
-        The server is asked, which may have changed it.
-        """
-        planner = self._plans.planner
-        if planner.ledger.left_by_others(turn.epoch):
-            return planner.at(turn.epoch, turn.round)
-        like = planner.ledger.current_at(turn.epoch)
-        rows = segment_room(len(like.workers))
+        """Return the plan in force in a turn, waiting while the worker is too far ahead."""
         with self._waiting(), self._exchange():
-            tell(self._link.pair, Kind.PLAN)
-            receive(rows, self._link.pair)
-        return decode_segment(rows, like)
+            *_, text = self._link.ask(Kind.PLAN)
+        return read_segment(text)
 
     def pull(self, turn: Turn) -> None:
         """Bring the global weights into the model, waiting while the worker is too far ahead."""
         with self._waiting(), self._exchange():
-            ending, sequence, epoch = self._link.ask(Kind.PULL)
-            self._announced = sequence, epoch
+            ending, *announced, _ = self._link.ask(Kind.PULL)
+            self._announced = tuple(announced)
             if ending == Ending.GOES_ON:
                 self._link.take_weights(self.weights.vector)
         if ending == Ending.FINISHED:
@@ -154,7 +141,7 @@ class ServedCluster(Cluster):
     def leave(self, sequence: int) -> int:
         """Stop being served; return the number of the save to take part in."""
         with self._exchange():
-            _, sequence, _ = self._link.ask(Kind.LEAVE)
+            _, sequence, *_ = self._link.ask(Kind.LEAVE)
         return sequence
 
     def interrupt(self) -> None:
@@ -169,14 +156,6 @@ class ServedCluster(Cluster):
         with self._exchange():
             tell(self._link.pair, Kind.DONE)
             self._link.wait()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return which round it is; this process's weights are the model's, and not in here."""
-        return {"clock": self._clock, "waited_s": self._waited_s, "server": None}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned; the server's clock is this worker's, too."""
-        self._clock, self._waited_s = state["clock"], state["waited_s"]
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
@@ -296,7 +275,7 @@ class ServingCluster(Cluster):
         with self._changed:
             if self._may_begin(worker, pulse):
                 self.server.members.begin(worker)
-            return self._plans.planner.at(*self._place(worker))
+            return self.planner.at(*self._place(worker))
 
     def _pull(self, worker: int, pulse: Pulse | None = None) -> Tensor | None:
         """Return the weights for a worker's next round when it may begin; None: the run stops."""
@@ -351,9 +330,9 @@ class ServingCluster(Cluster):
         return rank - (not self.workers)
 
     def _thread_for(
-        self, rank: int, pair: dist.ProcessGroup, first: str | None = None
+        self, rank: int, pair: dist.ProcessGroup, first: tuple[int, int] | None = None
     ) -> threading.Thread:
-        """Return what serves a rank; `first` is what it hears before it asks."""
+        """Return what serves a rank; one that joins hears its clock and the save `first`."""
         pushed = torch.empty_like(self.weights.vector, device=CPU)
         link = Link(pair, pushed, self._wire, weights=self._pushes_weights)
         pulse = Pulse(
@@ -368,11 +347,11 @@ class ServingCluster(Cluster):
             target=self._serve, args=arguments, name=f"serve-{rank}", daemon=True
         )
 
-    def _serve(self, peer: _Peer, first: str | None) -> None:
+    def _serve(self, peer: _Peer, first: tuple[int, int] | None) -> None:
         """Answer one rank's messages until it is done (runs in a thread)."""
         try:
             if first is not None:
-                send(text_row(first), peer.link.pair)
+                tell(peer.link.pair, Ending.GOES_ON, first)
             while self._answer(peer):
                 pass
             with self._changed:
@@ -389,15 +368,16 @@ class ServingCluster(Cluster):
 
     def _answer(self, peer: _Peer) -> bool:
         """Hear a message and do what it asks; False: it was the last."""
-        kind, number, _ = hear(peer.link.pair, Kind)
+        kind, *_, text = hear(peer.link.pair, Kind)
         if kind == Kind.PLAN:
-            send(encode_segment(self._begin(peer.worker, peer.pulse)), peer.link.pair)
+            text = encode(self._begin(peer.worker, peer.pulse))
+            tell(peer.link.pair, Ending.GOES_ON, text=text)
         elif kind == Kind.PULL:
             self._answer_pull(peer)
         elif kind == Kind.LEAVE:
             self._let_go(peer)
         elif kind != Kind.DONE:
-            report = peer.link.take_push(kind, number, self._figures, peer.pushed)
+            report = peer.link.take_push(text, peer.pushed)
             check_report(report, peer.worker, *self._place(peer.worker))
             self._merge(peer.pushed, report)
         return kind not in (Kind.LEAVE, Kind.DONE)
@@ -408,9 +388,9 @@ class ServingCluster(Cluster):
             announced = self._tell(peer.rank)
         if weights is None:
             ending = Ending.FINISHED if self.finished_early else Ending.STOPPED
-            tell(peer.link.pair, ending, *announced)
+            tell(peer.link.pair, ending, announced)
         else:
-            tell(peer.link.pair, Ending.GOES_ON, *announced)
+            tell(peer.link.pair, Ending.GOES_ON, announced)
             peer.link.give_weights(weights)
 
     def _let_go(self, peer: _Peer) -> None:
@@ -420,7 +400,7 @@ class ServingCluster(Cluster):
                 self.interrupt()
                 self._wait_for(lambda: self._stopping)
             announced = self._tell(peer.rank)
-        tell(peer.link.pair, Ending.STOPPED, *announced)
+        tell(peer.link.pair, Ending.STOPPED, announced)
 
     # --- who comes and goes
 
@@ -456,11 +436,11 @@ class ServingCluster(Cluster):
             if self.is_served(rank):
                 raise SettingError(f"another process is heard as rank {rank}")
             if worker in self.server.active:
-                raise SettingError(f"{NOTHING_LEFT}: worker {worker} has done all its rounds")
+                raise NothingLeft(f"worker {worker} has done all its rounds")
             clock = self._take_in(rank, worker)
             if clock >= self._rounds:
-                raise SettingError(f"{NOTHING_LEFT}: others have begun the last epoch")
-            thread = self._thread_for(rank, pair, f"{COME} {clock} {self._announced[0]}")
+                raise NothingLeft("others have begun the last epoch")
+            thread = self._thread_for(rank, pair, (clock, self._announced[0]))
             self._threads.append(thread)
             thread.start()
 
@@ -496,20 +476,18 @@ class ServingCluster(Cluster):
         return self._changed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which round it is, and the server's state.
+        """See `Cluster.state_dict`.
 
-        This process's weights are the model's; they are not in here. Nor is there a state to go on
-        from where something has failed in a thread, a merge rule for one: that is raised.
+        There is no state to go on from where something has failed in a thread, a merge rule for
+        one: that is raised.
         """
         with self._changed:
             self._raise_failure()
-            server = self.server.state_dict()
-            return {"clock": self._clock, "waited_s": self._waited_s, "server": server}
+            return super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned; the server's clock is this worker's, too."""
-        self._clock, self._waited_s = state["clock"], state["waited_s"]
-        self.server.load_state_dict(state["server"])
+        """See `Cluster.load_state_dict`."""
+        super().load_state_dict(state)
         # The others save later than the server, perhaps in a round that they have begun since.
         members = self.server.members
         members.inside |= members.active - members.newcomers

@@ -111,13 +111,8 @@ class SimulatedCluster(Cluster):
         return report.refused
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where every worker is, to go on from in `load_state_dict`.
-
-        In the middle of a turn its worker's weights are the model's; they are not in here.
-        """
-        return {
-            "server": self.server.state_dict(),
-            "time_s": self.time_s,
+        """See `Cluster.state_dict`; in a turn its worker's weights are the model's."""
+        return super().state_dict() | {
             "turn": self._turn,
             "pulled": dict(self._pulled),
             "spent": dict(self._spent),
@@ -126,10 +121,10 @@ class SimulatedCluster(Cluster):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
-        self.server.load_state_dict(state["server"])
+        """See `Cluster.load_state_dict`."""
+        super().load_state_dict(state)
         device = self.weights.vector.device
-        self.time_s, self._turn = state["time_s"], state["turn"]
+        self._turn = state["turn"]
         self._pulled = {worker: w.to(device) for worker, w in state["pulled"].items()}
         self._spent, self._ended = dict(state["spent"]), list(state["ended"])
         self._queue = [(time_s, worker) for time_s, worker in state["queue"]]

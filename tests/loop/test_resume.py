@@ -653,7 +653,7 @@ def test_rounds_that_were_not_finite_are_counted_on_with_other_workers(left, tmp
     planned = resume.plan_restart
 
     def with_refused(saved, *rest):
-        saved.state["cluster"]["server"]["refused"] = 7
+        saved.state["cluster"]["refused"] = 7
         return planned(saved, *rest)
 
     with pytest.MonkeyPatch.context() as patches:
