@@ -17,9 +17,8 @@ from filelock import FileLock, Timeout
 from matplotlib.figure import Figure
 
 from dbsl.base.errors import SettingError
-from dbsl.base.files import write_table
+from dbsl.base.files import save_figure, write_table
 from dbsl.base.words import short_loss
-from dbsl.extras.pictures import DPI, save_figure
 from dbsl.tools.compare.statistics import MADE_ON, ArmRun, averaged, interval, table
 
 _LOCK = ".lock"  # in the folder, while one of several commands writes there
@@ -230,7 +229,7 @@ def _line(row: Mapping[str, Any], width: int, baseline: int) -> str:
 def arms_figure(arms: Mapping[str, Sequence[ArmRun]]) -> Figure:
     """Return mean accuracy over mean training time, and last-epoch accuracy with 95 % intervals."""
     finished = {name: runs for name, runs in arms.items() if runs}
-    figure = Figure(figsize=(13, max(5.5, 0.32 * len(finished))), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(13, max(5.5, 0.32 * len(finished))), layout="constrained")
     left, right = figure.subplots(1, 2)
     palette = matplotlib.color_sequences["tab20"]
     goes_on = False

@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from dbsl.base.errors import SettingError
-from dbsl.base.files import write_table, write_text
-from dbsl.extras.pictures import DPI, save_figure
+from dbsl.base.files import save_figure, write_table, write_text
 from dbsl.tools.study.scaling import (
     CRITICAL_RULE,
     EDGE_RULE,
@@ -261,7 +260,7 @@ def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:
     columns = min(count, 3)
     rows = -(-count // columns)
     size = (max(7.5, 5.2 * columns), 4.6 * rows)
-    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for unused in panels[count:]:
         unused.remove()
