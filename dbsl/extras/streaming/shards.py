@@ -254,7 +254,6 @@ def _read_index(
 
 
 def _write_index(files: Sequence[File], image_column: str, label_column: str, path: Path) -> None:
-    """Read the metadata and the label column of all shards, and write what they say."""
     with ThreadPoolExecutor(min(_READERS, len(files))) as pool:
         found = list(pool.map(lambda file: _read_one(file, image_column, label_column), files))
     described = (datasets.Features.from_arrow_schema(labels.schema) for _, labels in found)
@@ -294,7 +293,6 @@ def _read_one(
 
 @contextmanager
 def _opened(url: str, origin: str) -> Iterator[parquet.ParquetFile]:
-    """Open a shard; its metadata are read once."""
     system, path = fsspec.core.url_to_fs(url)
     metadata = _metadata(url, origin)
     if isinstance(system, local.LocalFileSystem):

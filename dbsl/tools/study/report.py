@@ -79,7 +79,6 @@ def write_report(
     drawn = {name: own for name, own in results.items() if own}
     if drawn:
         save_figure(steps_figure(drawn, goals), folder / "plots/steps.png")
-        save_figure(examples_figure(drawn, goals), folder / "plots/examples.png")
         save_figure(rates_figure(drawn), folder / "plots/learning_rate.png")
         lines.append(f"pictures in {folder / 'plots'}, all numbers in {folder / TABLE}")
     else:
@@ -131,7 +130,6 @@ def _row(study: Study, result: Result | None, goal: float) -> dict[str, Any]:
 
 
 def _endings(study: Study) -> dict[str, int]:
-    """Return how many trials came to which end."""
     statuses = [trial.status for trial in study.trials]
     return {status: statuses.count(status) for status in _ENDINGS}
 
@@ -214,21 +212,6 @@ def steps_figure(results: Results, goals: Mapping[str, float]) -> Figure:
         f"perfect scaling up to {PERFECT_RULE}\nno gain from {USEFUL_RULE}",
         fontsize=10,
     )
-    return figure
-
-
-def examples_figure(results: Results, goals: Mapping[str, float]) -> Figure:
-    """Return samples to result against batch size, all workloads in one panel."""
-    figure, (axes,) = _panels(1)
-    for (name, own), color in zip(results.items(), _colors(len(results)), strict=True):
-        sizes, steps = _columns(own)
-        label = f"{name}, error < {goals[name]:g}"
-        axes.plot(sizes, sizes * steps, "o-", color=color, label=label)
-    sizes = np.array(sorted({r.batch_size for own in results.values() for r in own}))
-    _finish(axes, sizes, "", "samples to the goal")
-    title = "Samples that the fewest steps cost: level where scaling is perfect"
-    axes.set_title(title, fontsize=10)
-    axes.legend(fontsize=8)
     return figure
 
 

@@ -260,7 +260,6 @@ class _Work:
 
 
 def _run_all(work: _Work, stopping: Stopping) -> None:
-    """Run trials until none is left."""
     parent = os.environ.get(_PARENT)
 
     def may_go_on() -> None:
@@ -286,7 +285,6 @@ def _run_all(work: _Work, stopping: Stopping) -> None:
 
 
 def _outcome(trial: Trial, goal: float) -> str:
-    """Return in words what a trial came to."""
     if trial.status == "INFEASIBLE":
         return f"diverged before step {trial.steps}"
     if trial.status == "INCOMPLETE":
