@@ -132,7 +132,6 @@ class BarrierCluster(Cluster):
             self.server.finished.clear()  # turns() says when an epoch ends, on every rank alike
 
     def _weigh(self, report: RoundReport | None, total: float) -> None:
-        """Write this rank's share of the weighted sum."""
         if report is None or report.refused:
             self._sum.zero_()  # zero times what is not finite would not be
         elif not self._averages:

@@ -404,7 +404,6 @@ class PlanMaker:
         return from_workers(rows) if any(row[0] for row in rows) else None
 
     def _of_all(self, plan: Plan, active: Sequence[int]) -> Plan:
-        """Return a plan of the active workers as one of all."""
         rows = dict(zip(active, plan.workers, strict=True))
         everyone = range(self._config.workers)
         return replace(plan, workers=tuple(rows.get(worker, _NO_PART) for worker in everyone))
@@ -458,7 +457,6 @@ class PlanMaker:
         return balanced_sizes(total, model, limits, self.least)
 
     def _total(self, resolution: int) -> int:
-        """Return the samples of a joint step."""
         large = self._known.large_batch_sizes[resolution]
         return (
             sum(self._by_hand.get(resolution, ())) or self._config.global_batch_size or sum(large)
