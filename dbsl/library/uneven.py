@@ -197,17 +197,13 @@ class UnevenBatchSampler:
         self._watch = Watch(model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far training is: a batch counts once `scale` was called for it.
+        """Return how far training is, alike on every process.
 
-        The state is the same on every process.
+        A batch counts once `scale` was called for it. A loop that does not call it saves between
+        epochs, or with torchdata's StatefulDataLoader, which counts itself.
         """
         start, epoch = self._start, self._iterator
         if epoch is not None and epoch.number == self.epoch:
-            if epoch.drawn and not self._scaled:
-                raise SettingError(
-                    "state_dict counts the batches for which scale was called: call it for each, "
-                    "or save after set_epoch of the next epoch, got no call"
-                )
             start = epoch.cut.begin(epoch.taken)
         return {
             "epoch": self.epoch,
