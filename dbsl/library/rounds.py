@@ -23,9 +23,9 @@ class Rounds:
 
     Enter it around the loop and call `step` after each step of the optimizer. On entering, all take
     the weights of process 0, unless the state of an open round was loaded before; on leaving, what
-    is left of a round is merged. Parameters and
-    floating-point buffers (batch norm's statistics) are merged; the optimizer's state stays each
-    process's own. Gradients of a model in DDP are not averaged inside.
+    is left of a round is merged. Parameters and floating-point buffers (batch norm's statistics)
+    are merged; the optimizer's state stays each process's own. Gradients of a model in DDP are not
+    averaged inside.
 
     Weights that are not finite do not count, and that process's optimizer begins afresh from what
     the others have merged.
@@ -39,6 +39,9 @@ class Rounds:
         outer: Learning rate and Nesterov momentum of a step that takes the place of the mean, as in
             DiLoCo (arXiv 2311.08105); None: the mean.
         group: The processes; None: all.
+
+    Raises:
+        SettingError: Names the argument, its bound and its value.
     """
 
     def __init__(

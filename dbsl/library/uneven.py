@@ -162,7 +162,10 @@ class UnevenBatchSampler:
         step, or in the `accumulate` steps of this window: do not divide by `accumulate` as well.
 
         Args:
-            count: Samples of the batch; compared with the plan.
+            count: Samples of the batch.
+
+        Raises:
+            SettingError: If `count` is not what is planned, or no batch is left that was drawn.
         """
         epoch = self._iterator
         if epoch is None or not epoch.ahead:
@@ -394,6 +397,10 @@ def mean_scale(
         count: Tokens or pixels that this process's loss is the mean of, at least 1.
         group: The data-parallel processes; None: all.
         ahead: Count of the next batch, whose all-reduce begins now: the next call returns at once.
+
+    Raises:
+        SettingError: On every process where a count is below 1, and where it is not the one that
+            `ahead` announced.
     """
     begun = _AHEAD.pop(group, None)
     if begun is not None and begun[0] != count:
