@@ -304,7 +304,8 @@ class Mirror(Extra):
                 for name in NEEDED:  # they may change meanwhile
                     files[f"{RUN}/{name}"] = Path(shutil.copy(self._folder / name, scratch))
                 listed |= {name: describe(files[name]) for name in files.keys() - listed}
-                self._bucket.forget(there)  # another of that name, of before the run went back
+                # One of that name may be of before the run went back.
+                self._bucket.remove_file(there, LISTING)
                 self._bucket.put(there, files, Listing(self._own.run, listed, manifest.sequence))
         except (FileNotFoundError, CheckpointError):
             if (folder / MANIFEST).exists():  # else it was removed, and there is a newer one
@@ -320,8 +321,7 @@ class Mirror(Extra):
             for rank in self.saving(manifest.sequence)
             if rank in late
         ):
-            limit = _LAST_SHARDS_S if self._ending else _SHARDS_S
-            if time.monotonic() - began > limit:
+            if time.monotonic() - began > (_LAST_SHARDS_S if self._ending else _SHARDS_S):
                 break
             time.sleep(0.1)
         files = {}

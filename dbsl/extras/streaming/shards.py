@@ -180,7 +180,10 @@ def open_shards(config: ImageConfig, folder: Path, keep: Keep) -> Splits:
         if train_name not in files:
             raise SettingError(f"there is no split 'train', but {', '.join(files)}")
         wanted = [name for name in (train_name, *EVAL_SPLITS) if name in files]
-        features = {name: _read_features(files[name][0]) for name in dict.fromkeys(wanted)}
+        features = {}
+        for name in dict.fromkeys(wanted):
+            with _opened(*files[name][0]) as shard:
+                features[name] = datasets.Features.from_arrow_schema(shard.schema_arrow)
     except Exception as error:  # no network, no such name, a broken file: libraries raise all kinds
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise SettingError(
@@ -232,11 +235,6 @@ def _find_files(dataset: str) -> dict[str, list[File]]:
     if not files:
         raise SettingError("it has no parquet files")
     return files
-
-
-def _read_features(file: File) -> datasets.Features:
-    with _opened(*file) as shard:
-        return datasets.Features.from_arrow_schema(shard.schema_arrow)
 
 
 def _read_index(
