@@ -119,9 +119,18 @@ class Cluster(ABC):
     def pull(self, turn: Turn) -> None:
         """Load the weights that a round starts from into the model."""
 
-    @abstractmethod
     def push(self, reports: Sequence[RoundReport]) -> bool:
         """Hand over what a round came to; True: it was refused, being not finite."""
+        (report,) = reports
+        waited_s, self._waited_s = self._waited_s, 0.0  # what it waits from now on is the next's
+        report = replace(report, compute_time_s=report.time_s, wait_time_s=waited_s)
+        with self._waiting():
+            self._hand_over(report)
+        return report.refused
+
+    def _hand_over(self, report: RoundReport) -> None:
+        """Give a real worker's weights, or gradients, to the server, or to the others."""
+        raise NotImplementedError
 
     def _drop(self, rank: int, worker: int, reason: str) -> None:
         """Go on without a worker (in the server's process).
@@ -150,11 +159,6 @@ class Cluster(ABC):
         began = time.perf_counter()
         yield
         self._waited_s += time.perf_counter() - began
-
-    def _timed(self, report: RoundReport) -> RoundReport:
-        """Return a real worker's report with its times; what it waits from now on is the next's."""
-        waited_s, self._waited_s = self._waited_s, 0.0
-        return replace(report, compute_time_s=report.time_s, wait_time_s=waited_s)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where every worker is, to go on from in `load_state_dict`.

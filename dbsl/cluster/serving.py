@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -127,12 +127,9 @@ class ServedCluster(Cluster):
             self._interrupted = True
             self.on_stop()
 
-    def push(self, reports: Sequence[RoundReport]) -> bool:
-        """Give the worker's weights, or gradients, to the server; True: they were refused."""
-        report = self._timed(*reports)
-        with self._waiting(), self._exchange():
+    def _hand_over(self, report: RoundReport) -> None:
+        with self._exchange():
             self._link.push(report, self.outgoing)
-        return report.refused
 
     def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
         """Return the save that rank 0 has announced."""
@@ -258,12 +255,8 @@ class ServingCluster(Cluster):
             else:  # a copy to a GPU takes its time, and others need not wait for it
                 self.weights.load(weights)
 
-    def push(self, reports: Sequence[RoundReport]) -> bool:
-        """Give the worker's weights, or gradients, to the server; True: they were refused."""
-        report = self._timed(*reports)
-        with self._waiting():
-            self._merge(self._pushed.copy_(self.outgoing), report)
-        return report.refused
+    def _hand_over(self, report: RoundReport) -> None:
+        self._merge(self._pushed.copy_(self.outgoing), report)
 
     # --- what any worker asks of the server
 
