@@ -55,10 +55,8 @@ class Pulse:
     they exchange weights: compute may take as long as it takes. A beat carries what `says` gives to
     the other's `hears`. When one has heard nothing of the other for too long, the connection is
     closed, and whatever waits for it in either process fails; `on_lost` is called, in the thread.
-
-    Attributes:
-        failure: Why the other one counts as lost, or None.
-        left_out: Whether it may be there, and goes on without this process.
+    `failure` then says why the other one counts as lost; if it is `left_out`, it may be there, and
+    goes on without this process.
     """
 
     _TAG = 1  # messages of any other tag are not mistaken for these

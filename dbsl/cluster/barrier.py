@@ -59,7 +59,7 @@ class BarrierCluster(Cluster):
                 self.segment(Turn((), epoch, round_))
                 self._receive()
                 self.idle()
-                self._meet(None)
+                self._hand_over(None)
             else:
                 yield Turn(self.workers, epoch, round_)
             self._clock += 1
@@ -70,16 +70,6 @@ class BarrierCluster(Cluster):
     def pull(self, turn: Turn) -> None:
         """Bring the global weights into the model (a collective: every rank is in it)."""
         self._receive()
-
-    def push(self, reports: Sequence[RoundReport]) -> bool:
-        """Add the model's weights to the weighted mean, which becomes the global weights.
-
-        True: they were refused.
-        """
-        report = self._timed(*reports)
-        with self._waiting():
-            self._meet(report)
-        return report.refused
 
     def agree(self, action: Action, *, round_over: bool) -> Action:
         """Return what all processes do after this step: the strongest of their wishes.
@@ -105,7 +95,7 @@ class BarrierCluster(Cluster):
             self._pulled.copy_(state["pulled"])
 
     @torch.no_grad()
-    def _meet(self, report: RoundReport | None) -> None:
+    def _hand_over(self, report: RoundReport | None) -> None:
         """Merge what all workers push; `report` is None on a dedicated server."""
         total = sum(w.merge_weight for w in self._segment.plan.workers)
         if self._gathers:
@@ -132,7 +122,6 @@ class BarrierCluster(Cluster):
             self.server.finished.clear()  # turns() says when an epoch ends, on every rank alike
 
     def _weigh(self, report: RoundReport | None, total: float) -> None:
-        """Write this rank's share of the weighted sum."""
         if report is None or report.refused:
             self._sum.zero_()  # zero times what is not finite would not be
         elif not self._averages:

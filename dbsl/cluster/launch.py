@@ -86,10 +86,8 @@ def _meet(timeout_s: float) -> dist.Store | None:
         if store.add(f"{start}/{rank}", 1) == 1:  # else it has come before, and was launched again
             store.add(start, 1)
         while (came := store.add(start, 0)) < processes:  # one thread answers them all
-            waited_s, counted = (
-                time.monotonic() - began,
-                f"{came} of {processes} processes have come",
-            )
+            waited_s = time.monotonic() - began
+            counted = f"{came} of {processes} processes have come"
             if waited_s > timeout_s:
                 raise SyncError(f"{counted} within {timeout_s:g} s (--worker-timeout)")
             if rank == 0 and waited_s > _QUIET_S and not told:
@@ -157,7 +155,6 @@ def _bind_to_launcher() -> None:
 
 
 def _interface_to(address: str) -> str | None:
-    """Return the interface by which packets to an address leave this machine."""
     family, _, _, _, peer = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(peer)  # sends nothing

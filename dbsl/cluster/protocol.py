@@ -43,19 +43,14 @@ class Cluster(ABC):
     dedicated server. `outgoing` is what a push hands over, in the layout of the weights; None: the
     weights. In the server's process there is a `server`, and the `planner` may change its mind.
     Processes that meet agree by `control` on what to do.
-
-    Attributes:
-        time_s: Seconds of simulated workers; None where times are real.
-        holds_weights: Whether the model has weights that count between two turns.
-        on_stop: Called where the run is to stop while this process waits.
-        finished_early: Whether the run has ended before its last epoch, by `finish`.
-        idle: Called by a process that takes no steps while others do, where it may save: at a
-            barrier once a round's steps are taken, else from time to time.
     """
 
-    time_s: float | None = None
-    holds_weights: bool = True
+    time_s: float | None = None  # of simulated workers; None where times are real
+    holds_weights: bool = True  # whether the model has weights that count between two turns
+    # Called where the run is to stop while this process waits.
     on_stop: Callable[[], object] = staticmethod(lambda: None)
+    # Called by a process that takes no steps while others do, where it may save: at a barrier once
+    # a round's steps are taken, else from time to time.
     idle: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(
@@ -83,7 +78,7 @@ class Cluster(ABC):
         self._refused = 0
         self._reports: deque[RoundReport] = deque()  # where there is no server
         self._interrupted = False  # the run is to stop
-        self.finished_early = False
+        self.finished_early = False  # whether `finish` ended the run before its last epoch
         self._membership: deque[LostWorker | JoinedWorker] = deque()  # until they are told of
         self._announced = 0, -1  # the save that every process is to take part in
 
@@ -124,9 +119,18 @@ class Cluster(ABC):
     def pull(self, turn: Turn) -> None:
         """Load the weights that a round starts from into the model."""
 
-    @abstractmethod
     def push(self, reports: Sequence[RoundReport]) -> bool:
         """Hand over what a round came to; True: it was refused, being not finite."""
+        (report,) = reports
+        waited_s, self._waited_s = self._waited_s, 0.0  # what it waits from now on is the next's
+        report = replace(report, compute_time_s=report.time_s, wait_time_s=waited_s)
+        with self._waiting():
+            self._hand_over(report)
+        return report.refused
+
+    def _hand_over(self, report: RoundReport) -> None:
+        """Give a real worker's weights, or gradients, to the server, or to the others."""
+        raise NotImplementedError
 
     def _drop(self, rank: int, worker: int, reason: str) -> None:
         """Go on without a worker (in the server's process).
@@ -152,15 +156,9 @@ class Cluster(ABC):
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Count the time in here as waited."""
         began = time.perf_counter()
         yield
         self._waited_s += time.perf_counter() - began
-
-    def _timed(self, report: RoundReport) -> RoundReport:
-        """Return a real worker's report with its times; what it waits from now on is the next's."""
-        waited_s, self._waited_s = self._waited_s, 0.0
-        return replace(report, compute_time_s=report.time_s, wait_time_s=waited_s)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where every worker is, to go on from in `load_state_dict`.
@@ -187,6 +185,10 @@ class Cluster(ABC):
         self._clock, self._refused = start.clock, start.refused
         if self.server is not None:
             self.server.restart(start)
+
+    def _place(self, worker: int) -> tuple[int, int]:
+        """Return the epoch and the round that a worker is in (in the server's process)."""
+        return divmod(self.server.clocks[worker], self._rounds_per_epoch)
 
     def reports(self) -> Iterator[RoundReport]:
         """Yield the reports of rounds pushed since the last call, as far as they are told here."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -127,12 +127,9 @@ class ServedCluster(Cluster):
             self._interrupted = True
             self.on_stop()
 
-    def push(self, reports: Sequence[RoundReport]) -> bool:
-        """Give the worker's weights, or gradients, to the server; True: they were refused."""
-        report = self._timed(*reports)
-        with self._waiting(), self._exchange():
+    def _hand_over(self, report: RoundReport) -> None:
+        with self._exchange():
             self._link.push(report, self.outgoing)
-        return report.refused
 
     def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
         """Return the save that rank 0 has announced."""
@@ -171,9 +168,7 @@ class ServedCluster(Cluster):
             raise SyncError(said) from error
 
 
-class _Peer(NamedTuple):
-    """A worker of another process."""
-
+class _Peer(NamedTuple):  # a worker of another process
     rank: int
     worker: int
     link: Link
@@ -229,7 +224,7 @@ class ServingCluster(Cluster):
         while True:
             yield from self._ends()
             with self._changed:
-                if not self.server.finished and self.server.slowest() >= self._rounds:
+                if not self.server.finished and self.server.members.slowest() >= self._rounds:
                     return
                 self._wait_for(lambda: self._interrupted or self.server.finished, _LOOK_S)
                 waits = not self.server.finished
@@ -238,7 +233,6 @@ class ServingCluster(Cluster):
                 act()
 
     def _ends(self) -> Iterator[EpochEnd]:
-        """Yield the epochs' ends that have come."""
         while True:
             with self._changed:
                 self._raise_failure()
@@ -261,12 +255,8 @@ class ServingCluster(Cluster):
             else:  # a copy to a GPU takes its time, and others need not wait for it
                 self.weights.load(weights)
 
-    def push(self, reports: Sequence[RoundReport]) -> bool:
-        """Give the worker's weights, or gradients, to the server; True: they were refused."""
-        report = self._timed(*reports)
-        with self._waiting():
-            self._merge(self._pushed.copy_(self.outgoing), report)
-        return report.refused
+    def _hand_over(self, report: RoundReport) -> None:
+        self._merge(self._pushed.copy_(self.outgoing), report)
 
     # --- what any worker asks of the server
 
@@ -300,10 +290,6 @@ class ServingCluster(Cluster):
                 raise
             finally:
                 self._changed.notify_all()
-
-    def _place(self, worker: int) -> tuple[int, int]:
-        """Return the epoch and the round that a worker is in."""
-        return divmod(self.server.clocks[worker], self._rounds_per_epoch)
 
     def _wait_for(self, predicate: Callable[[], object], limit_s: float | None = None) -> None:
         # Every worker comes to the end of its round, or is lost.
@@ -409,7 +395,7 @@ class ServingCluster(Cluster):
         rank, worker = peer.rank, peer.worker
         if self._failure or self._stopping or self.server.clocks[worker] >= self._rounds:
             return False  # it has nothing more to give
-        if self.server.active == {worker}:
+        if self.server.members.active == {worker}:
             self._failure = SyncError(f"rank {rank}, the last worker, was lost: {reason}")
             return False
         try:
@@ -425,7 +411,9 @@ class ServingCluster(Cluster):
         """Whether a rank's worker is there, and has something left to do."""
         worker = self._worker_of(rank)
         with self._changed:
-            return worker in self.server.active and self.server.clocks[worker] < self._rounds
+            return (
+                worker in self.server.members.active and self.server.clocks[worker] < self._rounds
+            )
 
     def admit(self, rank: int, pair: dist.ProcessGroup) -> None:
         """Go on with one more worker, whose process has this connection, or refuse it."""
@@ -435,7 +423,7 @@ class ServingCluster(Cluster):
                 raise SettingError("the job is stopping")
             if self.is_served(rank):
                 raise SettingError(f"another process is heard as rank {rank}")
-            if worker in self.server.active:
+            if worker in self.server.members.active:
                 raise NothingLeft(f"worker {worker} has done all its rounds")
             clock = self._take_in(rank, worker)
             if clock >= self._rounds:

@@ -205,14 +205,11 @@ class Transfer:
         self._stream = torch.cuda.Stream(like.device) if like.is_cuda else None
         self._pending: list[dist.Work] = []
 
-    def send(
-        self, vector: Tensor, *, minus: Tensor | None = None, copy: Tensor | None = None
-    ) -> None:
-        """Begin to send a vector, or its difference to `minus`; `copy` becomes equal to it."""
+    def send(self, vector: Tensor, *, minus: Tensor | None = None) -> None:
+        """Begin to send a vector, or its difference to `minus`."""
         self.wait()
         chunks = self._chunks(vector, direct=minus is None)
-        before, copies = _split(minus, len(chunks)), _split(copy, len(chunks))
-        arrivals = []
+        before, arrivals = _split(minus, len(chunks)), []
         if self._stream is not None:  # all copies to the host are queued before the first is sent
             self._stream.wait_stream(torch.cuda.current_stream(vector.device))
             with torch.cuda.stream(self._stream):
@@ -225,8 +222,6 @@ class Transfer:
             else:  # while the chunks before it are on their way
                 _stage(chunk, staged, before[number])
             self._pending.append(isend(staged, self._pair))
-            if copy is not None:
-                copies[number].copy_(chunk)
 
     def wait(self) -> None:
         """Wait until what was sent last is on its way, and may be changed."""
@@ -234,22 +229,14 @@ class Transfer:
         for work in pending:
             work.wait(_EVER)
 
-    def receive(
-        self,
-        vector: Tensor,
-        *,
-        plus: Tensor | None = None,
-        copy: Tensor | None = None,
-        check: bool = False,
-    ) -> bool:
+    def receive(self, vector: Tensor, *, plus: Tensor | None = None, check: bool = False) -> bool:
         """Receive into a vector; on a CUDA device its chunks are being copied when this returns.
 
-        `plus` is added to it, and `copy` becomes equal to it. With `check`, return whether all of
-        it is finite.
+        `plus` is added to it. With `check`, return whether all of it is finite.
         """
         self.wait()
         chunks, sums = self._chunks(vector), []
-        added, copies = _split(plus, len(chunks)), _split(copy, len(chunks))
+        added = _split(plus, len(chunks))
         works = [irecv(staged, self._pair) for _, staged in chunks]
         for number, (work, (chunk, staged)) in enumerate(zip(works, chunks, strict=True)):
             work.wait(_EVER)
@@ -258,8 +245,6 @@ class Transfer:
                 chunk.copy_(staged, non_blocking=True)
             if plus is not None:
                 chunk.add_(added[number])
-            if copy is not None:
-                copies[number].copy_(chunk)
             if check:
                 sums.append(chunk.sum())  # finite ones do not overflow
         return not sums or bool(torch.stack(sums).sum().isfinite())
@@ -276,7 +261,6 @@ class Transfer:
 
 
 def _stage(chunk: Tensor, staged: Tensor, minus: Tensor | None) -> None:
-    """Copy a chunk to where it is sent from."""
     if staged is not chunk:
         staged.copy_(chunk if minus is None else chunk - minus, non_blocking=True)
 
@@ -331,14 +315,19 @@ class Link:
 
     def give_weights(self, weights: Tensor) -> None:
         """Send the weights that were pulled."""
-        self._whole.send(weights, copy=self._pulled)
+        self._whole.send(weights)
+        self._keep(weights)  # meanwhile
         self._whole.wait()
-        self._can_change = self._pulled is not None
 
     def take_weights(self, vector: Tensor) -> None:
         """Receive what `give_weights` sends into a vector."""
-        self._whole.receive(vector, copy=self._pulled)
-        self._can_change = self._pulled is not None
+        self._whole.receive(vector)
+        self._keep(vector)
+
+    def _keep(self, pulled: Tensor) -> None:
+        if self._pulled is not None:
+            self._pulled.copy_(pulled)
+            self._can_change = True
 
     def wait(self) -> None:
         """Wait until the last push has left this process."""

@@ -292,7 +292,6 @@ class _WandB(_Tracker):
             self._send()
 
     def _send(self) -> None:
-        """Send each figure's chart of all workers."""
         import wandb
 
         charts = {}
@@ -394,7 +393,6 @@ def start_wandb(folder: Path, settings: dict[str, Any], resume_id: str | None) -
 
 
 def _why_offline() -> str | None:
-    """Return why W&B cannot be reached, or None."""
     import wandb
 
     session = wandb.setup(wandb.Settings(silent=True))

@@ -128,7 +128,6 @@ def _timeline_title(stages: Sequence[Stage], plans: Mapping[int, Plan]) -> str:
 
 
 def _draw_epoch(axes: Axes, plan: Plan, title: str, rounds: int) -> None:
-    """Draw the first rows of workers of a plan."""
     rows, round_s = worker_rows(plan, MAX_ROWS), plan.time_s / rounds
     for y, (_, worker, _) in enumerate(rows[:MAX_ROWS]):
         compute_s, color = worker.predicted_time_s / rounds, SMALL if worker.small else LARGE
@@ -212,7 +211,6 @@ def curves_figure(metrics: Sequence[Row], *, bce: bool = False, falling: bool = 
 def _curves(
     metrics: Sequence[Row], evaluations: Sequence[Row], *, bce: bool
 ) -> tuple[list[Curve], list[Curve]]:
-    """Return the curves of accuracy, in percent, and of loss."""
     rounds = _reports_by(metrics, "epoch")
     # Of an epoch whose steps other workers took, all of them, no loss is known.
     trained = {e + 1.0: together(own) for e, own in rounds.items() if any(r.samples for r in own)}
@@ -241,7 +239,6 @@ def _curves(
 
 
 def _reports_by(metrics: Iterable[Row], *names: str) -> dict[Any, list[RoundReport]]:
-    """Return the reports of rounds by the values of their rows, in order."""
     found = defaultdict(list)
     for row in metrics:
         if row["event"] == "round":

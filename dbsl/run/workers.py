@@ -299,7 +299,7 @@ class Measurements:
         if worst <= BAD_FIT:
             return ""
         where = "" if profile.misses else f" in another process (largest error {worst:.1%})"
-        return f"; a bad fit{where}: predictions may be far off, {self.profiler.again}"
+        return f"; a bad fit{where}: predictions may be far off (--profile-refresh measures again)"
 
     def _workers_here(self) -> Sequence[int]:
         """Return the workers of this process; a dedicated server measures as the first does."""
