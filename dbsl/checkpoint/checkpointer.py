@@ -6,6 +6,7 @@ while training goes on: every process its own shard, and rank 0 the manifest onc
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Mapping
@@ -176,14 +177,9 @@ class Writer:
 
     def _files_of_all(self, files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Return what every process has written, once all have (a collective)."""
-        own = shard_names(self._rank)
-        row = [[files[name]["bytes"], *bytes.fromhex(files[name]["sha256"])] for name in own]
-        rows = self._control.gather_rows(torch.tensor(row, dtype=torch.int64))
-        return {
-            name: {"bytes": numbers[0], "sha256": bytes(numbers[1:]).hex()}
-            for rank, of_rank in enumerate(rows)
-            for name, numbers in zip(shard_names(rank), of_rank.tolist(), strict=True)
-        }
+        own = json.dumps({name: files[name] for name in shard_names(self._rank)})
+        found = map(json.loads, self._control.gather_saved(own))
+        return {name: described for of_rank in found for name, described in of_rank.items()}
 
 
 class Checkpointer:

@@ -296,7 +296,7 @@ class Measurements:
         if worst <= BAD_FIT:
             return ""
         where = "" if profile.misses else f" in another process (largest error {worst:.1%})"
-        return f"; a bad fit{where}: predictions may be far off, {self.profiler.again}"
+        return f"; a bad fit{where}: predictions may be far off (--profile-refresh measures again)"
 
     def _of_all(self, values: list[list[float]]) -> list[list[float]]:
         """Return values of the workers here, [resolution][worker], as those of all workers."""
