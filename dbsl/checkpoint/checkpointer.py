@@ -355,7 +355,7 @@ class Checkpointer:
             "stepper": self._stepper.state_dict(),
             "timer": self._stepper.timer.state_dict() if progress else {},
             "scaler": scaler.state_dict() if scaler else None,
-            "progress": progress and progress.state_dict(),
+            "progress": progress and asdict(progress),
             "random": _random_state(self._accelerator.device) if progress else None,
             "meter": session.meter.state_dict(),
             "extras": self._run.extras.state_dict(),
@@ -415,7 +415,7 @@ class Checkpointer:
         self._run.planner.load_state_dict(state["planner"])
         if state["progress"] is not None:
             device = self._cluster.weights.vector.device
-            self._progress.load_state_dict(state["progress"], device)
+            self._progress.load(state["progress"], device)
             self._random = state["random"]
 
     def _load_restart(self, start: Restart) -> None:
