@@ -6,6 +6,7 @@ while training goes on: every process its own shard, and rank 0 the manifest onc
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Mapping
@@ -176,14 +177,9 @@ class Writer:
 
     def _files_of_all(self, files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Return what every process has written, once all have (a collective)."""
-        own = shard_names(self._rank)
-        row = [[files[name]["bytes"], *bytes.fromhex(files[name]["sha256"])] for name in own]
-        rows = self._control.gather_rows(torch.tensor(row, dtype=torch.int64))
-        return {
-            name: {"bytes": numbers[0], "sha256": bytes(numbers[1:]).hex()}
-            for rank, of_rank in enumerate(rows)
-            for name, numbers in zip(shard_names(rank), of_rank.tolist(), strict=True)
-        }
+        own = json.dumps({name: files[name] for name in shard_names(self._rank)})
+        found = map(json.loads, self._control.gather_saved(own))
+        return {name: described for of_rank in found for name, described in of_rank.items()}
 
 
 class Checkpointer:
@@ -359,7 +355,7 @@ class Checkpointer:
             "stepper": self._stepper.state_dict(),
             "timer": self._stepper.timer.state_dict() if progress else {},
             "scaler": scaler.state_dict() if scaler else None,
-            "progress": progress and progress.state_dict(),
+            "progress": progress and asdict(progress),
             "random": _random_state(self._accelerator.device) if progress else None,
             "meter": session.meter.state_dict(),
             "extras": self._run.extras.state_dict(),
@@ -419,7 +415,7 @@ class Checkpointer:
         self._run.planner.load_state_dict(state["planner"])
         if state["progress"] is not None:
             device = self._cluster.weights.vector.device
-            self._progress.load_state_dict(state["progress"], device)
+            self._progress.load(state["progress"], device)
             self._random = state["random"]
 
     def _load_restart(self, start: Restart) -> None:

@@ -47,7 +47,7 @@ class Saved:
     def members(self) -> Members:
         """Who was there, and how far; joint steps are those of one."""
         cluster = self.state["cluster"]
-        if server := cluster.get("server"):
+        if server := cluster["server"]:
             return Members.of(server, self.rounds)
         members = Members(1, self.rounds)
         members.clocks = [cluster["clock"]]
@@ -104,9 +104,9 @@ def plan_restart(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Resta
     return Restart(
         weights=server["weights"],
         version=server["version"],
-        refused=cluster.get("refused", server["refused"]),
+        refused=cluster["refused"],
         clock=epoch * run.rounds + (round_ if rounds == run.rounds else 0),
-        time_s=cluster.get("time_s", 0.0),
+        time_s=cluster["time_s"] or 0.0,
         reports=tuple(
             report
             for report in map(report_from_plain, server["reports"])

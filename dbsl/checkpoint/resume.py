@@ -393,7 +393,8 @@ def _own_shard(found: Found, saved: Saved, rank: int, run: Run) -> Mapping[str, 
         state = first | {"stepper": {**first["stepper"], "optimizers": {}}} | _ROUND_ANEW
     if state["cluster"]["clock"] != clock:  # saved in another round than the server was in
         state = state | _ROUND_ANEW
-    return state | {"cluster": {"clock": clock, "waited_s": 0.0, "server": None}}
+    cluster = {"clock": clock, "refused": 0, "time_s": None, "waited_s": 0.0}
+    return state | {"cluster": cluster}
 
 
 def _of_all_shards(found: Found, first: Mapping[str, Any], workers: int) -> dict[int, Any]:

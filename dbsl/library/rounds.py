@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ class Rounds:
     """Every process trains on its own for some steps; then all take the weighted mean.
 
     Enter it around the loop and call `step` after each step of the optimizer. On entering, all take
-    the weights of process 0; on leaving, what is left of a round is merged. Parameters and
-    floating-point buffers (batch norm's statistics) are merged; the optimizer's state stays each
-    process's own. Gradients of a model in DDP are not averaged inside.
+    the weights of process 0, unless the state of an open round was loaded before; on leaving, what
+    is left of a round is merged. Parameters and floating-point buffers (batch norm's statistics)
+    are merged; the optimizer's state stays each process's own. Gradients of a model in DDP are not
+    averaged inside.
 
     Weights that are not finite do not count, and that process's optimizer begins afresh from what
     the others have merged.
@@ -37,6 +39,9 @@ class Rounds:
         outer: Learning rate and Nesterov momentum of a step that takes the place of the mean, as in
             DiLoCo (arXiv 2311.08105); None: the mean.
         group: The processes; None: all.
+
+    Raises:
+        SettingError: Names the argument, its bound and its value.
     """
 
     def __init__(
@@ -71,8 +76,8 @@ class Rounds:
         self._inside = ExitStack()
 
     def __enter__(self) -> Rounds:
-        """Take the weights of process 0."""
-        if self._processes > 1:
+        """Take the weights of process 0, except inside a round."""
+        if self._processes > 1 and not self.steps:
             first = dist.get_global_rank(self._group, 0) if self._group else 0
             dist.broadcast(self._weights.vector, src=first, group=self._group)
         if not self.steps:
@@ -137,7 +142,7 @@ class Rounds:
             "steps": self.steps,
             "merges": self.merges,
             "merged": self._merged.clone(),
-            "outer": self._outer and self._outer.state_dict(),
+            "outer": self._outer and deepcopy(self._outer.state_dict()),  # it is changed in place
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -147,7 +152,7 @@ class Rounds:
         if self._outer is not None:
             if state["outer"] is None:
                 raise SettingError("outer must be None, as in the state, got a learning rate")
-            self._outer.load_state_dict(state["outer"], self._merged.device)
+            self._outer.load_state_dict(deepcopy(state["outer"]))
 
     @property
     def _processes(self) -> int:

@@ -81,7 +81,6 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
         f"run folder {folder}" if folder else "plan only: nothing is trained or written",
         "",
         plans,
-        *run.machine.lines(run),
         *_on_rate(run),
         "",
     ]

@@ -81,7 +81,6 @@ def connect(
         "workers": workers,
         "outgoing": stepper.vector if config.push == "gradients" else None,
         "control": control,
-        "figures": run.figures,
     }
     if config.sync == "step":
         times = SimulatedTimes(run) if alone else None

@@ -292,14 +292,7 @@ def prepare(
 def _count_workers(config: ConfigT, accelerator: Accelerator) -> ConfigT:
     """Return the config with its workers, small ones among them; refuse what they cannot do."""
     processes, device = accelerator.num_processes, accelerator.device.type
-    workers, small_workers = count_workers(
-        processes,
-        workers=config.workers,
-        small_ratio=config.small_ratio,
-        small_workers=config.small_workers,
-        local_batch_sizes=config.local_batch_sizes,
-        dedicated_server=config.dedicated_server,
-    )
+    workers, small_workers = count_workers(config, processes)
     if config.wire != "float32" and processes == 1:
         raise SettingError(
             f"wire must be float32 in one process, where nothing is sent, got {config.wire}"

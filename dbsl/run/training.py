@@ -161,13 +161,11 @@ class SimulatedTimes:
         compute_s, _ = self.computed(worker, epoch, round_)
         return compute_s, self.run.machine.exchange_s(self, worker, epoch, round_)
 
-    def computed(
-        self, worker: int, epoch: int, round_: int, segment: Segment | None = None
-    ) -> tuple[float, int]:
+    def computed(self, worker: int, epoch: int, round_: int) -> tuple[float, int]:
         """Return the seconds that a worker's round takes to compute, and its steps."""
         run = self.run
         turn = Turn((worker,), epoch, round_)
-        steps = run.sampler.steps(segment or run.planner.at(epoch, round_), turn)
+        steps = run.sampler.steps(run.planner.at(epoch, round_), turn)
         samples = sum(len(part.indices) for step in steps for part in step.parts)
         model = run.known.models[run.stage_at(epoch).resolution][worker]
         seconds = (

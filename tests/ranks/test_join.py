@@ -31,7 +31,6 @@ def take_rounds(cluster, plan, *, rounds=None, pause_s=0.0, until=None):
     def inside(turn):
         if len(taken) == rounds:
             os._exit(9)
-        cluster.segment(turn)
         time.sleep(pause_s)
         assert until is None or until.wait(TIMEOUT_S)
         taken.append(turn.epoch)
@@ -152,7 +151,7 @@ def refuses(reason):
     """Return what refuses all who would join."""
 
     def admit(rank, pair):
-        raise SettingError(reason)
+        raise reason
 
     return admit
 
@@ -188,7 +187,7 @@ def test_the_door_stays_open_when_its_connection_breaks(launcher, monkeypatch, c
         return broken.pop()(connect(**how)) if broken else connect(**how)
 
     monkeypatch.setattr(launch, "_join_store", hiccup)
-    door.open(is_served, refuses("no plan"))
+    door.open(is_served, refuses(SettingError("no plan")))
     wait_until(lambda: "answers again" in capsys.readouterr().out, 10)
     with pytest.raises(SyncError, match="no plan"):
         find_running_job().enter(1.0)
@@ -204,7 +203,7 @@ def test_a_process_whose_connection_is_slow_still_finds_the_job(launcher, monkey
             raise errors.pop(0)
         return connect(*what, **how)
 
-    door.open(is_served, refuses("no plan"))
+    door.open(is_served, refuses(SettingError("no plan")))
     monkeypatch.setattr(socket, "create_connection", slow)
     assert find_running_job() is not None
     assert capsys.readouterr().err.count("does not answer (timed out)") == 1
@@ -214,8 +213,8 @@ def test_a_process_whose_connection_is_slow_still_finds_the_job(launcher, monkey
 @pytest.mark.parametrize(
     ("reason", "error", "said"),
     [
-        ("no plan", SyncError, "rank 0 has not taken rank 1 in: no plan"),
-        ("nothing is left to do: the end", NothingLeft, "rank 1 joins no more: nothing is left"),
+        (SettingError("no plan"), SyncError, "rank 0 has not taken rank 1 in: no plan"),
+        (NothingLeft("the end"), NothingLeft, "rank 1 joins no more: nothing is left"),
     ],
 )
 def test_a_process_that_is_refused_is_told_why_and_the_closed_door_says_so(

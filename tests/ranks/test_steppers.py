@@ -118,6 +118,7 @@ def train(cluster, stepper, case):
             cluster.load(turn)
             continue
         case.begin(stepper.model, turn.epoch)
+        cluster.segment(turn)
         cluster.pull(turn)
         stepper.begin(turn)
         pushing = isinstance(stepper, PushedGradients)

@@ -76,6 +76,7 @@ def train(cluster, plan, inside=lambda turn: None, ended=lambda end: None):
         if isinstance(turn, EpochEnd):
             ended(turn)
             continue
+        cluster.segment(turn)
         cluster.pull(turn)
         inside(turn)
         (worker,) = turn.workers
@@ -324,7 +325,7 @@ def babbling_rank(rank):
 
     def babble(turn):
         if rank == 1 and turn.epoch == 1:
-            send(torch.tensor([9.0, 0, 0], dtype=torch.float64), cluster._link.pair)
+            send(torch.tensor([9, 0, 0, 0]), cluster._link.pair)
 
     with contextlib.nullcontext() if rank == 0 else pytest.raises(SyncError) as error:
         train(cluster, plan, babble)
@@ -335,7 +336,7 @@ def babbling_rank(rank):
 
 
 def test_a_worker_whose_message_is_none_is_dropped_and_told(run_ranks):
-    reason = "message must be of a known kind, got 9"
+    reason = "message must be of a known kind, got 9 and 0 bytes"
     said = f"rank 0 has left this process out: {reason}; launch it again to join"
     assert run_ranks(babbling_rank) == [[reason], said]
 
