@@ -219,35 +219,25 @@ def test_a_module_is_taken_as_it_is_and_images_keep_their_resolutions(tmp_path):
     assert "model: Net\n" in (folder / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (
-            lambda: TensorData([(torch.zeros(4), 0), (torch.zeros(5), 1)], table(), 3),
-            r"train must have inputs of one shape and type, float32 \[4\] as the first, "
-            r"got float32 \[5\] in sample 1",
-        ),
-        (
-            lambda: TensorData(table(), table(width=5), 3),
-            r"evaluation must have inputs of one shape .* got float32 \[5\] in sample 0",
-        ),
-        (
-            lambda: TensorData(table(classes=4), table(), 3),
-            r"train must have labels in \[0, 3\), got 3 in sample 3",
-        ),
-        (
-            lambda: TensorData(torch.zeros(8, 4), table(), 3),
-            "train must give a pair of a tensor and a whole number .* got sample 0",
-        ),
-        (
-            lambda: TensorData([], table(), 3),
-            "train must be a map-style dataset with samples, got list without any",
-        ),
-        (lambda: (table(), table()), "data must have .* got tuple without 'name'"),
-    ],
-)
+WRONG = [
+    (
+        lambda: TensorData([(torch.zeros(4), 0), (torch.zeros(5), 1)], table(), 3),
+        r"train must have inputs of one shape .* float32 \[4\] as .*, got .* \[5\] in sample 1",
+    ),
+    (lambda: TensorData(table(), table(width=5), 3), r"evaluation must have .* \[5\] in sample 0"),
+    (lambda: TensorData(table(classes=4), table(), 3), r"labels in \[0, 3\), got 3 in sample 3"),
+    (lambda: TensorData(torch.zeros(8, 4), table(), 3), "train must give a pair of a tensor and a"),
+    (
+        lambda: TensorData([], table(), 3),
+        "train must be a map-style dataset with samples, got list",
+    ),
+    (lambda: (table(), table()), "data must have .* got tuple without 'name'"),
+]
+
+
+@pytest.mark.parametrize(("build", "message"), WRONG)
 def test_data_that_cannot_be_trained_on_are_refused_in_one_line(tmp_path, build, message):
-    refused(tmp_path, message, None, linear, train_it=lambda *a: opened(a[0], build(), *a[2:]))
+    refused(tmp_path, message, train_it=lambda folder: opened(folder, build(), linear))
 
 
 @pytest.mark.parametrize(
@@ -329,11 +319,7 @@ def test_a_metric_of_ones_own_is_in_the_metrics_the_epochs_line_and_the_summary(
 
 @pytest.mark.parametrize(
     ("name", "owner"),
-    [
-        ("accuracy", "Evaluation itself"),
-        ("ema_loss", "Evaluation itself"),
-        ("epoch", "a round's row"),
-    ],
+    [("accuracy", "Evaluation"), ("ema_loss", "Evaluation"), ("epoch", "a round's row")],
 )
 def test_a_metric_with_the_name_of_a_field_is_refused(name, owner):
     with pytest.raises(SettingError, match=f"more of Evaluation .* got '{name}', which {owner}"):
@@ -426,7 +412,7 @@ def test_a_second_head_is_learnt_and_evaluation_is_of_the_first(fork, tmp_path, 
     assert [part.shape for part in net.train()(images)] == [(4, 10), (4, 2)]
 
 
-@pytest.mark.parametrize("mode", ["bsp", pytest.param("step", marks=helpers.slow)])
+@pytest.mark.parametrize("mode", short(["bsp", "step"], "bsp"))
 def test_a_step_has_figures_of_the_loss_function_and_of_the_loop(fork, tmp_path, mode):
     settings = {**TINY, "sync": mode, "log_every": 1}
     run(fork("step_metric"), tmp_path / "run", **settings)
@@ -611,38 +597,38 @@ def test_layers_that_are_thawed_later_move_from_then_on(tmp_path, mode):
     assert not any(third.values())
 
 
-def dampened(model, config):
-    return torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9, dampening=0.5)
+UNUSABLE = [
+    (muon, {}, "lr must be the rate that muon builds its main parameters with"),
+    (muon, {"lr": 0.1, "opt_kwargs": ("eps=1",)}, "opt_kwargs must be left out with your"),
+    (muon, {"lr": 0.1, "optimizer": "adam"}, "optimizer must be left out or muon"),
+    (muon, {"lr": 0.1, **OWN_MODES["parts"]}, "push is part of a step, got Muon, AdamW of"),
+    (
+        lambda model, config: torch.optim.SGD(model.parameters(), momentum=0.9, dampening=0.5),
+        {"lr": 0.1, **OWN_MODES["parts"]},
+        "without dampening and maximize, Adam or",
+    ),
+    (lambda *_: None, {"lr": 0.1}, "optimizer must build an optimizer of torch"),
+    (lambda *_: [], {"lr": 0.1}, "optimizer must build an optimizer of torch"),
+    ("sgd", {"lr": 0.1}, "optimizer must be a function of model and settings, got str"),
+    (
+        lambda model, config: two_rates(model.requires_grad_(False), config),
+        {"lr": 0.1},
+        "optimizer must leave parameters that are trained, got all frozen",
+    ),
+    (
+        lambda *given: [two_rates(*given), two_rates(*given)],
+        {"lr": 0.1},
+        "optimizer must have each parameter once",
+    ),
+    (
+        lambda model, config: two_rates(model[1], config),
+        {"lr": 0.1},
+        r"optimizer must have all parameters that are trained .* none for 0.weight and 1 more",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "settings", "message"),
-    [
-        (muon, {}, "lr must be the rate that muon builds its main parameters with"),
-        (muon, {"lr": 0.1, "opt_kwargs": ("eps=1",)}, "opt_kwargs must be left out with your"),
-        (muon, {"lr": 0.1, "optimizer": "adam"}, "optimizer must be left out or muon"),
-        (muon, {"lr": 0.1, **OWN_MODES["parts"]}, "push is part of a step, got Muon, AdamW of"),
-        (dampened, {"lr": 0.1, **OWN_MODES["parts"]}, "without dampening and maximize, Adam or"),
-        (lambda model, config: None, {"lr": 0.1}, "optimizer must build an optimizer of torch"),
-        (lambda model, config: [], {"lr": 0.1}, "optimizer must build an optimizer of torch"),
-        ("sgd", {"lr": 0.1}, "optimizer must be a function of model and settings, got str"),
-        (
-            lambda model, config: two_rates(model.requires_grad_(False), config),
-            {"lr": 0.1},
-            "optimizer must leave parameters that are trained, got all frozen",
-        ),
-        (
-            lambda model, config: [two_rates(model, config), two_rates(model, config)],
-            {"lr": 0.1},
-            "optimizer must have each parameter once",
-        ),
-        (
-            lambda model, config: torch.optim.SGD(model[1].parameters(), lr=config.lr),
-            {"lr": 0.1},
-            r"optimizer must have all parameters that are trained .* none for 0.weight and 1 more",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("optimizer", "settings", "message"), UNUSABLE)
 def test_an_optimizer_that_cannot_be_used_is_refused_before_anything_is_written(
     tmp_path, optimizer, settings, message
 ):
@@ -860,10 +846,8 @@ def test_a_rule_that_returns_no_weights_is_refused_and_the_run_goes_on_with_a_ri
     assert run(module, tmp_path / "run", **TINY, resume="auto")["epochs"] == 2
 
 
-@pytest.mark.parametrize("step", [9, *(pytest.param(n, marks=helpers.slow) for n in (3, 8, 11))])
-def test_a_run_with_a_rule_that_stops_inside_a_barrier_goes_on_to_the_same_bits(
-    fork, tmp_path, step
-):
+@pytest.mark.parametrize("step", short([3, 8, 9, 11], 9))
+def test_a_run_with_a_rule_stopped_inside_a_barrier_goes_on_to_the_same_bits(fork, tmp_path, step):
     train_it = partial(run, fork("median_merge"))
     settings = {**TINY, **ROUNDS, "large_batch_size": (4,), "small_workers": 1}
     train_it(tmp_path / "whole", **settings)

@@ -199,9 +199,7 @@ def test_a_signal_saves_after_the_step_and_says_how_to_go_on(
         assert 0 < state["progress"]["steps"] < first["steps"]  # in the middle of a round
 
 
-def test_a_worker_lost_until_the_state_is_copied_is_in_the_checkpoint_that_max_minutes_leaves(
-    tmp_path, monkeypatch
-):
+def test_a_worker_lost_until_the_state_is_copied_is_in_the_checkpoint(tmp_path, monkeypatch):
     @contextmanager
     def held(cluster):
         cluster._membership.append(LostWorker(1, 1, 0, 5, "its process died"))
@@ -559,8 +557,7 @@ def test_a_change_that_was_allowed_stays_allowed_where_the_run_is_killed_before_
 def test_settings_of_other_workers_are_written_as_they_are_trained_with(left):
     """config.yaml repeats the run: what was given for three workers is no setting of one of two."""
     folder = left("step", False)
-    checkpoint = newest(folder)
-    found = Found(folder, *checkpoint)
+    found = Found(folder, *newest(folder))
     given = Config(**{**SETTINGS, **MODES["step"]}, workers=4)
     now = resume.adapt_to_processes(given, found, 2, given)
     written = _given_now(given, given, now)
@@ -569,9 +566,7 @@ def test_settings_of_other_workers_are_written_as_they_are_trained_with(left):
     assert _given_now(replace(given, workers=None), given, now).workers is None
 
 
-def test_joint_steps_that_other_workers_took_are_counted_once_however_often_workers_change(
-    tmp_path,
-):
+def test_joint_steps_are_counted_once_however_often_workers_change(tmp_path):
     settings = {**MODES["step"], "train_samples": 90}
     stopped(tmp_path / "run", 1, **settings)
     settings |= {"local_batch_sizes": None, "global_batch_size": 16, "allow_config_change": True}
@@ -582,9 +577,7 @@ def test_joint_steps_that_other_workers_took_are_counted_once_however_often_work
     assert samples_by_epoch(tmp_path / "run") == [90] * 3
 
 
-def test_joint_steps_that_other_workers_took_to_the_last_are_an_epoch_without_a_loss(
-    tmp_path, capsys
-):
+def test_joint_steps_that_others_took_to_the_last_are_an_epoch_without_a_loss(tmp_path, capsys):
     settings = {**MODES["step"], "train_samples": 90}
     stopped(tmp_path / "run", 6, **settings)
     other = {"workers": 2, "local_batch_sizes": None, "global_batch_size": 16}
@@ -632,9 +625,8 @@ def test_what_was_found_for_other_workers_is_found_anew(left):
     folder = left("bsp", False)
     found = Found(folder, *newest(folder))
     config = {**MODES["bsp"], "small_workers": None, "small_ratio": 0.5, "workers": 4}
-    given = Config(
-        **config, resolved={"small_workers": 2, "small_batch_size": (2,), "processes": 1}
-    )
+    before = {"small_workers": 2, "small_batch_size": (2,), "processes": 1}
+    given = Config(**config, resolved=before)
     now = resume.adapt_to_processes(with_resolved(given), found, 2, given)
     assert (now.workers, now.small_workers, now.small_batch_size) == (2, None, None)
 
@@ -648,7 +640,7 @@ def test_batches_of_two_workers_are_no_batches_of_two_resolutions(left):
     assert now.local_batch_sizes is None
 
 
-def test_rounds_that_were_not_finite_are_counted_on_with_other_workers(left, tmp_path):
+def test_rounds_that_were_not_finite_are_counted_on_with_other_workers(left, tmp_path, monkeypatch):
     folder = shutil.copytree(left("bsp", False), tmp_path / "run")
     planned = resume.plan_restart
 
@@ -656,17 +648,15 @@ def test_rounds_that_were_not_finite_are_counted_on_with_other_workers(left, tmp
         saved.state["cluster"]["refused"] = 7
         return planned(saved, *rest)
 
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(resume, "plan_restart", with_refused)
-        again = {"epochs": 2, "lr_milestones": (), "resume": "auto", "allow_config_change": True}
-        run(folder, **ROUNDS, **again, train_samples=90, workers=3)
+    monkeypatch.setattr(resume, "plan_restart", with_refused)
+    again = {"epochs": 2, "lr_milestones": (), "resume": "auto", "allow_config_change": True}
+    run(folder, **ROUNDS, **again, train_samples=90, workers=3)
     assert summary_of(folder)["refused_rounds"] == 7
 
 
 def test_a_rest_of_fewer_samples_than_workers_and_rounds_is_trained_on_once(tmp_path):
-    settings = {"sync": "asp", "rounds_per_epoch": 3, "train_samples": 72, "epochs": 2}
-    settings |= {"intercept": (0.01,), "large_batch_size": (4,), "lr_milestones": ()}
-    settings |= {"resolutions": (16,), "dropout": (0.0,)}
+    settings = {"sync": "asp", "rounds_per_epoch": 3, "train_samples": 72, "epochs": 2, **ONE_SIDE}
+    settings |= {"large_batch_size": (4,), "lr_milestones": ()}
     slow_first = {"slope": (0.5, 0.001), "workers": 2}
     stopped(tmp_path / "run", 38, **settings, **slow_first)  # the other has done all its rounds
     resumed = {"workers": 6, "slope": (0.001,), "resume": str(tmp_path / "run")}
