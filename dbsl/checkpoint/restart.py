@@ -119,7 +119,6 @@ def plan_restart(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Resta
 
 
 def _joint_restart(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Restart:
-    """Return what joint steps leave: all workers had the same weights and optimizer state."""
     cluster, progress = saved.state["cluster"], saved.state["progress"] or {}
     steps, counted = progress.get("steps", 0), progress.get("counted", 0)
     restart = Restart(
@@ -148,7 +147,6 @@ def _joint_restart(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Res
 
 
 def _optimizer_of_all(state: Mapping[str, Any] | None, run: Run) -> dict[str, Any]:
-    """Return what a restart takes over of an optimizer that stepped for all workers."""
     if run.config.push == "gradients":
         return {"server_optimizer": state}
     return {"optimizers": {w: state for w in range(run.config.workers) if state}}

@@ -222,7 +222,6 @@ def without_effect(run_folder: Path, given: RunConfig) -> str:
 
 
 def _read_own(run_folder: Path, cls: type[RunConfig]) -> RunConfig:
-    """Return the settings in a run's config.yaml."""
     return parse_config(cls, ["--config", str(run_folder / "config.yaml")])
 
 
@@ -333,7 +332,6 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
 
 
 def _check_state(changed: Changes, state: Mapping[str, Any], run: Run) -> None:
-    """Refuse another model, or kind of optimizer, into which the state does not go."""
     old, new = changed.get("optimizer", ("sgd", "sgd"))
     more, now_more = map(without_rates, changed.get("opt_kwargs", ((), ())))
     # Other arguments may need more state (amsgrad).

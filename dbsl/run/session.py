@@ -24,7 +24,7 @@ from dbsl.config.settings import meets_at_server
 from dbsl.loss import Figures, scalars
 from dbsl.model import save_model, set_dropout, set_training
 from dbsl.plan.sampler import Part, Step
-from dbsl.plan.stages import Stage, resets_momentum
+from dbsl.plan.stages import Stage, batch_scaling, resets_momentum
 from dbsl.plan.types import (
     BAD_LOSS,
     BAD_WEIGHTS,
@@ -254,7 +254,11 @@ class Work:
         self._left = self._all[session.progress.steps :]
         parts = [part for step in self._left for part in run.micro_parts(step, stage.resolution)]
         self._batches = run.batches(parts, stage.resolution, turn.epoch)
-        self.lr_factor = run.rate_factor(segment, turn)  # by the worker's batch (`--lr-scaling`)
+        self.lr_factor = 1.0  # by the worker's batch (`--lr-scaling`); joint steps have one for all
+        if (plan := segment.plan).global_batch_size is None:
+            sizes = [worker.local_batch_size for worker in plan.workers]
+            share = sizes[turn.workers[0]] / (plan.large_batch_size or max(sizes))
+            self.lr_factor = batch_scaling(run.config.lr_scaling, share)
         self._zeros = torch.zeros(1 + len(run.figures), device=session.accelerator.device)
 
     @property

@@ -20,7 +20,7 @@ from dbsl.plan.follow import Planner
 from dbsl.plan.ledger import TurnSampler
 from dbsl.plan.machines import Workers
 from dbsl.plan.sampler import Part, Step, evaluation_batch_size, micro_parts
-from dbsl.plan.stages import Stage, batch_scaling, stage_at
+from dbsl.plan.stages import Stage, stage_at
 from dbsl.plan.types import Plan, Segment, Turn
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)  # a script's own config
@@ -54,13 +54,6 @@ class Run(Generic[ConfigT]):
     def rounds(self) -> int:
         """Rounds per epoch; where gradients are pushed, pushes."""
         return self.sampler.rounds
-
-    @property
-    def worker_nodes(self) -> tuple[int, ...]:
-        """The node of each worker, from 0."""
-        several = len(self.nodes) > 1  # processes, of which the last ones have the workers
-        workers = self.config.workers
-        return self.nodes[-workers:] if several else (0,) * workers
 
     @cached_property
     def transforms(self) -> dict[int, Any]:
@@ -121,15 +114,6 @@ class Run(Generic[ConfigT]):
         indices = [part.indices for part in parts]
         batches = self.data.train.batches(indices, self.transforms[resolution], epoch)
         return self.mixing.mixed(batches, parts, epoch) if self.mixing else batches
-
-    def rate_factor(self, segment: Segment, turn: Turn) -> float:
-        """Return the factor on the learning rate of a turn's worker, by its batch size."""
-        plan = segment.plan
-        if plan.global_batch_size is not None:
-            return 1.0  # a joint step has one batch for all
-        sizes = [worker.local_batch_size for worker in plan.workers]
-        large = plan.large_batch_size or max(sizes)
-        return batch_scaling(self.config.lr_scaling, sizes[turn.workers[0]] / large)
 
     def batch_sizes(self, workers: Sequence[int]) -> dict[int, set[int]]:
         """Return the sizes of these workers' batches at the start, by resolution."""

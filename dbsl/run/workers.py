@@ -107,7 +107,6 @@ def _by_worker(config: RunConfig, name: str, values: Sequence[T] | None) -> list
 def _check_large_batches(
     config: RunConfig, large: list[list[int]], data: TrainingData, *, alike: bool
 ) -> None:
-    """Refuse batches that no plan can have; `alike`: all workers have the same step times."""
     if config.large_batch_size in (None, "auto") or config.local_batch_sizes:
         return
     samples, rounds = len(data.train), config.rounds_per_epoch
@@ -290,7 +289,6 @@ class Measurements:
         )
 
     def _on_bad_fit(self, profile: StepProfile) -> str:
-        """Return what to say of a line, here or in another process, that misses measured times."""
         errors = torch.tensor([profile.largest_error], device=self.accelerator.device)
         worst = self.accelerator.gather(errors).max().item()
         if worst <= BAD_FIT:
