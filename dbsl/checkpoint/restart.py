@@ -47,7 +47,7 @@ class Saved:
     def members(self) -> Members:
         """Who was there, and how far; joint steps are those of one."""
         cluster = self.state["cluster"]
-        if server := cluster.get("server"):
+        if server := cluster["server"]:
             return Members.of(server, self.rounds)
         members = Members(1, self.rounds)
         members.clocks = [cluster["clock"]]
@@ -104,9 +104,9 @@ def plan_restart(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Resta
     return Restart(
         weights=server["weights"],
         version=server["version"],
-        refused=cluster.get("refused", server["refused"]),
+        refused=cluster["refused"],
         clock=epoch * run.rounds + (round_ if rounds == run.rounds else 0),
-        time_s=cluster.get("time_s", 0.0),
+        time_s=cluster["time_s"] or 0.0,
         reports=tuple(
             report
             for report in map(report_from_plain, server["reports"])
@@ -119,7 +119,6 @@ def plan_restart(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Resta
 
 
 def _joint_restart(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Restart:
-    """Return what joint steps leave: all workers had the same weights and optimizer state."""
     cluster, progress = saved.state["cluster"], saved.state["progress"] or {}
     steps, counted = progress.get("steps", 0), progress.get("counted", 0)
     restart = Restart(
@@ -148,7 +147,6 @@ def _joint_restart(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Res
 
 
 def _optimizer_of_all(state: Mapping[str, Any] | None, run: Run) -> dict[str, Any]:
-    """Return what a restart takes over of an optimizer that stepped for all workers."""
     if run.config.push == "gradients":
         return {"server_optimizer": state}
     return {"optimizers": {w: state for w in range(run.config.workers) if state}}

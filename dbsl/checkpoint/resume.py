@@ -222,7 +222,6 @@ def without_effect(run_folder: Path, given: RunConfig) -> str:
 
 
 def _read_own(run_folder: Path, cls: type[RunConfig]) -> RunConfig:
-    """Return the settings in a run's config.yaml."""
     return parse_config(cls, ["--config", str(run_folder / "config.yaml")])
 
 
@@ -333,7 +332,6 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
 
 
 def _check_state(changed: Changes, state: Mapping[str, Any], run: Run) -> None:
-    """Refuse another model, or kind of optimizer, into which the state does not go."""
     old, new = changed.get("optimizer", ("sgd", "sgd"))
     more, now_more = map(without_rates, changed.get("opt_kwargs", ((), ())))
     # Other arguments may need more state (amsgrad).
@@ -393,7 +391,8 @@ def _own_shard(found: Found, saved: Saved, rank: int, run: Run) -> Mapping[str, 
         state = first | {"stepper": {**first["stepper"], "optimizers": {}}} | _ROUND_ANEW
     if state["cluster"]["clock"] != clock:  # saved in another round than the server was in
         state = state | _ROUND_ANEW
-    return state | {"cluster": {"clock": clock, "waited_s": 0.0, "server": None}}
+    cluster = {"clock": clock, "refused": 0, "time_s": None, "waited_s": 0.0}
+    return state | {"cluster": cluster}
 
 
 def _of_all_shards(found: Found, first: Mapping[str, Any], workers: int) -> dict[int, Any]:

@@ -67,7 +67,7 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
         *(run.stages, run.plans, config.rounds_per_epoch),
         rates=lambda stage: _rates(run, stage),
         timelines=folder is None,
-        nodes=run.worker_nodes,
+        nodes=run.nodes[-config.workers :] if processes > 1 else (),  # the last have the workers
         begin=begin,
     )
     lines = [
@@ -81,7 +81,6 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
         f"run folder {folder}" if folder else "plan only: nothing is trained or written",
         "",
         plans,
-        *run.machine.lines(run),
         *_on_rate(run),
         "",
     ]
@@ -89,7 +88,6 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
 
 
 def _on_resolutions(run: Run) -> list[str]:
-    """Return a line if images are trained on at several resolutions that nobody has asked for."""
     sides = sorted({stage.resolution for stage in run.stages})
     if not run.default_resolutions or len(sides) < 2:
         return []
@@ -361,7 +359,6 @@ def times_in_words(times_s: Sequence[float]) -> str:
 
 
 def _two_digits(value: float) -> str:
-    """Return a number with two significant digits, or all that stand before the point."""
     return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 

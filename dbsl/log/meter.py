@@ -176,7 +176,6 @@ class StepMeter:
         self._heard = defaultdict(lambda: most)
 
     def _count_time(self) -> None:
-        """Add the time since the round began, or was last counted, to its workers' windows."""
         if self._began is None:
             return
         now = time.perf_counter()
@@ -221,7 +220,6 @@ class StepMeter:
 
 
 def _added(sums: Sequence[float], more: Sequence[float]) -> list[float]:
-    """Return sums one by one; where there are none yet, they are zeros."""
     return [a + b for a, b in zip_longest(sums, more, fillvalue=0.0)]
 
 

@@ -81,7 +81,6 @@ def connect(
         "workers": workers,
         "outgoing": stepper.vector if config.push == "gradients" else None,
         "control": control,
-        "figures": run.figures,
     }
     if config.sync == "step":
         times = SimulatedTimes(run) if alone else None
@@ -91,7 +90,8 @@ def connect(
         return SimulatedCluster(weights, server, times=SimulatedTimes(run), **common), stepper
     common["wire"] = wire
     if meets:
-        common |= {"at_server": config.merge == "delta", "gathers": merge is not None}
+        at_server = config.merge not in (None, "mean")  # the sum of all ranks is the mean alone
+        common |= {"at_server": at_server, "gathers": merge is not None}
         return BarrierCluster(weights, server, **common), stepper
     common["timeout_s"] = timeout_s
     if job is not None:

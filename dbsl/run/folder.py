@@ -354,7 +354,6 @@ def check_alike(config: RunConfig, code: Code, state: PartialState) -> None:
 
 
 def _difference(first: Mapping[str, Any], own: Mapping[str, Any], here: str) -> str | None:
-    """Return in one line what is not the same as on rank 0; None: nothing."""
     before, now = first["settings"], own["settings"]
     names = [name for name, value in now.items() if before.get(name) != value]
     if names:

@@ -150,7 +150,7 @@ class _Player:
             np.add.at(self._counts[turn.epoch], part.indices, 1)
             self._collected.append((version, turn, part.indices))
         if server is not None:
-            lead = server.clocks[turn.workers[0]] - server.slowest()
+            lead = server.clocks[turn.workers[0]] - server.members.slowest()
             played.ahead = max(played.ahead, lead)
         cluster.pull(turn)
         cluster.outgoing.fill_(-float(sum(own.values())))  # descent adds it to the weight

@@ -33,7 +33,7 @@ def state_of(clocks, plan=None, *, active=None, **server):
     ledger = Ledger({8: plan or dual(len(clocks))}, lambda epoch: 8)
     server = NOTHING | COUNTS | {"clocks": clocks, "active": active} | server
     return {
-        "cluster": {"clock": 0, "waited_s": 0.5, "server": server},
+        "cluster": {"clock": 0, "refused": 0, "time_s": None, "waited_s": 0.5, "server": server},
         "planner": ledger.state_dict(),
         "stepper": {"optimizers": {0: "own"}},
         "progress": {"steps": 4},
@@ -160,9 +160,10 @@ def test_what_nobody_has_been_told_of_is_told_by_the_workers_that_go_on():
         RoundReport(worker, 2, round_, 8, 4, 10, 3, 1.0, 0.5, 1.0)
         for worker, round_ in ((0, 0), (1, 0), (1, 1))  # the last is done again
     ]
-    server = {"refused": 4, "reports": [asdict(report) for report in reports]}
+    server = {"reports": [asdict(report) for report in reports]}
     server["finished"] = [{"epoch": 1, "weights": torch.zeros(1), "ended_at": 1.0}]
     state = state_of([5, 6, 5], dual(3, rounds=2), weights=torch.ones(1), **server)
+    state["cluster"]["refused"] = 4
     config = Config(seed=3, workers=2)
     run = run_of(config, rounds=2)
     start = plan_restart(saved_as(state, config, run, rounds_per_epoch=2, workers=3), {}, run)

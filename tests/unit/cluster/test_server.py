@@ -269,3 +269,29 @@ def test_other_workers_take_over_at_one_clock():
     assert (s.clocks, s.version) == ([5, 5, 5], 9)
     pushes(s, *range(3))
     assert [end.epoch for end in s.finished] == [2]  # not the two before, once more
+
+
+class Halving:
+    """A forker's rule that counts its merges: each moves half as far as the one before."""
+
+    def __init__(self):
+        self.merges = 0
+
+    def __call__(self, global_, pushed, factors):
+        self.merges += 1
+        return torch.lerp(global_, pushed.mean(0), 0.5**self.merges)
+
+    def state_dict(self):
+        return {"merges": self.merges}
+
+    def load_state_dict(self, state):
+        self.merges = state["merges"]
+
+
+def test_what_a_forkers_rule_keeps_is_saved_and_goes_on():
+    first, again = (server(choose_rule(None, None, Halving()), staleness=0) for _ in range(2))
+    pushes(first, 0, 1, numbers=(3.0, 4.0))
+    again.load_state_dict(unpack(*pack(first.state_dict())))
+    for one in (first, again):
+        pushes(one, 0, 1, numbers=(3.0, 4.0))
+    assert first.snapshot().tolist() == again.snapshot().tolist() == [2.25, 3.25]

@@ -44,6 +44,16 @@ def test_statistics_are_measured_on_the_same_images_in_batches_of_one_size(
     assert {*alone.tolist()} == seen
 
 
+def as_run(model, images, batch_size, transform=None):
+    return SimpleNamespace(
+        model=model,
+        data=SimpleNamespace(train=images),
+        config=SimpleNamespace(seed=0),
+        statistics_batch=batch_size,
+        evaluation_transform=transform,
+    )
+
+
 def _recomputed(rank, world_size, model):
     """Return a model's statistics, recomputed from 60 random images of 4 px."""
     pixels = np.random.default_rng(0).integers(256, size=(60, 4, 4, 3), dtype=np.uint8)
@@ -52,16 +62,9 @@ def _recomputed(rank, world_size, model):
         autocast=nullcontext, process_index=rank, num_processes=world_size, reduce=_mean
     )
     weights = FlatWeights(model)
-    recompute_statistics(
-        model,
-        weights,
-        images,
-        Transform(4, "none", False, (0.5,) * 3, (0.5,) * 3, 0),
-        accelerator,
-        batch_size=10,
-        seed=0,
-        together=world_size > 1,
-    )
+    transform = Transform(4, "none", False, (0.5,) * 3, (0.5,) * 3, 0)
+    run = as_run(model, images, 10, transform)
+    recompute_statistics(run, weights, accelerator, together=world_size > 1)
     return weights.buffers.tolist()
 
 
@@ -88,9 +91,7 @@ def test_without_batch_norm_no_image_is_read():
     weights, images, accelerator = FlatWeights(model), MagicMock(), MagicMock()
     images.__len__.return_value = 8
     before = weights.vector.clone()
-    recompute_statistics(
-        model, weights, images, None, accelerator, batch_size=4, seed=0, together=True
-    )
+    recompute_statistics(as_run(model, images, 4), weights, accelerator, together=True)
     assert not images.batches.called
     assert not accelerator.reduce.called  # nor is anybody waited for
     assert torch.equal(weights.vector, before)

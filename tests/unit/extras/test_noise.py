@@ -1,6 +1,7 @@
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -151,7 +152,7 @@ def test_ranks_that_share_a_joint_gradient_give_an_interval_of_95_percent(ranks)
         parts = 1 / np.sqrt(size) + 2 * rng.normal(size=shape) / np.sqrt(micro)
         rests = 1 / np.sqrt(size) + 2 * rng.normal(size=shape) / np.sqrt(batch - micro)
         joined = (micro * parts + (batch - micro) * rests).mean(1) / batch
-        average = NoiseAverage(ENDLESS)
+        average = NoiseAverage()
         own, shared = np.square(parts).sum(2), np.square(joined).sum(1)
         for round_ in range(rounds):
             measured = {"gradient_batch": ranks * batch, "gradient_square": shared[round_]}
@@ -160,7 +161,8 @@ def test_ranks_that_share_a_joint_gradient_give_an_interval_of_95_percent(ranks)
                 replace(REPORT, worker=worker, micro_square=own[round_, worker], **measured)
                 for worker in range(ranks)
             ]
-            average.add_epoch(reports)
+            for pair in pairs_of(reports, ENDLESS):
+                average.add(*pair)
         assert average.pairs == rounds
         scale = average.estimate()
         inside += scale.low <= 4 * size <= scale.high
@@ -238,10 +240,19 @@ def test_squares_are_the_same_to_the_bit_wherever_gradients_lie(offset):
 def test_gradients_are_joined_of_workers_at_the_same_weights_in_one_process(sync, processes, kind):
     model = TimeModel(0.001, 0.01)
     plan = plan_dual_batch(400, 4, 1, 32, model, PlanRules(time_ratio=1.2))
-    settings = {"rounds": 1, "least": 1}
-    where = {"sync": sync, "processes": processes}
-    probe = choose_probe({8: plan}, {8: [model] * 4}, nn.Linear(1, 1), **where, **settings)
-    assert probe.kind == kind
+    assert choose_probe(planned(plan, model, nn.Linear(1, 1), sync), processes).kind == kind
+
+
+def planned(plan, time_model, model, sync="bsp"):
+    """Return as much of a run as a probe is chosen by."""
+    return SimpleNamespace(
+        plans={8: plan},
+        known=SimpleNamespace(models={8: [time_model] * 4}),
+        model=model,
+        rounds=1,
+        sampler=SimpleNamespace(least=1),
+        config=SimpleNamespace(sync=sync),
+    )
 
 
 class Launches(TorchDispatchMode):
@@ -297,10 +308,8 @@ def test_joined_gradients_are_added_to_the_bit_as_one_after_the_other():
 def test_on_cuda_rounds_of_few_steps_are_joined_now_and_then_all_workers_at_once(device, every):
     model = TimeModel(0.001, 0.01)
     plan = plan_dual_batch(400, 4, 1, 50, model, PlanRules(time_ratio=1.2))
-    settings = {"rounds": 1, "least": 1, "sync": "bsp", "processes": 1}
     with FakeTensorMode():
-        trained = nn.Linear(1, 1, device=device)
-        probe = choose_probe({8: plan}, {8: [model] * 4}, trained, **settings)
+        probe = choose_probe(planned(plan, model, nn.Linear(1, 1, device=device)), 1)
     due = [[probe.due(Turn((w,), epoch, 0)) for epoch in range(40)] for w in range(4)]
     assert due == [[epoch % every == 0 for epoch in range(40)]] * 4
 
@@ -322,7 +331,7 @@ def test_an_extra_pass_has_cudnn_try_no_algorithms(monkeypatch):
 
 
 def test_smoothing_is_before_dividing_and_forgets():
-    average = NoiseAverage(ENDLESS)
+    average = NoiseAverage()
     assert average.estimate() is None
     for value in (1.0, -0.5, 1.0, 0.5):  # single ratios would be nonsense
         average.add(value, 10.0)
@@ -337,12 +346,12 @@ def test_smoothing_is_before_dividing_and_forgets():
 
 
 def test_signal_that_may_be_zero_has_no_upper_end():
-    average = NoiseAverage(ENDLESS)
+    average = NoiseAverage()
     for value in (1.0, -1.0, 0.5, -0.4, 0.8, -0.8):
         average.add(value, 10.0)
     scale = average.estimate()
     assert scale.high == math.inf
-    average = NoiseAverage(ENDLESS)
+    average = NoiseAverage()
     for _ in range(5):
         average.add(-1.0, 10.0)
     scale = average.estimate()
@@ -350,7 +359,7 @@ def test_signal_that_may_be_zero_has_no_upper_end():
 
 
 def test_what_is_not_finite_is_left_out():
-    average = NoiseAverage(ENDLESS)
+    average = NoiseAverage()
     for value in (1.0, math.nan, 2.0, math.inf, 3.0):
         average.add(value, 1.0)
     assert average.pairs == 3
@@ -358,12 +367,11 @@ def test_what_is_not_finite_is_left_out():
 
 def test_state_goes_on_to_the_bit():
     rng = np.random.default_rng(0)
-    whole, first = NoiseAverage(ENDLESS), NoiseAverage(ENDLESS)
+    whole, first = NoiseAverage(), NoiseAverage()
     values = rng.normal(size=(20, 2)) + 3
     for pair in values[:8]:
         first.add(*pair)
-    resumed = NoiseAverage(ENDLESS)
-    resumed.load_state_dict(first.state_dict())
+    resumed = NoiseAverage(**asdict(first))
     for pair in values[8:]:
         resumed.add(*pair)
     for pair in values:
@@ -465,25 +473,13 @@ def test_workers_take_turns():
     assert np.sum(due, axis=1).tolist() == [2] * 3
 
 
-@pytest.mark.parametrize(
-    ("batch", "low", "high", "words"),
-    [
-        (16, 80.0, 130.0, "100 (95 %: 80 to 130); B_L is 16: a larger batch would save steps"),
-        (100, 80.0, 130.0, "B_L is 100: about what is worth having"),
-        (1000, 80.0, 130.0, "B_L is 1000: a smaller batch would take hardly more steps"),
-        (4, 10.0, math.inf, "(95 %: 10 or more); B_L is 4: a larger batch"),  # whatever its end is
-        (64, 10.0, math.inf, None),
-        (64, 5.0, 500.0, None),
-    ],
-)
-def test_a_run_says_of_its_batch_what_its_noise_scale_tells_and_admits_what_it_does_not(
-    batch, low, high, words
-):
-    plan = plan_dual_batch(4000, 4, 0, batch, TimeModel(1e-3, 0.02))
-    scale = NoiseScale(100.0, low, high, 1.0, 100.0, 50)
+@pytest.mark.parametrize(("high", "words"), [(130.0, "80 to 130"), (math.inf, "80 or more")])
+def test_a_run_whose_noise_scale_is_known_says_it_next_to_its_batch(high, words):
+    plan = plan_dual_batch(4000, 4, 0, 16, TimeModel(1e-3, 0.02))
+    scale = NoiseScale(100.0, 80.0, high, 1.0, 100.0, 50)
     found = noise_summary(scale, plan)
-    assert found["noise_scale_low"] == low
-    assert words in found["noise_advice"] if words else "noise_advice" not in found
+    assert found["noise_scale_low"] == 80.0
+    assert found["noise_advice"] == f"gradient noise scale 100 (95 %: {words}); B_L is 16"
     for change in ({"b_simple": math.inf}, {"pairs": 5}):
         assert "noise_advice" not in noise_summary(replace(scale, **change), plan)
     assert "noise_advice" not in noise_summary(scale, None)

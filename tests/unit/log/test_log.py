@@ -74,6 +74,7 @@ def make_log(tmp_path, accelerator):
                 train=Images(), evaluation=Images(range(evaluated)), num_classes=1
             ),
             stages=stages,
+            stage_at=lambda epoch: stage_at(stages, epoch),
             plans=plans,
             planner=planner,
             model=torch.nn.BatchNorm1d(2) if normalises else torch.nn.Linear(1, 1),

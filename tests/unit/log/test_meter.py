@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dbsl.checkpoint.disk import pack, unpack
-from dbsl.cluster.wire import read_report, report_rows
+from dbsl.cluster.wire import encode, read_report
 from dbsl.log.meter import MEASURED, StepMeter, gradient_square
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.solve import TimeModel, plan_steps
@@ -130,7 +130,7 @@ def test_a_report_brings_no_more_lines_than_its_steps_and_its_round_is_pushed_al
             resolution=8,
             lines_of=lambda worker: tuple(line._replace(step=3 + n) for n in range(3)),
         )
-        assert [x.step for x in read_report(report_rows(report)).lines] == [3, 4][:steps]
+        assert [x.step for x in read_report(encode(report)).lines] == [3, 4][:steps]
 
 
 def test_a_round_that_is_not_finite_leaves_the_next_lines_alone():

@@ -10,6 +10,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from dbsl.config.settings import RunConfig
+from dbsl.plan.follow import PlanMaker
+from dbsl.plan.machines import Workers
 from dbsl.plan.solve import (
     PlanRules,
     TimeModel,
@@ -17,7 +20,6 @@ from dbsl.plan.solve import (
     largest_remainder,
     merge_weights,
     plan_dual_batch,
-    plan_with_fallback,
 )
 from dbsl.tools.plan import main as plan_from_the_shell
 
@@ -329,11 +331,14 @@ def test_largest_remainder_sums_exactly_and_stays_within_one(weights, total):
 def test_measured_model_without_a_plan_falls_back_to_an_eighth_or_the_least_and_says_so(
     large, intercept, least, batch, why
 ):
-    rules = PlanRules(min_batch_size=least)
-    plan, note = plan_with_fallback(8000, 4, 1, large, TimeModel(0.01, intercept), rules)
+    models = {8: TimeModel.of(TimeModel(0.01, intercept), 4)}
+    known = Workers(models, {8: [large] * 4}, {8: None}, measured=True)
+    config = RunConfig(workers=4, small_workers=1, resolutions=(8,), min_batch_size=least)
+    said = []
+    plan = PlanMaker(config, known, 8000, 1).first(8, said.append)
     assert plan.small_batch_size == batch
     assert sum(w.samples for w in plan.workers) == 8000
-    assert why in note
+    assert why in said[0]
     times = [w.predicted_time_s for w in plan.workers]
     assert max(times) == pytest.approx(min(times), rel=0.01)
 
@@ -393,7 +398,7 @@ def test_impossible_step_times_are_refused(values):
     ],
 )
 def test_workers_are_counted_from_processes_and_ratio(processes, settings, expected):
-    assert count_workers(processes, **settings) == expected
+    assert count_workers(RunConfig(**settings), processes) == expected
 
 
 @pytest.mark.parametrize(
@@ -406,7 +411,7 @@ def test_workers_are_counted_from_processes_and_ratio(processes, settings, expec
 )
 def test_worker_counts_that_do_not_match_are_refused(processes, settings, message):
     with pytest.raises(ValueError, match=message):
-        count_workers(processes, **settings)
+        count_workers(RunConfig(**settings), processes)
 
 
 SHELL = [

@@ -229,7 +229,9 @@ def test_trial_is_train_pys_run_with_one_worker(tmp_path, accelerator, momentum)
     )
     data = load_data(ImageConfig("digits", train_samples=70, eval_samples=40), 3)
     transform = Transform(16, "crop", data.mirror, data.mean, data.std, 3)
-    images = Images(data, "test_resnet", transform, 0.0, 0.0, 64, accelerator)
+    settings = {"batch_sizes": (16,), "dropout": 0.0, "label_smoothing": 0.0}
+    config = SimpleNamespace(model="test_resnet", eval_batch_size=64, **settings)
+    images = Images(config, data, transform, accelerator)
     given = {"learning_rate": 0.05, "momentum": momentum, "weight_decay": 5e-4}
     task = ImageTask(images, "sgd" if momentum == 0 else "nesterov", 16, given, seed=3)
     task.advance([0.05] * 5)
