@@ -8,12 +8,7 @@ from dbsl.cluster.steps import take_fraction, take_step
 from dbsl.config.fields import parse_kwargs
 from dbsl.config.parse import config_to_yaml, parse_config
 from dbsl.config.settings import OptimizerConfig, RunConfig
-from dbsl.optimizer import (
-    build_optimizer,
-    check_optimizer,
-    default_learning_rate,
-    load_optimizer,
-)
+from dbsl.optimizer import build_optimizer, check_optimizer, default_learning_rate, load_optimizer
 from train import Config
 
 
@@ -91,11 +86,7 @@ def test_a_resumed_run_may_change_eps_and_betas():
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        (
-            "sgd",
-            {"betas": (0.9, 0.9)},
-            "opt_kwargs must name arguments such as .*, got betas$",
-        ),
+        ("sgd", {"betas": (0.9, 0.9)}, "opt_kwargs must name arguments such as .*, got betas$"),
         (
             "adamw",
             {"eps": 1e-8, "beta": 1},

@@ -193,10 +193,7 @@ def test_evaluation_crops_and_resizes_as_asked(photos):
         ({"aa": "rand-m9.5"}, "aa must be a policy of timm"),
         ({"augment_kwargs": ("scale=0.5",)}, "scale must have 2 values, got 1"),
         ({"augment_kwargs": ("ratio=2,1",)}, "ratio must ascend, got 2.0,1.0"),
-        (
-            {"augment_kwargs": ("color_jitter=0.1,0.2",)},
-            "color_jitter must have 1, 3 or 4 values",
-        ),
+        ({"augment_kwargs": ("color_jitter=0.1,0.2",)}, "color_jitter must have 1, 3 or 4 values"),
         ({"augment_kwargs": ("color_jitter=0.1,0.2,0.1,0.9",)}, "color_jitter of hue must be in"),
         (
             {"aa": RAND, "augment_kwargs": ("color_jitter=0.4",)},

@@ -126,8 +126,7 @@ def test_known_noise_scale_is_estimated_within_a_tenth(kind, sizes):
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes"),
-    [("micro", (64,)), pytest.param("joined", (12, 12, 20, 20), marks=slow)],
+    ("kind", "sizes"), [("micro", (64,)), pytest.param("joined", (12, 12, 20, 20), marks=slow)]
 )
 def test_batches_without_replacement_give_the_noise_scale_of_the_training_set(kind, sizes):
     # 64 samples, dealt out whole: with new draws for granted 50 would come out as 230.

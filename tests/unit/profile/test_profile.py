@@ -18,13 +18,7 @@ from dbsl.model import build_model
 from dbsl.plan.types import TimeModel
 from dbsl.profile import timing as profile
 from dbsl.profile.cache import Profiler, cache_file, write_profiles
-from dbsl.profile.memory import (
-    GIB,
-    MemoryModel,
-    PeakMemory,
-    confirm_batch,
-    give_back,
-)
+from dbsl.profile.memory import GIB, MemoryModel, PeakMemory, confirm_batch, give_back
 from dbsl.profile.timing import (
     NO_OPTIMIZER,
     Setup,

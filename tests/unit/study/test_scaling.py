@@ -17,11 +17,7 @@ from dbsl.tools.study.scaling import (
     find_knees,
     steps_to_result,
 )
-from dbsl.tools.study.store import (
-    read_workloads,
-    write_study,
-    write_trial,
-)
+from dbsl.tools.study.store import read_workloads, write_study, write_trial
 
 STUDY = """{"batch_size": %d, "dataset": "cifar_10", "early_stopping": false, "model": "resnet_8",
  "optimizer": "sgd", "train_steps": 400, "parameter_configs": {"learning_rate": {
