@@ -158,6 +158,15 @@ def stopped_at_step(number):
     return stopped_when(lambda _: next(count) == number)
 
 
+def refused(capsys, command, *arguments):
+    """Return the one line that a command says where it refuses its arguments, with status 2."""
+    with pytest.raises(SystemExit) as ended, one_line_errors():
+        sys.exit(command(*arguments))
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("error: ")
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

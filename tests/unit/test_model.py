@@ -7,7 +7,7 @@ import timm
 import torch
 from torch import nn
 
-from dbsl.base.errors import SettingError, one_line_errors
+from dbsl.base.errors import SettingError
 from dbsl.model import (
     StridedConv2d,
     build_model,
@@ -19,7 +19,7 @@ from dbsl.model import (
 )
 from dbsl.optimizer import build_optimizer
 from dbsl.run.prepare import prepare
-from tests.helpers import TINY
+from tests.helpers import TINY, refused
 from train import Config
 
 DATA = SimpleNamespace(
@@ -128,12 +128,10 @@ def test_a_model_that_the_disk_has_no_room_for_is_one_line_and_leaves_nothing(tm
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # bytes that a file may have
     try:
-        with pytest.raises(SystemExit) as stopped, one_line_errors():
-            save_model(model, tmp_path, 32, DATA)
+        line = refused(capsys, save_model, model, tmp_path, 32, DATA)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == "error: File too large: the run folder\n"
+    assert line == "File too large: the run folder"
     assert not any(tmp_path.iterdir())
 
 

@@ -14,7 +14,6 @@ import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import train
-from dbsl.base.errors import one_line_errors
 from dbsl.config.parse import parse_config, parse_flags
 from dbsl.tools import jobs
 from dbsl.tools.compare import compare
@@ -30,7 +29,7 @@ from dbsl.tools.compare.statistics import (
     read_run,
     table,
 )
-from tests.helpers import ROOT, Forked
+from tests.helpers import ROOT, Forked, refused
 
 ARM = {
     "model": "test_resnet",
@@ -318,12 +317,7 @@ def test_runs_have_their_comparison_arm_and_seed_in_trackers_which_move_no_resul
 )
 def test_bad_input_is_one_line(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended, one_line_errors():
-        compare.main(arguments)
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {message}")
-    assert error.count("\n") == 1
+    assert refused(capsys, compare.main, arguments).startswith(message)
 
 
 def test_equal_time_trains_again_with_other_epochs_and_moved_milestones(

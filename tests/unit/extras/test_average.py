@@ -16,7 +16,7 @@ from dbsl.data.images import PixelStore
 from dbsl.data.transforms import Transform
 from dbsl.extras.average import Average, recompute_statistics, statistics_batches
 from dbsl.model import load_model
-from tests.helpers import run
+from tests.helpers import rows, run
 
 
 def test_average_is_exponential_and_starts_at_the_first_weights():
@@ -98,19 +98,12 @@ def test_without_batch_norm_no_image_is_read():
 
 
 def test_averaged_weights_are_evaluated_beside_the_raw_and_change_no_bit_of_them(tmp_path):
-    settings = {
-        "train_samples": 80,
-        "eval_samples": 60,
-        "epochs": 2,
-        "eval_every": 2,
-        "large_batch_size": (8,),
-        "mixed_precision": "no",
-    }
+    settings = {"train_samples": 80, "eval_samples": 60, "epochs": 2, "eval_every": 2}
+    settings |= {"large_batch_size": (8,), "mixed_precision": "no"}
     events = {}
     for name, decay in (("raw", 0.0), ("both", 0.5)):
         run(tmp_path / name, **settings, ema_decay=decay)
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        events[name] = [e for e in map(json.loads, lines) if e["event"] == "eval"]
+        events[name] = rows(tmp_path / name, "eval")
     assert [e["loss"] for e in events["raw"]] == [e["loss"] for e in events["both"]]
     raw, averaged = load_model(tmp_path / "both"), load_model(tmp_path / "both", ema=True)
     assert not (tmp_path / "raw/model_ema.safetensors").exists()

@@ -4,8 +4,7 @@ from safetensors.torch import load_file
 
 from dbsl.base.errors import SettingError
 from dbsl.extras.emulate import Emulation, Link, parse_disturb, parse_slowdown
-from dbsl.log.rows import read_metrics
-from tests.helpers import run, slow
+from tests.helpers import rows, run, slow
 
 GB = 1e9 / 8  # bytes a second of 1 Gbit/s
 
@@ -89,9 +88,8 @@ SETTINGS = {"workers": 2, "epochs": 2, "log_every": 0}
 
 def outcome(folder):
     """Weights, virtual seconds, and each worker's compute and wait time."""
-    rows = read_metrics(folder / "metrics.jsonl")
-    time_s = [row["virtual_time_s"] for row in rows if row["event"] == "eval"][-1]
-    rounds = [row for row in rows if row["event"] == "round"]
+    time_s = rows(folder, "eval")[-1]["virtual_time_s"]
+    rounds = rows(folder, "round")
     spent = [sum(row[name] for row in rounds) for name in ("compute_time_s", "wait_time_s")]
     return (folder / "model.safetensors").read_bytes(), time_s, *spent
 
@@ -129,10 +127,7 @@ def test_a_link_takes_virtual_time_that_counts_as_waiting_and_no_weights_change(
     ("settings", "message"),
     [
         ({"link_ms": 1.0}, "link_ms must be 0.0 except with link_gbps, got 1.0"),
-        (
-            {"link_gbps": 1.0, "link_overlap": 0.5},
-            "link_overlap must be 0.0 except with link_gbps and",
-        ),
+        ({"link_gbps": 1.0, "link_overlap": 0.5}, "overlap must be 0.0 except with link_gbps and"),
         ({"link_gbps": 0.0}, "link_gbps must be"),
         ({"link_overlap": 1.5, "link_gbps": 1.0, "sync": "step"}, "link_overlap must be"),
     ],

@@ -1,7 +1,9 @@
 import itertools
 import json
 import math
+import os
 from dataclasses import asdict
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from PIL import Image
 
-from dbsl.base.files import save_figure
+from dbsl.base.files import save_figure, write_bytes
 from dbsl.base.words import short_loss
 from dbsl.extras import pictures
 from dbsl.extras.pictures import (
@@ -291,6 +293,13 @@ def test_picture_that_cannot_be_drawn_leaves_the_old_one_and_no_other_file(tmp_p
         save_figure(Figure(), path)
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_picture_that_cannot_be_put_in_place_leaves_no_half_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "replace", MagicMock(side_effect=OSError("disk gone")))
+    with pytest.raises(OSError, match="disk gone"):
+        write_bytes(tmp_path / "plan.png", b"picture")
+    assert not list(tmp_path.iterdir())
 
 
 def test_metrics_are_read_without_a_half_written_last_line_and_a_broken_line_is_named(tmp_path):

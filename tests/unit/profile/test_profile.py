@@ -33,7 +33,7 @@ from dbsl.profile.timing import (
 from dbsl.run.prepare import prepare
 from dbsl.run.workers import Measurements, _reserve_bytes, largest_auto_batch, make_profiler
 from dbsl.tools import profile as command
-from tests.helpers import run
+from tests.helpers import refused, run
 
 SIZES = [31, 62, 125, 250, 500]
 
@@ -629,7 +629,4 @@ def test_profile_from_the_shell(tmp_path, capsys):
     ],
 )
 def test_profile_from_the_shell_refuses_in_one_line(capsys, arguments, message):
-    assert command.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {message}")
-    assert error.count("\n") == 1
+    assert refused(capsys, command.main, arguments).startswith(message)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from dbsl.base.errors import one_line_errors
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
@@ -33,7 +32,7 @@ from dbsl.tools.study.trials import (
     search_points,
     trial_parameters,
 )
-from tests.helpers import Forked, rows, run, wait_until, write_shards
+from tests.helpers import Forked, refused, rows, run, wait_until, write_shards
 
 TINY = {
     "--batch-sizes": "16,32",
@@ -413,12 +412,7 @@ def test_plot_reads_a_study_again(tmp_path, unbroken, capsys):
 )
 def test_bad_input_is_one_line(arguments, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended, one_line_errors():
-        study.main(arguments)
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {message}")
-    assert error.count("\n") == 1
+    assert refused(capsys, study.main, arguments).startswith(message)
     assert not list(tmp_path.iterdir())
 
 
