@@ -316,14 +316,11 @@ def refusal(report: RoundReport, config: RunConfig, precision: str, weights: Seq
 
 
 def missed_times(workers: Mapping[int, Mapping[str, float]]) -> str | None:
-    """Return a warning if a worker's time in an epoch is far from the plan's.
-
-    A worker alone has none: nothing is planned by its time.
-    """
+    """Return a warning if a worker's time in an epoch is far from the plan's."""
     errors = {
         worker: values["time_s"] / values["predicted_time_s"] - 1
         for worker, values in workers.items()
-        if values["predicted_time_s"] > 0 and len(workers) > 1
+        if values["predicted_time_s"] > 0 and len(workers) > 1  # alone, nothing is planned by it
     }
     worst = max(errors, key=lambda worker: abs(errors[worker]), default=None)
     if worst is None or abs(errors[worst]) <= _TOLERANCE:

@@ -52,9 +52,8 @@ def connect(
 ) -> tuple[Cluster, Stepper]:
     """Build this process's cluster (how weights move) and stepper (what a step is).
 
-    From here on the model's state is one vector, which is what workers push and pull. Into a
-    running job the process is taken in here. `sums` are those of the code (`Code`), which one that
-    joins later must have.
+    From here on the model's state is one vector, which workers push and pull. `sums` are those of
+    the code (`Code`), which a process that joins later must have.
     """
     config = run.config
     if merge is not None:

@@ -504,9 +504,8 @@ def _check_names(model: nn.Module, data: TrainingData, name: str, accelerator: A
     """
     trained = model.pretrained_cfg.get("label_names")
     given = getattr(data, "class_names", ())  # your own data may have none
-    if not isinstance(trained, list | tuple) or len(trained) != len(given):
-        return
-    unlike = [n for n, (a, b) in enumerate(zip(trained, given, strict=True)) if a != b]
+    known = isinstance(trained, list | tuple) and len(trained) == len(given)
+    unlike = [n for n in range(len(given)) if known and trained[n] != given[n]]
     if not unlike:
         return
     first = unlike[0]

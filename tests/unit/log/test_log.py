@@ -171,7 +171,7 @@ def test_metrics_lines_are_strict_json_with_the_promised_keys(tmp_path, make_log
         "dropout": 0.0,
         "notes": [],
     }
-    assert plan.keys() >= PLAN_TOTALS.keys()
+    assert plan.keys() >= {*PLAN_TOTALS}
     assert set(round_) == ROUND_KEYS | {"virtual_time_s"}
     assert (round_["worker"], round_["loss"], round_["time_s"]) == (1, 3.0, 2.0)
     assert evaluation == {
