@@ -270,20 +270,22 @@ FOLLOWING = {
         "small_workers": 0,
     },
     "pushes-dbs": {"balance": "dbs", "push": "gradients", "balance_every": 2, "small_workers": 0},
-    "asp": {"balance": "dynamic", "sync": "asp"},
+    "asp": {"balance": "dynamic", "sync": "asp", "epochs": 4},  # later, since nobody waits
 }
 
 
 @pytest.mark.parametrize("how", short(FOLLOWING, "rounds-dbs-half-epochs", "step-thirds-of-epochs"))
 def test_plans_that_follow_simulated_times_repeat_to_the_bit(tmp_path, capsys, how):
     settings = {"slowdown": ("3:2.5",), "time_noise": 0.05, "epochs": 3, "train_samples": 200}
+    settings |= {"resolutions": (16,), **FOLLOWING[how]}
     for name in ("one", "two"):
-        run(tmp_path / name, **settings, resolutions=(16,), **FOLLOWING[how])
+        run(tmp_path / name, **settings)
     assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
     assert " px: batches " in capsys.readouterr().out
     changed = [event for event in rows(tmp_path / "one", "plan") if "from_epoch" in event]
     assert changed[-1]["workers"][3]["samples"] < changed[-1]["workers"][2]["samples"] * 0.6
-    assert samples_by_epoch(tmp_path / "one") == [200] * 3
+    epochs = settings["epochs"]
+    assert samples_by_epoch(tmp_path / "one", epochs) == [200] * epochs
 
 
 SLOW = {"train_samples": 80, "slowdown": "1:100", "global_batch_size": 20}
