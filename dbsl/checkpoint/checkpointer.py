@@ -68,6 +68,8 @@ class Writer:
         self._run, self._folder = session.run, session.folder / CHECKPOINTS
         self._rank = session.accelerator.process_index
         self._control = session.cluster.control
+        # Whether this process writes in its own time, and nobody waits for its shard.
+        self.late = self._control is None and self._rank != SERVER_RANK
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -75,11 +77,6 @@ class Writer:
     def busy(self) -> bool:
         """Whether a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
-
-    @property
-    def late(self) -> bool:
-        """Whether this process writes in its own time, and nobody waits for its shard."""
-        return self._control is None and self._rank != SERVER_RANK
 
     def start(self, copy: Copy) -> None:
         """Begin to write; `SaveError` if the disk is full, say."""

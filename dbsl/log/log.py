@@ -147,8 +147,7 @@ class RunLog:
             before = state["stages"][-1]["end_epoch"]  # a shorter run may have done a larger share
             share = state["share_done"] * max(1, before / config.epochs)
             done = round(share * sum(steps[:before]))
-        names, alone = (self._unit, self._loss), config.workers == 1
-        return Display(sum(steps), done, config.epochs, *names, alone=alone)
+        return Display(sum(steps), done, config, self._unit, self._loss)
 
     def _plan_rows(
         self, state: Mapping[str, Any] | None, *, anew: bool
