@@ -26,7 +26,7 @@ from dbsl.checkpoint.disk import (
     set_aside_after,
     versions,
 )
-from dbsl.checkpoint.restart import Saved, check_epochs_under_way, plan_restart, with_lost_workers
+from dbsl.checkpoint.handover import Saved, check_epochs_under_way, make_handover, with_lost_workers
 from dbsl.cluster.weights import vector_length
 from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_text
 from dbsl.config.complete import (
@@ -43,7 +43,7 @@ from dbsl.config.parse import parse_config, run_folder_of
 from dbsl.config.settings import CHECKPOINTS, RunConfig, meets_at_server, without_rates
 from dbsl.model import BEST
 from dbsl.optimizer import optimizer_class
-from dbsl.plan.types import Restart
+from dbsl.plan.types import Handover
 from dbsl.run.folder import SUMS, Code, unlike
 from dbsl.run.training import Run
 
@@ -59,8 +59,8 @@ class Resumed:
 
     folder: Path
     sequence: int  # its number
-    state: Mapping[str, Any]  # this process's shard; rank 0's with a restart
-    restart: Restart | None  # None: workers and plans are what they were
+    state: Mapping[str, Any]  # this process's shard; rank 0's with a handover
+    handover: Handover | None  # None: workers and plans are what they were
 
 
 # --- which checkpoint
@@ -295,7 +295,7 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             f"classes in the checkpoint, {classes} in the data"
         )
     with reading_checkpoint(found.folder):
-        state, restart = found.shard(SERVER_RANK), None
+        state, handover = found.shard(SERVER_RANK), None
         changed = changed_settings(manifest.config, config)
         _check_state(changed, state, run)
         check_changes(found, config, processes, accelerator.print)
@@ -316,11 +316,11 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
         if before == (processes, config.workers, len(run.data.train)) and not changed.keys() & anew:
             state = _own_shard(found, saved, rank, run)
         else:
-            restart = plan_restart(saved, _of_all_shards(found, state, config.workers), run)
+            handover = make_handover(saved, _of_all_shards(found, state, config.workers), run)
     own = {name for name, extra in state["extras"].items() if extra}
     if absent := ", ".join(sorted(own - found_extras().keys())):
         accelerator.print(f"warning: state is dropped of extras that are gone: {absent}")
-    return Resumed(found.folder, manifest.sequence, state, restart)
+    return Resumed(found.folder, manifest.sequence, state, handover)
 
 
 def _check_state(changed: Changes, state: Mapping[str, Any], run: Run) -> None:

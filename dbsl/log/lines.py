@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from dbsl.base.words import plural, short_loss, steadier
-from dbsl.cluster.protocol import Cluster
+from dbsl.cluster.cluster import Cluster
 from dbsl.config.settings import RunConfig
 from dbsl.plan.stages import Stage, learning_rate_at
 from dbsl.plan.text import format_run, nodes_in_words

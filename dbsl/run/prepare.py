@@ -39,7 +39,7 @@ from dbsl.model import (
 from dbsl.optimizer import build_optimizer, join_optimizers, keep_ratios
 from dbsl.plan.follow import PlanMaker, Planner
 from dbsl.plan.ledger import Members, TurnSampler
-from dbsl.plan.machines import Workers
+from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.sampler import Order
 from dbsl.plan.solve import check_parts, count_workers
 from dbsl.plan.stages import (
@@ -378,7 +378,7 @@ def _check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
 
 def plan_run(
     config: ConfigT,
-    known: Workers,
+    known: KnownWorkers,
     stages: Sequence[Stage],
     samples: int,
     least: int,

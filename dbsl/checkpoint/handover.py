@@ -16,7 +16,7 @@ from dbsl.base.words import as_given, px
 from dbsl.config.fields import Role, with_role
 from dbsl.config.settings import meets_at_server, takes_joint_steps
 from dbsl.plan.ledger import Ledger, Members, RoundAhead, left_of_epochs
-from dbsl.plan.types import EpochEnd, Restart, Segment, Turn, report_from_plain
+from dbsl.plan.types import EpochEnd, Handover, Segment, Turn, report_from_plain
 from dbsl.run.training import Run
 
 
@@ -75,10 +75,10 @@ class Saved:
         return self.ledger.under_way(members, self.settings["epochs"] * self.rounds)
 
 
-def plan_restart(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Restart:
+def make_handover(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Handover:
     """Return what a run takes over from one whose workers had `optimizers`; refuse what is lost."""
     if saved.joint:
-        return _joint_restart(saved, optimizers, run)
+        return _joint_handover(saved, optimizers, run)
     cluster, members, rounds = saved.state["cluster"], saved.members, saved.rounds
     server = cluster["server"]
     at_barrier = saved.settings["sync"] == "bsp"  # what it has collected is not merged
@@ -95,7 +95,7 @@ def plan_restart(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Resta
         if takes_joint_steps(run.config):  # whose optimizers must be alike in all processes
             optimizers = {}
         more = {"left": left, "optimizers": optimizers, "outer": server["outer"]}
-    return Restart(
+    return Handover(
         weights=server["weights"],
         version=server["version"],
         refused=cluster["refused"],
@@ -112,10 +112,10 @@ def plan_restart(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Resta
     )
 
 
-def _joint_restart(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Restart:
+def _joint_handover(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Handover:
     cluster, progress = saved.state["cluster"], saved.state["progress"] or {}
     steps, counted = progress.get("steps", 0), progress.get("counted", 0)
-    restart = Restart(
+    handover = Handover(
         weights=saved.state["model"]["weights"],
         version=0,
         refused=cluster["refused"],
@@ -125,12 +125,12 @@ def _joint_restart(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Res
     )
     epoch, round_ = divmod(cluster["clock"], saved.rounds)
     if not round_ and not steps:
-        return replace(restart, clock=epoch * run.rounds)
+        return replace(handover, clock=epoch * run.rounds)
     _check_inside_epoch({epoch}, saved, run)
     turn = Turn(tuple(range(run.config.workers)), epoch, round_)
     ahead = run.sampler.steps(Segment(run.plans[run.stage_at(epoch).resolution]), turn)
     return replace(
-        restart,
+        handover,
         steps=steps,
         learning_rate=progress.get("learning_rate", 0.0),
         steps_under_way=steps - counted,
