@@ -303,7 +303,7 @@ def _in_folder(
                 take_over_folder(found, run, accelerator)
             folder.write_settings(given, resolved, run.plans, opening.code)
             with reading_checkpoint(resumed and resumed.folder):
-                parts = (resumed.log, resumed.restart) if resumed else ()
+                parts = (resumed.state.get("log"), resumed.handover) if resumed else ()
                 session.log = start_log(session, *parts)
             with run.extras, session.log:
                 with _running(session):

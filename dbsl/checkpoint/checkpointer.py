@@ -42,7 +42,7 @@ from dbsl.config.hooks import Extra
 from dbsl.config.settings import CHECKPOINTS, parse_interval
 from dbsl.model import BEST, FINAL, copy_model_state, save_model
 from dbsl.optimizer import load_optimizer
-from dbsl.plan.types import Action, EpochEnd, Restart
+from dbsl.plan.types import Action, EpochEnd, Handover
 from dbsl.run.session import Session
 
 _BEST_FILE = f"{BEST}.safetensors"
@@ -68,6 +68,8 @@ class Writer:
         self._run, self._folder = session.run, session.folder / CHECKPOINTS
         self._rank = session.accelerator.process_index
         self._control = session.cluster.control
+        # Whether this process writes in its own time, and nobody waits for its shard.
+        self.late = self._control is None and self._rank != SERVER_RANK
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -75,11 +77,6 @@ class Writer:
     def busy(self) -> bool:
         """Whether a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
-
-    @property
-    def late(self) -> bool:
-        """Whether this process writes in its own time, and nobody waits for its shard."""
-        return self._control is None and self._rank != SERVER_RANK
 
     def start(self, copy: Copy) -> None:
         """Begin to write; `SaveError` if the disk is full, say."""
@@ -375,7 +372,7 @@ class Checkpointer:
         error = None
         try:
             with reading_checkpoint(resumed.folder):
-                self._load(resumed.state, resumed.restart)
+                self._load(resumed.state, resumed.handover)
         except SettingError as reason:
             error = reason
         failed = torch.tensor(int(error is not None), device=self._accelerator.device)
@@ -384,17 +381,17 @@ class Checkpointer:
                 f"{resumed.folder} does not fit this run: another process could not read its shard"
             )
 
-    def _load(self, state: Mapping[str, Any], restart: Restart | None) -> None:
+    def _load(self, state: Mapping[str, Any], handover: Handover | None) -> None:
         session, weights, planner = self._session, self._cluster.weights, self._run.planner
-        if restart:  # other workers: the global weights, and what is left of the epoch
-            self._cluster.restart(restart)
-            planner.restart(restart)
+        if handover:  # other workers: the global weights, and what is left of the epoch
+            self._cluster.take_over(handover)
+            planner.take_over(handover)
             for worker, optimizer in self._stepper.optimizers.items():
-                if worker in restart.optimizers:
-                    load_optimizer(optimizer, restart.optimizers[worker])
-            self._progress.steps = self._progress.counted = restart.steps
-            self._progress.learning_rate = restart.learning_rate  # no step may be left
-            session.meter.restart(state["meter"])
+                if worker in handover.optimizers:
+                    load_optimizer(optimizer, handover.optimizers[worker])
+            self._progress.steps = self._progress.counted = handover.steps
+            self._progress.learning_rate = handover.learning_rate  # no step may be left
+            session.meter.take_over(state["meter"])
         else:
             self._cluster.load_state_dict(state["cluster"])
             self._stepper.load_state_dict(state["stepper"])
@@ -410,6 +407,6 @@ class Checkpointer:
             weights.load(state["model"]["weights"])
         for counter, saved in zip(weights.counters, state["model"]["counters"], strict=True):
             counter.copy_(saved)
-        self._run.extras.load_state_dict(state["extras"], same=not restart)
+        self._run.extras.load_state_dict(state["extras"], same=not handover)
         self._epochs_done = state["epochs_done"]
         session.stopwatch.load_state_dict(state)

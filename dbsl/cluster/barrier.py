@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsl.base.errors import SettingError
-from dbsl.cluster.protocol import Cluster
+from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import SERVER_RANK

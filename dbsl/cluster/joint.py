@@ -11,13 +11,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsl.cluster.protocol import Cluster
+from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.types import (
     NO_FAULT,
     Action,
     EpochEnd,
-    Restart,
+    Handover,
     RoundReport,
     Turn,
     report_from_plain,
@@ -142,9 +142,9 @@ class JointCluster(Cluster):
         self._start = None if start is None else start.to(self.weights.vector.device)
         self._reports = deque(map(report_from_plain, state["reports"]))
 
-    def restart(self, start: Restart) -> None:
+    def take_over(self, start: Handover) -> None:
         """Go on where other workers, or workers with other plans, stopped."""
-        super().restart(start)
+        super().take_over(start)
         self._before = start.steps
         self.time_s = start.time_s if self._times else None
         self._start = start.weights.to(self.weights.vector.device) if start.steps else None

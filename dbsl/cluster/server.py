@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dbsl.cluster.merges import MergeRule
 from dbsl.plan.ledger import Members
-from dbsl.plan.types import EpochEnd, Restart, RoundReport, report_from_plain
+from dbsl.plan.types import EpochEnd, Handover, RoundReport, report_from_plain
 
 
 class Server:
@@ -153,7 +153,7 @@ class Server:
         self.reports = deque(map(report_from_plain, state["reports"]))
         self._load_rule(state["outer"])
 
-    def restart(self, start: Restart) -> None:
+    def take_over(self, start: Handover) -> None:
         """Go on with the weights of other workers, all workers at the same clock."""
         self._replace_weights(start.weights)
         self.version, self.refused = start.version, start.refused

@@ -23,16 +23,16 @@ from torch import Tensor
 
 from dbsl.base.errors import NothingLeft, RunFinished, SettingError, SyncError
 from dbsl.cluster.alive import Pulse
+from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.launch import Admission, Door
-from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import (
     CPU,
     SERVER_RANK,
+    Channel,
     Ending,
     Kind,
-    Link,
     check_report,
     encode,
     hear,
@@ -63,7 +63,7 @@ def through_server(
     Every other rank shares a gloo group of two with rank 0, which has the `server`, its weights in
     host memory. A lost pair leaves the other pairs as they are: its worker is dropped, and the
     others share its samples. A worker counts as lost after `timeout_s` of silence, while it
-    computes, too; the server after 5 s more. Pushes travel as `wire` (see `Link`).
+    computes, too; the server after 5 s more. Pushes travel as `wire` (see `Channel`).
 
     On rank 0 processes that are launched again ask at the `door` to join. Of one that joins there
     is an `admission`: then this is no collective.
@@ -94,7 +94,7 @@ class ServedCluster(Cluster):
         self._clock, self._announced = admission.clock, (admission.sequence, -1)
         self._timeout_s = timeout_s
         self._asks_to_stop = False
-        self._link = Link(admission.pair, weights.vector, wire, weights=outgoing is None)
+        self._link = Channel(admission.pair, weights.vector, wire, weights=outgoing is None)
         self._pulse = Pulse(
             *(SERVER_RANK, admission.pair, timeout_s),
             asks=True,
@@ -171,7 +171,7 @@ class ServedCluster(Cluster):
 class _Peer(NamedTuple):  # a worker of another process
     rank: int
     worker: int
-    link: Link
+    link: Channel
     pulse: Pulse
     pushed: Tensor
 
@@ -320,7 +320,7 @@ class ServingCluster(Cluster):
     ) -> threading.Thread:
         """Return what serves a rank; one that joins hears its clock and the save `first`."""
         pushed = torch.empty_like(self.weights.vector, device=CPU)
-        link = Link(pair, pushed, self._wire, weights=self._pushes_weights)
+        link = Channel(pair, pushed, self._wire, weights=self._pushes_weights)
         pulse = Pulse(
             *(rank, pair, self._timeout_s),
             asks=False,

@@ -15,10 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from dbsl.base.errors import SettingError, SyncError
-from dbsl.cluster.protocol import Cluster
+from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.types import EpochEnd, Restart, RoundReport, Turn
+from dbsl.plan.types import EpochEnd, Handover, RoundReport, Turn
 
 
 class SimulatedCluster(Cluster):
@@ -130,9 +130,9 @@ class SimulatedCluster(Cluster):
         self._spent, self._ended = dict(state["spent"]), list(state["ended"])
         self._queue = [(time_s, worker) for time_s, worker in state["queue"]]
 
-    def restart(self, start: Restart) -> None:
+    def take_over(self, start: Handover) -> None:
         """Go on where workers of another number stopped."""
-        super().restart(start)
+        super().take_over(start)
         self.time_s = start.time_s
         self._ended = [start.time_s] * len(self._ended)
 

@@ -270,7 +270,7 @@ def _split(vector: Tensor | None, count: int) -> Sequence[Tensor | None]:
     return [None] * count if vector is None else vector.split(CHUNK)
 
 
-class Link:
+class Channel:
     """A worker's connection with the server, at either end: what travels on it, in which order.
 
     Pushes travel as `wire`, if that is given: gradients are rounded to it. Weights lose less as

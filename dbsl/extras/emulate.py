@@ -76,7 +76,7 @@ class Emulate(Extra):
             parse_disturb(config.disturb) if config.disturb else None,
             config.time_noise,
             config.seed,
-            None if config.link_gbps is None else Link(*link),
+            None if config.link_gbps is None else EmulatedLink(*link),
         )
 
 
@@ -101,7 +101,7 @@ class Emulation(Machine):
     disturbance: Disturbance | None = None  # factors that come and go
     noise: float = 0.0  # standard deviation of a round's time, relative; lognormal with mean 1
     seed: int = 0  # the run's
-    link: Link | None = None  # between simulated workers; None: exchanges take no time
+    link: EmulatedLink | None = None  # between simulated workers; None: exchanges take no time
 
     @property
     def slows(self) -> bool:
@@ -195,7 +195,7 @@ def parse_disturb(value: str) -> Disturbance:
 
 
 @dataclass(frozen=True)
-class Link:
+class EmulatedLink:
     """The network between workers: seconds that vectors of `size` bytes take."""
 
     gbps: float  # rate of every worker's link in each direction, Gbit/s

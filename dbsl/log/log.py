@@ -45,8 +45,8 @@ from dbsl.log.lines import (
 from dbsl.model import has_batch_norm
 from dbsl.plan.types import (
     NO_FAULT,
+    Handover,
     Plan,
-    Restart,
     RoundReport,
     StepLine,
     plan_from_plain,
@@ -68,26 +68,26 @@ def epochs_done(state: Mapping[str, Any] | None) -> int:
 
 
 def start_log(
-    session: Session, state: Mapping[str, Any] | None = None, restart: Restart | None = None
+    session: Session, state: Mapping[str, Any] | None = None, handover: Handover | None = None
 ) -> RunLog:
     """Print what the run will do, and return its log; see `RunLog`."""
     begin = min(epochs_done(state), session.config.epochs - 1)
     print_run(session.run, session.folder, session.accelerator, begin=begin)
-    return RunLog(session, state, restart)
+    return RunLog(session, state, handover)
 
 
 class RunLog:
     """Writes a run's files, moves its progress bar and prints its epochs; extras get every row.
 
     `state` is what `state_dict` of the run that goes on here returned: metrics.jsonl loses what was
-    written later. `restart` is what other workers or plans have handed over, if they were others.
+    written later. `handover` is what other workers or plans have handed over, if they were others.
     """
 
     def __init__(
         self,
         session: Session,
         state: Mapping[str, Any] | None = None,
-        restart: Restart | None = None,
+        handover: Handover | None = None,
     ) -> None:
         self._session, self._run, self.meter = session, session.run, session.meter
         self.folder, self.enabled = session.folder, session.accelerator.is_main_process
@@ -120,7 +120,7 @@ class RunLog:
         self._evaluated_epoch = -1  # the last that was, in this session
         self._epochs_done = 0
         if state:
-            self._load_state_dict(state, same=restart is None)
+            self._load_state_dict(state, same=handover is None)
         keep = state["metrics_bytes"] if state else 0
         path = self.folder / "metrics.jsonl"
         if keep:
@@ -129,9 +129,9 @@ class RunLog:
         self._file = open(path, "a" if keep else "w", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._display = self._begin_display(state)
         self.meter.tell, self.meter.on_step = self.step, self._display.step
-        if restart is not None:
-            self._recount(restart)
-        for row in self._plan_rows(state, anew=restart is not None):
+        if handover is not None:
+            self._recount(handover)
+        for row in self._plan_rows(state, anew=handover is not None):
             self.write("plan", row)
 
     def _plan_at(self, epoch: int) -> Plan:
@@ -147,8 +147,7 @@ class RunLog:
             before = state["stages"][-1]["end_epoch"]  # a shorter run may have done a larger share
             share = state["share_done"] * max(1, before / config.epochs)
             done = round(share * sum(steps[:before]))
-        names, alone = (self._unit, self._loss), config.workers == 1
-        return Display(sum(steps), done, config.epochs, *names, alone=alone)
+        return Display(sum(steps), done, config, self._unit, self._loss)
 
     def _plan_rows(
         self, state: Mapping[str, Any] | None, *, anew: bool
@@ -222,26 +221,26 @@ class RunLog:
         self.members.found = {name: state[name] for name in self.members.found}
         self._divergence.first = state["first_loss"]
 
-    def _recount(self, restart: Restart) -> None:
+    def _recount(self, handover: Handover) -> None:
         """Count what other workers had done as what they hand over of it.
 
         Their rounds of epochs under way get numbers below 0: those of the new workers may begin
         anew.
         """
-        for report in restart.reports:
+        for report in handover.reports:
             self.round(report)
-        for worker, epoch, round_ in restart.again:
+        for worker, epoch, round_ in handover.again:
             for report in list(self._rounds[epoch]):
                 if (report.worker, report.round) == (worker, round_):
                     self._rounds[epoch].remove(report)
                     self._samples -= report.samples
                     place = {"worker": worker, "epoch": epoch, "round": round_}
                     self.write("undone", {**place, "samples": report.samples})
-        self._samples += restart.samples_under_way
-        taken = {"steps": restart.steps_under_way, "samples": restart.samples_under_way}
-        under_way = {epoch for epoch, reports in self._rounds.items() if reports} | {*restart.left}
-        under_way |= {self._epochs_done} if restart.steps else set()
-        for epoch in sorted(under_way.difference(end.epoch for end in restart.finished)):
+        self._samples += handover.samples_under_way
+        taken = {"steps": handover.steps_under_way, "samples": handover.samples_under_way}
+        under_way = {epoch for epoch, reports in self._rounds.items() if reports} | {*handover.left}
+        under_way |= {self._epochs_done} if handover.steps else set()
+        for epoch in sorted(under_way.difference(end.epoch for end in handover.finished)):
             joint = taken if epoch == self._epochs_done else dict.fromkeys(taken, 0)
             self.write("restart", {"epoch": epoch, **joint})
             past = 1 + max((report.round for report in self._rounds[epoch]), default=0)

@@ -158,7 +158,7 @@ class StepMeter:
                 f"loss_function must give the figures of before ({', '.join(before) or 'none'}), "
                 f"got {', '.join(self._figures) or 'none'}"
             )
-        self.restart(state)
+        self.take_over(state)
         for worker, window in state["windows"].items():
             self._windows[worker] = _Window(**window)
         for worker, starts in state["starts"].items():
@@ -167,7 +167,7 @@ class StepMeter:
             self._kept[worker] = [StepLine(*line) for line in lines]
         self._heard.update(state["heard"])
 
-    def restart(self, state: Mapping[str, Any]) -> None:
+    def take_over(self, state: Mapping[str, Any]) -> None:
         """Count on from other workers' steps: all begin where the furthest of them was."""
         own = [window["steps"] for window in state["windows"].values()]
         most = max([*own, *state["heard"].values()], default=0)

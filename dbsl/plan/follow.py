@@ -22,9 +22,9 @@ from dbsl.config.complete import for_workers, from_workers
 from dbsl.config.settings import Balance, RunConfig, takes_joint_steps
 from dbsl.plan.ledger import Ledger, Members, TurnSampler
 from dbsl.plan.machines import (
-    Machines,
+    KnownWorkers,
     SpeedEstimate,
-    Workers,
+    TimedWorkers,
     balanced_sizes,
     bounded_split,
     check_global_batch,
@@ -33,9 +33,9 @@ from dbsl.plan.machines import (
 )
 from dbsl.plan.solve import PlanRules, merge_weights, plan_dual_batch, plan_steps, rows_of
 from dbsl.plan.types import (
+    Handover,
     NoPlanError,
     Plan,
-    Restart,
     RoundReport,
     Segment,
     TimeModel,
@@ -206,7 +206,7 @@ class Planner:
         self._begin_with(others)
         return lost
 
-    def restart(self, start: Restart) -> None:
+    def take_over(self, start: Handover) -> None:
         """Keep the first plans for what other workers left of the epochs that they had begun."""
         samples = self._sampler.samples
         first_epoch, first_round = divmod(start.clock, self._rounds)
@@ -320,7 +320,7 @@ class PlanMaker:
     unless it takes nothing.
     """
 
-    def __init__(self, config: RunConfig, known: Workers, samples: int, least: int) -> None:
+    def __init__(self, config: RunConfig, known: KnownWorkers, samples: int, least: int) -> None:
         self._config, self._known, self._samples = config, known, samples
         self.least = least
         self._rules = PlanRules(
@@ -391,7 +391,7 @@ class PlanMaker:
         shares = bounded_split(plan.samples, proportions, lowest, plan.samples)
         sizes = np.minimum([w.local_batch_size for w in planned], shares // rules.rounds)
         steps = steps_in_shares(shares, sizes, rules.rounds)
-        model = Machines.of(workers, sizes, models).model
+        model = TimedWorkers.of(workers, sizes, models).model
         weights = merge_weights(shares / shares.max(), rules.factor)
         times, simplified_s = model.time(shares, steps), shares * model.sample_time(sizes)
         small = np.array([worker.small for worker in planned])

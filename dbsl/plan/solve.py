@@ -24,7 +24,7 @@ from dbsl.base.errors import SettingError
 from dbsl.config.complete import says_unlike
 from dbsl.config.settings import Rounding, RunConfig, UpdateFactor
 from dbsl.plan.machines import (
-    Machines,
+    TimedWorkers,
     bounded_split,
     largest_remainder,
     split_batch,
@@ -95,7 +95,7 @@ def plan_dual_batch(
     `Plan.notes` says so. Of the n workers the first `small_workers`, n_S, are small. B_L, which no
     small batch exceeds, and the time model are one for all or one for each.
     """
-    machines = Machines.of(workers, large_batch_size, time_model)
+    machines = TimedWorkers.of(workers, large_batch_size, time_model)
     return _DualBatch(machines, samples, small_workers, rules).plan()
 
 
@@ -103,7 +103,7 @@ def plan_dual_batch(
 class _DualBatch:
     """An epoch to be planned, and what is to be said of its plan."""
 
-    machines: Machines
+    machines: TimedWorkers
     samples: int
     small_workers: int
     rules: PlanRules

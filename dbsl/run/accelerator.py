@@ -110,12 +110,10 @@ def first_on_node(accelerator: Accelerator) -> Iterator[None]:
 
 
 def nodes_of(accelerator: Accelerator) -> tuple[int, ...]:
-    """Return the number of each process's node, from 0 (a collective).
-
-    Launchers number the processes node by node. The first of a node has local rank 0.
-    """
+    """Return the number of each process's node, from 0 (a collective)."""
     if accelerator.num_processes == 1:
         return (0,)
+    # Launchers number the processes node by node.
     first = _of_all(accelerator.local_process_index == 0, accelerator)
     return tuple(node - 1 for node in itertools.accumulate(first))
 
@@ -136,11 +134,7 @@ def _of_all(value: int, accelerator: Accelerator) -> list[int]:
 def start_joining_accelerator(
     rank: int, processes: int, precision: Literal["no", "bf16", "fp16"]
 ) -> Accelerator:
-    """Return the Accelerator of a process that joins a running job: it has nobody to meet.
-
-    It goes by the rank that it was launched with, and what all processes would do together it does
-    alone.
-    """
+    """Return the Accelerator of a process that joins a running job: it has nobody to meet."""
     cpu = _set_up_process()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if not cpu and torch.cuda.is_available():

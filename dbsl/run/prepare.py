@@ -39,7 +39,7 @@ from dbsl.model import (
 from dbsl.optimizer import build_optimizer, join_optimizers, keep_ratios
 from dbsl.plan.follow import PlanMaker, Planner
 from dbsl.plan.ledger import Members, TurnSampler
-from dbsl.plan.machines import Workers
+from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.sampler import Order
 from dbsl.plan.solve import check_parts, count_workers
 from dbsl.plan.stages import (
@@ -378,7 +378,7 @@ def _check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
 
 def plan_run(
     config: ConfigT,
-    known: Workers,
+    known: KnownWorkers,
     stages: Sequence[Stage],
     samples: int,
     least: int,
@@ -504,9 +504,8 @@ def _check_names(model: nn.Module, data: TrainingData, name: str, accelerator: A
     """
     trained = model.pretrained_cfg.get("label_names")
     given = getattr(data, "class_names", ())  # your own data may have none
-    if not isinstance(trained, list | tuple) or len(trained) != len(given):
-        return
-    unlike = [n for n, (a, b) in enumerate(zip(trained, given, strict=True)) if a != b]
+    known = isinstance(trained, list | tuple) and len(trained) == len(given)
+    unlike = [n for n in range(len(given)) if known and trained[n] != given[n]]
     if not unlike:
         return
     first = unlike[0]

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from dbsl.base.seeds import stream_seed
-from dbsl.cluster.protocol import Cluster
+from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.steps import ComputeTimer, Stepper
 from dbsl.cluster.weights import uncompiled
 from dbsl.config.hooks import Extra

@@ -18,7 +18,7 @@ from dbsl.data.sources import Source, TrainingData
 from dbsl.loss import LossOf
 from dbsl.plan.follow import Planner
 from dbsl.plan.ledger import TurnSampler
-from dbsl.plan.machines import Workers
+from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.sampler import Part, Step, evaluation_batch_size, micro_parts
 from dbsl.plan.stages import Stage, stage_at
 from dbsl.plan.types import Plan, Segment, Turn
@@ -36,7 +36,7 @@ class Run(Generic[ConfigT]):
     model: nn.Module  # on its device; nothing is wrapped around it
     plans: dict[int, Plan]  # at the start, by resolution
     planner: Planner
-    known: Workers  # what the workers can do
+    known: KnownWorkers  # what the workers can do
     sampler: TurnSampler
     machine: Machine  # how the workers' machines and network differ from that
     mixing: Mixing | None  # mixes images and labels of a batch

@@ -21,7 +21,7 @@ from dbsl.config.settings import RunConfig, takes_joint_steps
 from dbsl.data.sources import TrainingData
 from dbsl.loss import LossOf, digest_of
 from dbsl.optimizer import BuildOptimizer
-from dbsl.plan.machines import Workers
+from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.types import TimeModel
 from dbsl.profile.cache import Profiler
 from dbsl.profile.memory import GIB, is_short_of_memory
@@ -50,7 +50,7 @@ def know_workers(
     accelerator: Accelerator,
     loss_of: LossOf,
     build_optimizer: BuildOptimizer | None = None,
-) -> tuple[Workers, RunConfig]:
+) -> tuple[KnownWorkers, RunConfig]:
     """Return what the workers can do, measuring what is not given, and the config with it."""
     resolutions, joint = config.resolutions, takes_joint_steps(config)
     share = max(1, len(data.train) // config.workers // config.rounds_per_epoch)
@@ -89,7 +89,7 @@ def know_workers(
     def by_resolution(rows: Sequence | None) -> dict | None:
         return rows and dict(zip(resolutions, rows, strict=True))
 
-    known = Workers(
+    known = KnownWorkers(
         models=by_resolution(models),
         large_batch_sizes=by_resolution(large),
         limits=by_resolution([None if row is None else np.array(row) for row in limits]),

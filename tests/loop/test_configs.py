@@ -44,7 +44,7 @@ def shrunk(config, tmp_path):
         "dataset": "digits",
         "image_column": None,
         "label_column": None,
-        "train_samples": 80,
+        "train_samples": 160,
         "eval_samples": 10,
         "eval_train": False,
         "model": "test_vit" if vit else "test_resnet",
@@ -98,7 +98,7 @@ def test_config_trains_a_few_steps(tmp_path, path):
     config = parse_config(train.Config, ["--config", str(ROOT / path)])
     train.main(shrunk(config, tmp_path))
     summary = summary_of(tmp_path / "run")
-    assert summary["samples_seen"] == 80 * summary["epochs"]
+    assert summary["samples_seen"] == 160 * summary["epochs"]
     if config.small_workers is not None:
         assert summary["small_workers"] == config.small_workers
     assert summary["sync"] == config.sync

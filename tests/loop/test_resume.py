@@ -642,13 +642,13 @@ def test_batches_of_two_workers_are_no_batches_of_two_resolutions(left):
 
 def test_rounds_that_were_not_finite_are_counted_on_with_other_workers(left, tmp_path, monkeypatch):
     folder = shutil.copytree(left("bsp", False), tmp_path / "run")
-    planned = resume.plan_restart
+    planned = resume.make_handover
 
     def with_refused(saved, *rest):
         saved.state["cluster"]["refused"] = 7
         return planned(saved, *rest)
 
-    monkeypatch.setattr(resume, "plan_restart", with_refused)
+    monkeypatch.setattr(resume, "make_handover", with_refused)
     again = {"epochs": 2, "lr_milestones": (), "resume": "auto", "allow_config_change": True}
     run(folder, **ROUNDS, **again, train_samples=90, workers=3)
     assert summary_of(folder)["refused_rounds"] == 7

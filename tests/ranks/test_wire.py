@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import dbsl.cluster.wire
 from dbsl.cluster.alive import ControlGroup
-from dbsl.cluster.protocol import Cluster
+from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.wire import (
     Ending,
     Kind,

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from torch import nn
 
 from dbsl.optimizer import build_optimizer
-from dbsl.plan.machines import Workers
+from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.sampler import Order
 from dbsl.plan.stages import make_stages
 from dbsl.plan.types import TimeModel
@@ -41,7 +41,7 @@ def prepare(case: Case) -> Run:
     )
     resolutions = config.resolutions
     # Where all are equal, a batch and a share of a round for each is known to fit.
-    known = Workers(
+    known = KnownWorkers(
         models={
             r: TimeModel.of(
                 [TimeModel(m.slope * r / 8, m.intercept) for m in case.models], len(case.models)

@@ -488,9 +488,9 @@ def test_differences_that_are_all_equal_have_no_p():
 def test_varied_settings_are_arms_of_their_own(arms, tmp_path, launched):
     options = ["--seeds", "1", "--set", "epochs=1", "--vary", "lr=0.1,0.05", "--vary", "seed=1"]
     (tmp_path / "configs/tiny/dual.yaml").write_text("seed: 3\n")
-    for refused in ([arms[0], *options], [arms[1], *options[:-2]]):
+    for arguments in ([arms[0], *options], [arms[1], *options[:-2]]):
         with pytest.raises(ValueError, match="an arm must leave seed to the comparison"):
-            compare.main(refused)
+            compare.main(arguments)
     options[-1] = "momentum=0.5"
     compare.main([arms[0], *options, "--baseline", "large-lr0.05-momentum0.5"])
     found = [*rows_of(tmp_path / "results/tiny/arms.csv")]

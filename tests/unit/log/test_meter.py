@@ -165,7 +165,7 @@ def test_other_workers_count_on_from_the_furthest():
     train(meter, stepper, [(1, 0)], Progress())
     state = meter.state_dict()
     meter, stepper = make_meter(lines)
-    meter.restart(state)
+    meter.take_over(state)
     train(meter, stepper, [(0, 1)], Progress())
     assert [(line.worker, line.step) for line in lines] == [(0, 6), (0, 9)]
 
@@ -178,7 +178,7 @@ def test_a_server_without_steps_of_its_own_keeps_how_far_its_workers_are():
     server.hear(replace(report, worker=1))
     server.hear(replace(report, worker=1, round=1))
     state = unpack(*pack(server.state_dict()))
-    for load in (StepMeter.restart, StepMeter.load_state_dict):  # other workers; a lost one's
+    for load in (StepMeter.take_over, StepMeter.load_state_dict):  # other workers; a lost one's
         meter, stepper = make_meter(lines)
         load(meter, state)
         train(meter, stepper, [(0, 2)], Progress())
@@ -188,7 +188,7 @@ def test_a_server_without_steps_of_its_own_keeps_how_far_its_workers_are():
     line = StepLine(0, 0, 2, 15, 0.6, 1.0, 0.1, 1.0, 1.0, 1.0)
     server.hear(replace(report, lines=(line,)))  # back, it counts from the furthest
     meter, stepper = make_meter(lines)
-    meter.restart(server.state_dict())
+    meter.take_over(server.state_dict())
     train(meter, stepper, [(1, 3)], Progress())
     assert [line.step for line in lines] == [18]
 

@@ -24,9 +24,9 @@ from dbsl.plan.follow import Planner
 from dbsl.plan.types import (
     Action,
     EpochEnd,
+    Handover,
     JoinedWorker,
     LostWorker,
-    Restart,
     RoundReport,
     Segment,
     Turn,
@@ -180,11 +180,11 @@ class Cluster(ABC):
         if self.server is not None:
             self.server.load_state_dict(state["server"])
 
-    def restart(self, start: Restart) -> None:
+    def take_over(self, start: Handover) -> None:
         """Go on where other workers, or workers with other plans, stopped."""
         self._clock, self._refused = start.clock, start.refused
         if self.server is not None:
-            self.server.restart(start)
+            self.server.take_over(start)
 
     def _place(self, worker: int) -> tuple[int, int]:
         """Return the epoch and the round that a worker is in (in the server's process)."""
