@@ -279,7 +279,6 @@ def prepare(
         loss_of=loss_of,
         build_optimizer=partial(replaced.build_optimizer, config),
         default_workers=given.workers is None and accelerator.num_processes == 1,
-        default_resolutions=given.resolutions is None or "resolutions" in given.resolved,
         nodes=nodes_of(accelerator),
         figures=figures,
         also=also,
