@@ -37,7 +37,6 @@ from dbsl.config.settings import (
     RunConfig,
     check_effects,
     meets_at_server,
-    steps_in_parts,
 )
 from dbsl.data.sources import TrainingData
 from dbsl.log.lines import print_run
@@ -159,8 +158,7 @@ class _Opening:
 def _complete(given: RunConfig, replaced: Replaced) -> RunConfig:
     own = replaced.optimizer is not None
     if not own:
-        in_parts = steps_in_parts(given)
-        check_optimizer(given.optimizer, given.optimizer_settings, in_parts=in_parts)
+        check_optimizer(given.optimizer, given.optimizer_settings)
     config = with_resolved(given)
     if own and config.lr is None:
         raise SettingError(

@@ -323,7 +323,7 @@ class Checkpointer:
         if self._accelerator.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self._accelerator.device)
         with self._cluster.held():  # copied, too, in one moment: other threads push meanwhile
-            log.members.hear(self._cluster)  # who was lost or joined in that moment
+            log.hear(self._cluster)  # who was lost or joined in that moment
             state = {
                 "model": {"weights": vector, "counters": weights.counters},
                 "stepper": self._stepper.state_dict(),
