@@ -140,7 +140,6 @@ def _create(
 
 
 def _transformer_args(final_resolution: int, resolutions: Sequence[int]) -> dict[str, Any]:
-    """Return what a transformer is created with, so that it takes all resolutions."""
     args = {"img_size": final_resolution, "dynamic_img_size": True}
     if final_resolution <= SMALL_STEM_UP_TO:  # patches of 16 px would leave 4 of 32 px
         common = math.gcd(*resolutions)

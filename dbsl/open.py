@@ -79,20 +79,16 @@ def open_session(
     it was.
 
     Args:
-        given: The settings as they were given.
+        given: The settings. What they name holds where the arguments below are None.
         loss_function: ``loss_function(model, images, labels, config)`` gives the mean loss of a
             batch, [], or it and figures: a dict of means by name, tensors [] or numbers. Labels are
             [B], or with mixing shares of classes [B, C]. All that trains or measures calls it.
-        data: Data of your own, such as `dbsl.data.sources.TensorData`; None: the images that
-            `dataset` names.
-        model: A module of your own, or a function that builds one from the run's seed; None:
-            timm's that `model` names.
+        data: Data of your own, such as `dbsl.data.sources.TensorData`.
+        model: A module of your own, or a function that builds one from the run's seed.
         optimizer: ``optimizer(model, config)``, which builds a torch optimizer or a sequence of
-            them. The schedule moves `lr`, and each group of parameters keeps the proportion to it
-            that it was built with. None: timm's that `optimizer` names.
-        merge: A merge rule of your own, ``merge(global_ [P], pushed [n, P], factors [n]) -> [P]``;
-            None: the one that `merge` names. It gets all n workers' weights at a barrier, else each
-            push alone.
+            them. The schedule moves `lr`; each group keeps its proportion to it.
+        merge: A merge rule of your own, ``merge(global_ [P], pushed [n, P], factors [n]) -> [P]``.
+            It gets all n workers' weights at a barrier, else each push alone.
         evaluate_also: Further evaluation sets by name: a source, data with evaluation samples, a
             map-style dataset of (input tensor, label), or the name of a dataset or folder.
         figures: Names of figures that the loop gives `work.add` besides the loss function's.
@@ -161,7 +157,6 @@ class _Opening:
 
 
 def _complete(given: RunConfig, replaced: Replaced) -> RunConfig:
-    """Return the settings with what a run has found out, where it still holds."""
     own = replaced.optimizer is not None
     if not own:
         in_parts = steps_in_parts(given)
@@ -245,7 +240,6 @@ def _joining(config: RunConfig, job: RunningJob, opening: _Opening) -> Iterator[
 
 @contextmanager
 def _launched(config: RunConfig, given: RunConfig, opening: _Opening) -> Iterator[Session | None]:
-    """Meet the other processes and train, unless the run is finished or only to be planned."""
     accelerator, extras = opening.meet(config), opening.extras
     # What was left open is settled: auto, and the threads, of which unlike nodes have their own.
     found_out = {"mixed_precision": accelerator.mixed_precision}
@@ -292,7 +286,6 @@ def _in_folder(
     accelerator: Accelerator,
     opening: _Opening,
 ) -> Iterator[Session]:
-    """Train in a folder of its own, or in that of the checkpoint that was found."""
     named = found.run_folder if found else config.output_dir
     path = Path(named or default_folder(config))
     # First of all: nobody likes to measure and decode for a folder that cannot be written.
@@ -310,7 +303,7 @@ def _in_folder(
                 take_over_folder(found, run, accelerator)
             folder.write_settings(given, resolved, run.plans, opening.code)
             with reading_checkpoint(resumed and resumed.folder):
-                parts = (resumed.log, resumed.restart) if resumed else ()
+                parts = (resumed.state.get("log"), resumed.handover) if resumed else ()
                 session.log = start_log(session, *parts)
             with run.extras, session.log:
                 with _running(session):

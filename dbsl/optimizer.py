@@ -179,10 +179,7 @@ def join_optimizers(
 
 
 def keep_ratios(optimizer: torch.optim.Optimizer, lr: float) -> torch.optim.Optimizer:
-    """Have each group of parameters keep its rate in proportion to the run's, which moves.
-
-    The factor is ``lr_scale``, as timm gives with layer decay.
-    """
+    """Have each group of parameters keep its proportion to the run's rate: timm's ``lr_scale``."""
     for group in optimizer.param_groups:
         group["lr_scale"] = group["lr"] / lr * group.get("lr_scale", 1.0)
     return optimizer

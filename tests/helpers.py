@@ -1,6 +1,7 @@
 """What tests of whole runs share: a tiny config, a run, what it left, and runs as processes."""
 
 import itertools
+import json
 import os
 import signal
 import socket
@@ -99,25 +100,71 @@ def rounds_of(folder):
     return [event for event in metrics_of(folder) if event["event"] == "round"]
 
 
-def rows(folder, event):
-    """Return the rows of one kind, measured times and all."""
-    return [row for row in read_metrics(folder / "metrics.jsonl") if row["event"] == event]
+def rows(folder, *events):
+    """Return the rows of some kinds, measured times and all."""
+    return [row for row in read_metrics(folder / "metrics.jsonl") if row["event"] in events]
+
+
+def samples_by_epoch(folder, epochs=3):
+    """Return the samples that metrics.jsonl has of each epoch."""
+    found = rows(folder, "round", "restart")
+    return [sum(r["samples"] for r in found if r["epoch"] == epoch) for epoch in range(epochs)]
+
+
+def summary_of(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def short(cases, *first):
+    """Return the cases of a test, those that are not among the first for `pytest -m slow`."""
+    return [
+        pytest.param(*(c if isinstance(c, tuple) else (c,)), marks=[slow] * (c not in first))
+        for c in cases
+    ]
 
 
 @contextmanager
-def stopped_at_step(number):
-    """Have SIGTERM come when the run in here has taken so many steps, which it ends by."""
-    after_step, count = Checkpointer.after_step, itertools.count(1)
+def each_step(act):
+    """Call ``act(checkpointer, round_over)`` after each step of the run in here."""
+    after_step = Checkpointer.after_step
 
-    def counted(self, **options):
-        if next(count) == number:
-            os.kill(os.getpid(), signal.SIGTERM)
-        after_step(self, **options)
+    def acts(self, *, round_over):
+        act(self, round_over)
+        after_step(self, round_over=round_over)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpointer, "after_step", counted)
-        with pytest.raises(RunStopped):
-            yield
+        patch.setattr(Checkpointer, "after_step", acts)
+        yield
+
+
+def at_step(number, act):
+    """Call ``act()`` when the run in here has taken so many steps."""
+    count = itertools.count(1)
+    return each_step(lambda *_: next(count) == number and act())
+
+
+@contextmanager
+def stopped_when(due):
+    """Have SIGTERM come after the step at which ``due(checkpointer)``, and the run in here end."""
+    with (
+        pytest.raises(RunStopped),
+        each_step(lambda saver, _: due(saver) and os.kill(os.getpid(), signal.SIGTERM)),
+    ):
+        yield
+
+
+def stopped_at_step(number):
+    count = itertools.count(1)
+    return stopped_when(lambda _: next(count) == number)
+
+
+def refused(capsys, command, *arguments):
+    """Return the one line that a command says where it refuses its arguments, with status 2."""
+    with pytest.raises(SystemExit) as ended, one_line_errors():
+        sys.exit(command(*arguments))
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("error: ")
 
 
 def free_port():
@@ -211,14 +258,12 @@ def start_ranks(flags, ranks):
     return [start_rank(flags, rank, ranks, port) for rank in range(ranks)]
 
 
-def start_rank(flags, rank, ranks, port):
-    """Start one process of a run of `ranks`, which meet at a port."""
-    launched = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-    return Forked(
-        lambda: main(parse_config(Config, flags)),
-        MASTER_ADDR="127.0.0.1",
-        **{k: str(v) for k, v in {**launched, "RANK": rank, "LOCAL_RANK": rank}.items()},
-    )
+def start_rank(flags, rank, ranks, port, **more):
+    """Start one process of a run of `ranks`, which meet at a port; flags may be what it calls."""
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **more}
+    call = flags if callable(flags) else lambda: main(parse_config(Config, flags))
+    return Forked(call, **{name: str(value) for name, value in launched.items()})
 
 
 def wait_all(processes, timeout_s=90):
@@ -241,9 +286,13 @@ def torchrun(flags, ranks=2):
 
 def run_in_ranks(folder, ranks=2, **settings):
     """Train in several processes to the end, and return what rank 0 printed."""
-    processes = start_ranks(to_flags(folder, **settings), ranks)
-    statuses = wait_all(processes)
-    assert statuses == [0] * ranks, [process.stderr for process in processes]
+    return end_ranks(start_ranks(to_flags(folder, **settings), ranks))
+
+
+def end_ranks(processes, timeout_s=90):
+    """Wait for processes of one run that all end well, and return what rank 0 printed."""
+    statuses = wait_all(processes, timeout_s)
+    assert statuses == [0] * len(processes), [process.stderr for process in processes]
     return processes[0].stdout
 
 

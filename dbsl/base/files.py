@@ -9,7 +9,10 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def write_text(path: Path, text: str) -> None:
@@ -29,6 +32,12 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     writer.writeheader()
     writer.writerows(rows)
     write_text(path, text.getvalue())
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as a PNG."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_with(path, lambda temporary: figure.savefig(temporary, format="png"))
 
 
 def write_with(path: Path, write: Callable[[Path], object]) -> None:

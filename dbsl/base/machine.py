@@ -25,7 +25,7 @@ T = TypeVar("T")
 STORE_PATIENCE = timedelta(seconds=20)
 _THREADS = "OMP_NUM_THREADS"
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # set by torchrun, accelerate
-_HUB_S = 3.0  # for an answer of the hub, of any kind
+_ANSWER_S = 3.0  # for an answer of a server, of any kind
 _CONNECT_S = 2.0  # for a connection that is to be there at once
 _LAZY: list[str] = []  # names of modules that are imported later
 
@@ -110,22 +110,23 @@ def hub_or_cache() -> Iterator[bool]:
     They would try again for a minute. Yields whether it does; with ``HF_HUB_OFFLINE`` set it is not
     asked.
     """
-    answers = not huggingface_hub.constants.HF_HUB_OFFLINE and _hub_answers()
-    settings = (huggingface_hub.constants, datasets.config)
+    hub = huggingface_hub.constants
+    online, settings = not hub.HF_HUB_OFFLINE and answers(hub.ENDPOINT), (hub, datasets.config)
     before = [module.HF_HUB_OFFLINE for module in settings]
     try:
         for module in settings:
-            module.HF_HUB_OFFLINE = not answers
-        yield answers
+            module.HF_HUB_OFFLINE = not online
+        yield online
     finally:
         for module, value in zip(settings, before, strict=True):
             module.HF_HUB_OFFLINE = value
 
 
-def _hub_answers() -> bool:
+def answers(url: str) -> bool:
+    """Whether the server of a URL is there."""
     try:
         session = huggingface_hub.utils.get_session()  # has the user's proxies and certificates
-        session.head(huggingface_hub.constants.ENDPOINT, timeout=_HUB_S)
+        session.head(url, timeout=_ANSWER_S)
     except Exception:  # no name, no route, no answer: each client library has types of its own
         return False
     return True

@@ -6,10 +6,11 @@ while training goes on: every process its own shard, and rank 0 the manifest onc
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from dbsl.config.hooks import Extra
 from dbsl.config.settings import CHECKPOINTS, parse_interval
 from dbsl.model import BEST, FINAL, copy_model_state, save_model
 from dbsl.optimizer import load_optimizer
-from dbsl.plan.types import Action, EpochEnd, Restart
+from dbsl.plan.types import Action, EpochEnd, Handover
 from dbsl.run.session import Session
 
 _BEST_FILE = f"{BEST}.safetensors"
@@ -53,12 +54,10 @@ class Copy:
     """State in host memory, on its way to the disk."""
 
     name: str
-    sequence: int
-    epoch: int
+    manifest: Manifest  # without its files
     tree: Any
     tensors: dict[str, Tensor]
     model: dict[str, Tensor] | None  # at an epoch's end: the merged model
-    time_s: float  # that it took
 
 
 class Writer:
@@ -69,6 +68,8 @@ class Writer:
         self._run, self._folder = session.run, session.folder / CHECKPOINTS
         self._rank = session.accelerator.process_index
         self._control = session.cluster.control
+        # Whether this process writes in its own time, and nobody waits for its shard.
+        self.late = self._control is None and self._rank != SERVER_RANK
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -76,11 +77,6 @@ class Writer:
     def busy(self) -> bool:
         """Whether a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
-
-    @property
-    def late(self) -> bool:
-        """Whether this process writes in its own time, and nobody waits for its shard."""
-        return self._control is None and self._rank != SERVER_RANK
 
     def start(self, copy: Copy) -> None:
         """Begin to write; `SaveError` if the disk is full, say."""
@@ -131,19 +127,8 @@ class Writer:
             elif self.late:
                 vouch_for_shard(target, self._rank, files)
             if self._rank == SERVER_RANK:
-                config, data = self._run.config, self._run.data
-                manifest = Manifest(
-                    sequence=copy.sequence,
-                    epoch=copy.epoch,
-                    processes=self._session.accelerator.num_processes,
-                    workers=config.workers,
-                    config=asdict(config),
-                    classes=data.num_classes,
-                    samples=len(data.train),
-                    files=files,
-                    seconds={"copy": copy.time_s, "write": time.perf_counter() - began},
-                )
-                write_manifest(target, manifest)
+                seconds = copy.manifest.seconds | {"write": time.perf_counter() - began}
+                write_manifest(target, replace(copy.manifest, files=files, seconds=seconds))
         except Exception as error:
             # Newer checkpoints may be complete, and this one removed.
             if target.exists() or not self.late:
@@ -157,7 +142,6 @@ class Writer:
             extras.each(Extra.saved)
 
     def _write_files(self, target: Path, copy: Copy) -> dict[str, dict[str, Any]]:
-        """Write this process's files; return what the manifest will say of them."""
         files = write_shard(target, self._rank, copy.tree, copy.tensors)
         if copy.model is not None:
             data, resolution = self._run.data, self._run.config.resolutions[-1]
@@ -176,14 +160,9 @@ class Writer:
 
     def _files_of_all(self, files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Return what every process has written, once all have (a collective)."""
-        own = shard_names(self._rank)
-        row = [[files[name]["bytes"], *bytes.fromhex(files[name]["sha256"])] for name in own]
-        rows = self._control.gather_rows(torch.tensor(row, dtype=torch.int64))
-        return {
-            name: {"bytes": numbers[0], "sha256": bytes(numbers[1:]).hex()}
-            for rank, of_rank in enumerate(rows)
-            for name, numbers in zip(shard_names(rank), of_rank.tolist(), strict=True)
-        }
+        own = json.dumps({name: files[name] for name in shard_names(self._rank)})
+        found = map(json.loads, self._control.gather_saved(own))
+        return {name: described for of_rank in found for name, described in of_rank.items()}
 
 
 class Checkpointer:
@@ -200,6 +179,7 @@ class Checkpointer:
         self._progress = session.progress
         self._rank = session.accelerator.process_index
         self._interval = parse_interval(self._run.config.checkpoint_every)
+        self._keep = self._run.config.keep_checkpoints
         # Number of the last save; a process that has joined takes no part in those before.
         self._sequence = resumed.sequence if resumed else session.cluster.announced
         self._epochs_done = 0
@@ -250,7 +230,7 @@ class Checkpointer:
         last = self._epochs_done == self._run.config.epochs
         if not last and self._finishes(self._session.finishing):
             self._finish_early()
-        elif self._keeps_last if last else every and self._epochs_done % every == 0:
+        elif self._keep if last else every and self._epochs_done % every == 0:
             self._save(end=end)
 
     def finish(self) -> None:
@@ -268,7 +248,7 @@ class Checkpointer:
                     f"that was evaluated, got a return after {self._epochs_done} of {epochs} epochs"
                 )
             self._finish_early()
-        if late and self._keeps_last:
+        if late and self._keep:
             self._writer.wait()
             if self._cluster.finished_early:
                 self._sequence, epoch = self._cluster.announce(0, -1)
@@ -279,7 +259,7 @@ class Checkpointer:
     def clean_up(self) -> None:
         """Remove the checkpoints of a run that is finished which are not to be kept."""
         if self._rank == SERVER_RANK:
-            prune(self._session.folder, self._run.config.keep_checkpoints)
+            prune(self._session.folder, self._keep)
 
     def _finishes(self, wish: bool) -> bool:
         """Whether the run finishes with this epoch: any process wishes it, and it was evaluated.
@@ -292,17 +272,12 @@ class Checkpointer:
         return bool(wish and evaluated)
 
     def _finish_early(self) -> None:
-        """Save the run as it is at this epoch's end, and have no more turns."""
         session = self._session
         session.save_model(FINAL)
         self._run.extras.each(Extra.finish, session)
-        if self._keeps_last and self._saved_epoch != self._end.epoch:
+        if self._keep and self._saved_epoch != self._end.epoch:
             self._save(end=self._end)
         self._cluster.finish()
-
-    @property
-    def _keeps_last(self) -> bool:
-        return self._run.config.keep_checkpoints > 0
 
     def _check(self) -> None:
         self._writer.raise_failure()
@@ -326,7 +301,6 @@ class Checkpointer:
         return Action.SAVE if wanted or self._cluster.announced > self._sequence else Action.GO_ON
 
     def _save(self, *, end: EpochEnd | None = None, stop: bool = False) -> None:
-        """Copy the state of this process, and have it written while training goes on."""
         self._writer.wait()
         sequence, epoch = self._sequence + 1, end.epoch if end else -1
         self._saved_epoch = max(self._saved_epoch, epoch)
@@ -354,13 +328,16 @@ class Checkpointer:
         progress = self._progress if self._progress.steps else None
         scaler, weights = self._accelerator.scaler, self._cluster.weights
         counts = progress or self._cluster.holds_weights
+        random = {"cpu": torch.get_rng_state()}  # dropout draws from it
+        if self._accelerator.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self._accelerator.device)
         state = {
             "model": {"weights": weights.vector if counts else None, "counters": weights.counters},
             "stepper": self._stepper.state_dict(),
             "timer": self._stepper.timer.state_dict() if progress else {},
             "scaler": scaler.state_dict() if scaler else None,
-            "progress": progress and progress.state_dict(),
-            "random": _random_state(self._accelerator.device) if progress else None,
+            "progress": progress and asdict(progress),
+            "random": random if progress else None,
             "meter": session.meter.state_dict(),
             "extras": self._run.extras.state_dict(),
             "epochs_done": self._epochs_done,
@@ -376,15 +353,26 @@ class Checkpointer:
             tree, tensors = pack(state)
         merged = with_model and self._rank == SERVER_RANK
         model = copy_model_state(self._run.model) if merged else None
-        took = time.perf_counter() - began
-        return Copy(name, self._sequence, self._epochs_done, tree, tensors, model, took)
+        config, data = session.config, session.data
+        manifest = Manifest(
+            sequence=self._sequence,
+            epoch=self._epochs_done,
+            processes=self._accelerator.num_processes,
+            workers=config.workers,
+            config=asdict(config),
+            classes=data.num_classes,
+            samples=len(data.train),
+            files={},
+            seconds={"copy": time.perf_counter() - began},
+        )
+        return Copy(name, manifest, tree, tensors, model)
 
     def _load_all(self, resumed: Resumed) -> None:
         """Bring everything back in every process, or raise in every process."""
         error = None
         try:
             with reading_checkpoint(resumed.folder):
-                self._load(resumed.state, resumed.restart)
+                self._load(resumed.state, resumed.handover)
         except SettingError as reason:
             error = reason
         failed = torch.tensor(int(error is not None), device=self._accelerator.device)
@@ -393,13 +381,25 @@ class Checkpointer:
                 f"{resumed.folder} does not fit this run: another process could not read its shard"
             )
 
-    def _load(self, state: Mapping[str, Any], restart: Restart | None) -> None:
-        session, weights = self._session, self._cluster.weights
-        if restart:
-            self._load_restart(restart)
-            session.meter.restart(state["meter"])
+    def _load(self, state: Mapping[str, Any], handover: Handover | None) -> None:
+        session, weights, planner = self._session, self._cluster.weights, self._run.planner
+        if handover:  # other workers: the global weights, and what is left of the epoch
+            self._cluster.take_over(handover)
+            planner.take_over(handover)
+            for worker, optimizer in self._stepper.optimizers.items():
+                if worker in handover.optimizers:
+                    load_optimizer(optimizer, handover.optimizers[worker])
+            self._progress.steps = self._progress.counted = handover.steps
+            self._progress.learning_rate = handover.learning_rate  # no step may be left
+            session.meter.take_over(state["meter"])
         else:
-            self._load_same(state)
+            self._cluster.load_state_dict(state["cluster"])
+            self._stepper.load_state_dict(state["stepper"])
+            self._stepper.timer.load_state_dict(state["timer"])
+            planner.load_state_dict(state["planner"])
+            if state["progress"] is not None:
+                self._progress.load(state["progress"], weights.vector.device)
+                self._random = state["random"]
             session.meter.load_state_dict(state["meter"])
         if self._accelerator.scaler and state["scaler"]:
             self._accelerator.scaler.load_state_dict(state["scaler"])
@@ -407,35 +407,6 @@ class Checkpointer:
             weights.load(state["model"]["weights"])
         for counter, saved in zip(weights.counters, state["model"]["counters"], strict=True):
             counter.copy_(saved)
-        self._run.extras.load_state_dict(state["extras"], same=not restart)
+        self._run.extras.load_state_dict(state["extras"], same=not handover)
         self._epochs_done = state["epochs_done"]
         session.stopwatch.load_state_dict(state)
-
-    def _load_same(self, state: Mapping[str, Any]) -> None:
-        """Go on with the same workers in as many processes."""
-        self._cluster.load_state_dict(state["cluster"])
-        self._stepper.load_state_dict(state["stepper"])
-        self._stepper.timer.load_state_dict(state["timer"])
-        self._run.planner.load_state_dict(state["planner"])
-        if state["progress"] is not None:
-            device = self._cluster.weights.vector.device
-            self._progress.load_state_dict(state["progress"], device)
-            self._random = state["random"]
-
-    def _load_restart(self, start: Restart) -> None:
-        """Go on with other workers: the global weights, and what is left of the epoch."""
-        self._cluster.restart(start)
-        self._run.planner.restart(start)
-        for worker, optimizer in self._stepper.optimizers.items():
-            if worker in start.optimizers:
-                load_optimizer(optimizer, start.optimizers[worker])
-        self._progress.steps = self._progress.counted = start.steps
-        self._progress.learning_rate = start.learning_rate  # no step may be left
-
-
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return where torch's random streams are, which dropout draws from."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state

@@ -113,10 +113,6 @@ def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 # --- the manifest
 
 
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
 def versions() -> dict[str, str]:
     """Return the versions that a checkpoint's bits may depend on."""
     return {"python": sys.version.split()[0], "torch": torch.__version__}
@@ -134,7 +130,9 @@ class Manifest:
     files: dict[str, dict[str, Any]]  # length and SHA-256, by name
     classes: int  # in the data
     samples: int  # training images
-    saved_at: str = field(default_factory=_now)  # UTC
+    saved_at: str = field(
+        default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
+    )
     versions: dict[str, str] = field(default_factory=versions)
     # Seconds of rank 0 for the copy, which holds training up, and for writing.
     seconds: dict[str, float] = field(default_factory=dict)
@@ -214,10 +212,7 @@ def vouch_for_shard(folder: Path, rank: int, files: Mapping[str, Any]) -> None:
 
 
 def shard_files(folder: Path, manifest: Manifest, rank: int) -> dict[str, dict[str, Any]]:
-    """Return length and checksum of a process's files, by name.
-
-    It is a `MissingShardError` if it has saved none.
-    """
+    """Return length and checksum of a process's files, by name; or raise `MissingShardError`."""
     files, names = manifest.files, shard_names(rank)
     try:
         if any(name not in files for name in names):
@@ -230,13 +225,10 @@ def shard_files(folder: Path, manifest: Manifest, rank: int) -> dict[str, dict[s
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Raise `CheckpointError` unless every file of a checkpoint has its checksum.
-
-    A shard that the manifest lacks may be missing altogether: its worker saves in its own time.
-    """
+    """Raise `CheckpointError` unless every file of a checkpoint that is there has its checksum."""
     files = dict(manifest.files)
     for rank in range(manifest.processes):
-        with suppress(MissingShardError):
+        with suppress(MissingShardError):  # its worker saves in its own time
             files |= shard_files(folder, manifest, rank)
     for name in files:
         _check_file(folder / name, files[name])
@@ -325,14 +317,6 @@ def prune(run_folder: Path, keep: int, spared: Collection[str] = ()) -> None:
                 tqdm.write(f"warning: {folder} could not be removed ({error.strerror or error})")
 
 
-def remove_incomplete(run_folder: Path) -> None:
-    """Remove what never became a checkpoint; nobody may be writing one."""
-    complete = checkpoints_in(run_folder)
-    for folder in _folders(run_folder):
-        if folder not in complete:
-            remove(folder)
-
-
 def remove(folder: Path) -> None:
     """Remove a checkpoint; its manifest goes first, so that no half of one ever counts."""
     (folder / MANIFEST).unlink(missing_ok=True)
@@ -340,9 +324,15 @@ def remove(folder: Path) -> None:
 
 
 def set_aside_after(run_folder: Path, sequence: int) -> list[Path]:
-    """Rename checkpoints newer than the one that a run goes on from; return their new names."""
-    renamed = []
-    for folder, manifest in _scan(run_folder)[0]:
+    """Rename checkpoints newer than the one that a run goes on from; return their new names.
+
+    What never became a checkpoint is removed: nobody may be writing one.
+    """
+    renamed, complete = [], dict(_scan(run_folder)[0])
+    for folder in _folders(run_folder):
+        if folder not in complete:
+            remove(folder)
+    for folder, manifest in complete.items():
         if manifest.sequence > sequence:
             target = folder.with_name(folder.name + _ABANDONED)
             shutil.rmtree(target, ignore_errors=True)

@@ -23,11 +23,10 @@ from dbsl.checkpoint.disk import (
     newest,
     read_manifest,
     reading_checkpoint,
-    remove_incomplete,
     set_aside_after,
     versions,
 )
-from dbsl.checkpoint.restart import Saved, check_epochs_under_way, plan_restart, with_lost_workers
+from dbsl.checkpoint.handover import Saved, check_epochs_under_way, make_handover, with_lost_workers
 from dbsl.cluster.weights import vector_length
 from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_text
 from dbsl.config.complete import (
@@ -44,8 +43,8 @@ from dbsl.config.parse import parse_config, run_folder_of
 from dbsl.config.settings import CHECKPOINTS, RunConfig, meets_at_server, without_rates
 from dbsl.model import BEST
 from dbsl.optimizer import optimizer_class
-from dbsl.plan.types import Restart
-from dbsl.run.folder import SUMS, Code, check_metrics, unlike
+from dbsl.plan.types import Handover
+from dbsl.run.folder import SUMS, Code, unlike
 from dbsl.run.training import Run
 
 Changes = dict[str, tuple[Any, Any]]  # settings that are not what they were: before, now
@@ -60,13 +59,8 @@ class Resumed:
 
     folder: Path
     sequence: int  # its number
-    state: Mapping[str, Any]  # this process's shard; rank 0's with a restart
-    restart: Restart | None  # None: workers and plans are what they were
-
-    @property
-    def log(self) -> Mapping[str, Any] | None:
-        """State of the run's log; None on processes that have none."""
-        return self.state.get("log")
+    state: Mapping[str, Any]  # this process's shard; rank 0's with a handover
+    handover: Handover | None  # None: workers and plans are what they were
 
 
 # --- which checkpoint
@@ -79,25 +73,23 @@ def find_checkpoint(config: RunConfig, accelerator: Accelerator) -> Found | None
     run_folder = run_folder_of(config.resume, config.output_dir)
     if not (run_folder / "config.yaml").is_file():
         return None  # auto, at the first start
-    name = ""
+    resume, name = Path(config.resume), ""
     with refused_by_all(accelerator):
-        if accelerator.is_main_process:
-            name = _choose(Path(config.resume), run_folder, accelerator)
+        if accelerator.is_main_process and resume.parent.name == CHECKPOINTS:
+            check_files(resume, read_manifest(resume))
+            name = resume.name
+        elif accelerator.is_main_process:
+            found = newest(run_folder, lambda line: accelerator.print(f"warning: {line}"))
+            if found is None and config.resume != "auto":
+                raise CheckpointError(
+                    f"resume must name a run with a complete checkpoint, got {resume}"
+                )
+            name = found[0].name if found else ""
     name = share_text(name, accelerator)
     if not name:
         return Found(run_folder)
     folder = run_folder / CHECKPOINTS / name
     return Found(run_folder, folder, read_manifest(folder))
-
-
-def _choose(resume: Path, run_folder: Path, accelerator: Accelerator) -> str:
-    if resume.parent.name == CHECKPOINTS:
-        check_files(resume, read_manifest(resume))
-        return resume.name
-    found = newest(run_folder, lambda line: accelerator.print(f"warning: {line}"))
-    if found is None and str(resume) != "auto":
-        raise CheckpointError(f"resume must name a run with a complete checkpoint, got {resume}")
-    return found[0].name if found else ""
 
 
 def is_finished(found: Found, config: RunConfig) -> bool:
@@ -222,7 +214,6 @@ def without_effect(run_folder: Path, given: RunConfig) -> str:
 
 
 def _read_own(run_folder: Path, cls: type[RunConfig]) -> RunConfig:
-    """Return the settings in a run's config.yaml."""
     return parse_config(cls, ["--config", str(run_folder / "config.yaml")])
 
 
@@ -267,7 +258,15 @@ def adapt_to_processes(
     same = config.resolved.get(PROCESSES)  # a launch of other processes has dropped its own
     kept = still_true(config.resolved, config, replace(config, workers=now), same)
     config = set_back(config, given, config.resolved.keys() - kept.keys() - {"workers"})
-    changes: dict[str, Any] = {"workers": now} | _without_lists(config, before, workers)
+    changes: dict[str, Any] = {"workers": now}
+    for name in _PER_WORKER:  # what has a value for each worker, as it was, has no meaning now
+        value = getattr(config, name)
+        if value in (None, "auto"):
+            continue
+        by_hand = name == "local_batch_sizes" and workers > 1
+        by_worker = len(value) > len(before["resolutions"]) or by_hand
+        if by_worker and _in_short(name, value) == _in_short(name, before[name]):
+            changes |= dict.fromkeys(_TIMES if name in _TIMES else (name,))
     if config.small_workers is not None:
         changes["small_workers"] = min(config.small_workers, now)
     joint = before["sync"] == "step" or before["push"] == "gradients"
@@ -278,20 +277,6 @@ def adapt_to_processes(
         if len(sizes) == 1 and (by_hand is None or len(by_hand) != now):
             changes |= {"global_batch_size": sizes.pop(), "local_batch_sizes": None}
     return replace(config, **changes)
-
-
-def _without_lists(config: RunConfig, before: Mapping[str, Any], workers: int) -> dict[str, None]:
-    """Return the settings to unset: with a value for each of so many workers, as they were."""
-    unset: dict[str, None] = {}
-    for name in _PER_WORKER:
-        value = getattr(config, name)
-        if value in (None, "auto"):
-            continue
-        by_hand = name == "local_batch_sizes" and workers > 1
-        by_worker = len(value) > len(before["resolutions"]) or by_hand
-        if by_worker and _in_short(name, value) == _in_short(name, before[name]):
-            unset |= dict.fromkeys(_TIMES if name in _TIMES else (name,))
-    return unset
 
 
 # --- what it takes over
@@ -310,7 +295,7 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             f"classes in the checkpoint, {classes} in the data"
         )
     with reading_checkpoint(found.folder):
-        state, restart = found.shard(SERVER_RANK), None
+        state, handover = found.shard(SERVER_RANK), None
         changed = changed_settings(manifest.config, config)
         _check_state(changed, state, run)
         check_changes(found, config, processes, accelerator.print)
@@ -319,21 +304,26 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
         at_epoch_end = MODEL_FILE in manifest.files
         check_epochs_under_way(saved, orders, run, at_epoch_end=at_epoch_end)
         if accelerator.is_main_process:
-            check_metrics(found.run_folder / "metrics.jsonl", state["log"]["metrics_bytes"])
+            path, keep = found.run_folder / "metrics.jsonl", state["log"]["metrics_bytes"]
+            size = path.stat().st_size if path.exists() else 0
+            if size < keep:
+                raise SettingError(
+                    f"metrics.jsonl must have the {keep} bytes it had at the checkpoint, got "
+                    f"{size} in {path}"
+                )
         before = manifest.processes, manifest.workers, manifest.samples
         anew = with_role(type(config), Role.MEETING | Role.PLAN)
         if before == (processes, config.workers, len(run.data.train)) and not changed.keys() & anew:
             state = _own_shard(found, saved, rank, run)
         else:
-            restart = plan_restart(saved, _of_all_shards(found, state, config.workers), run)
+            handover = make_handover(saved, _of_all_shards(found, state, config.workers), run)
     own = {name for name, extra in state["extras"].items() if extra}
     if absent := ", ".join(sorted(own - found_extras().keys())):
         accelerator.print(f"warning: state is dropped of extras that are gone: {absent}")
-    return Resumed(found.folder, manifest.sequence, state, restart)
+    return Resumed(found.folder, manifest.sequence, state, handover)
 
 
 def _check_state(changed: Changes, state: Mapping[str, Any], run: Run) -> None:
-    """Refuse another model, or kind of optimizer, into which the state does not go."""
     old, new = changed.get("optimizer", ("sgd", "sgd"))
     more, now_more = map(without_rates, changed.get("opt_kwargs", ((), ())))
     # Other arguments may need more state (amsgrad).
@@ -365,7 +355,6 @@ def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:
         return
     # Of a finished run that is made longer: until that ends it is not finished.
     (found.run_folder / "summary.json").unlink(missing_ok=True)
-    remove_incomplete(found.run_folder)
     for folder in set_aside_after(found.run_folder, manifest.sequence):
         accelerator.print(f"a later checkpoint is set aside: {folder}")
     epochs = f"{manifest.epoch} of {run.config.epochs} epochs complete"
@@ -393,7 +382,8 @@ def _own_shard(found: Found, saved: Saved, rank: int, run: Run) -> Mapping[str, 
         state = first | {"stepper": {**first["stepper"], "optimizers": {}}} | _ROUND_ANEW
     if state["cluster"]["clock"] != clock:  # saved in another round than the server was in
         state = state | _ROUND_ANEW
-    return state | {"cluster": {"clock": clock, "waited_s": 0.0, "server": None}}
+    cluster = {"clock": clock, "refused": 0, "time_s": None, "waited_s": 0.0}
+    return state | {"cluster": cluster}
 
 
 def _of_all_shards(found: Found, first: Mapping[str, Any], workers: int) -> dict[int, Any]:

@@ -6,14 +6,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from dbsl.base.errors import (
     DivergedError,
@@ -26,15 +25,16 @@ from dbsl.base.errors import (
     reason_of,
 )
 from dbsl.cluster.wire import (
-    LOGGED,
+    CPU,
     SERVER_RANK,
+    encode,
+    gather_texts,
     irecv,
     isend,
     pairs_with_server,
     read_report,
     read_text,
-    report_room,
-    report_rows,
+    share_from,
     text_row,
 )
 from dbsl.plan.types import RoundReport
@@ -55,10 +55,8 @@ class Pulse:
     they exchange weights: compute may take as long as it takes. A beat carries what `says` gives to
     the other's `hears`. When one has heard nothing of the other for too long, the connection is
     closed, and whatever waits for it in either process fails; `on_lost` is called, in the thread.
-
-    Attributes:
-        failure: Why the other one counts as lost, or None.
-        left_out: Whether it may be there, and goes on without this process.
+    `failure` then says why the other one counts as lost; if it is `left_out`, it may be there, and
+    goes on without this process.
     """
 
     _TAG = 1  # messages of any other tag are not mistaken for these
@@ -290,7 +288,7 @@ def _no_one(reason: str) -> str:
 
 
 class ControlGroup:
-    """Integers that all processes agree on, beside the weights' own process group.
+    """What all processes agree on, beside the weights' own process group.
 
     A process is waited for `timeout_s`. The heartbeats hear of every exchange that it enters.
     """
@@ -314,33 +312,17 @@ class ControlGroup:
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
         return numbers.tolist()
 
-    def gather_reports(
-        self, report: RoundReport | None, figures: Sequence[str] = ()
-    ) -> list[RoundReport]:
+    def gather_reports(self, report: RoundReport | None) -> list[RoundReport]:
         """Return all processes' reports, by rank, of those that have one (a collective)."""
-        mine = report_room(1, figures) if report is None else report_rows(report)
         self.enter()
-        tables = firsts = _gathered(mine[:1], self._group)
-        if (lines := max(int(first[0, LOGGED]) for first in firsts)) > 0:
-            room = report_room(lines, figures)
-            room[: len(mine) - 1] = mine[1:]
-            self.enter()
-            behind = _gathered(room, self._group)
-            tables = [torch.cat(pair) for pair in zip(firsts, behind, strict=True)]
-        return [read_report(table, figures) for table in tables if table[0, 0] >= 0]
+        texts = gather_texts("" if report is None else encode(report), self._group)
+        return [read_report(text) for text in texts if text]
 
-    def share(self, rows: Tensor) -> Tensor:
-        """Give all processes the server's rows, in place (a collective)."""
+    def share(self, text: str) -> str:
+        """Return the server's text on all processes (a collective)."""
         self.enter()
-        dist.broadcast(rows, src=SERVER_RANK, group=self._group)
-        return rows
+        return share_from(SERVER_RANK, text, CPU, self._group)
 
-    def gather_rows(self, row: Tensor) -> list[Tensor]:
-        """Return the rows of all processes (a collective of their writer threads)."""
-        return _gathered(row, self._writers)
-
-
-def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, tensor, group=group)
-    return found
+    def gather_saved(self, text: str) -> list[str]:
+        """Return the texts of all processes (a collective of their writer threads)."""
+        return gather_texts(text, self._writers)

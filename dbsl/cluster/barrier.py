@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsl.base.errors import SettingError
-from dbsl.cluster.protocol import Cluster
+from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import SERVER_RANK
@@ -56,10 +56,10 @@ class BarrierCluster(Cluster):
         while self._clock < self._rounds:
             epoch, round_ = divmod(self._clock, self._rounds_per_epoch)
             if not self.workers:  # a dedicated server takes part in every collective
-                self._plans.at(epoch, round_)
+                self.segment(Turn((), epoch, round_))
                 self._receive()
                 self.idle()
-                self._meet(epoch, round_, None)
+                self._hand_over(None)
             else:
                 yield Turn(self.workers, epoch, round_)
             self._clock += 1
@@ -70,16 +70,6 @@ class BarrierCluster(Cluster):
     def pull(self, turn: Turn) -> None:
         """Bring the global weights into the model (a collective: every rank is in it)."""
         self._receive()
-
-    def push(self, reports: Sequence[RoundReport]) -> bool:
-        """Add the model's weights to the weighted mean, which becomes the global weights.
-
-        True: they were refused.
-        """
-        report = self._timed(*reports)
-        with self._waiting():
-            self._meet(report.epoch, report.round, report)
-        return report.refused
 
     def agree(self, action: Action, *, round_over: bool) -> Action:
         """Return what all processes do after this step: the strongest of their wishes.
@@ -92,34 +82,22 @@ class BarrierCluster(Cluster):
         return Action(*self.control.highest(action))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which round it is and, on the server rank, the server's state.
-
-        This process's weights are the model's; they are not in here.
-        """
-        return {
-            "clock": self._clock,
-            "has_global": self._has_global,
-            "refused": self._refused,
-            "waited_s": self._waited_s,
-            "pulled": self._pulled,
-            "server": self.server and self.server.state_dict(),
-        }
+        """See `Cluster.state_dict`."""
+        return super().state_dict() | {"has_global": self._has_global, "pulled": self._pulled}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
-        self._clock, self._refused = state["clock"], state["refused"]
-        self._has_global, self._waited_s = state["has_global"], state["waited_s"]
+        """See `Cluster.load_state_dict`."""
+        super().load_state_dict(state)
+        self._has_global = state["has_global"]
         if self._pulled is not None:
             if state["pulled"] is None:
                 raise SettingError("wire must be as it was when the checkpoint was made, got bf16")
             self._pulled.copy_(state["pulled"])
-        if self.server is not None:
-            self.server.load_state_dict(state["server"])
 
     @torch.no_grad()
-    def _meet(self, epoch: int, round_: int, report: RoundReport | None) -> None:
+    def _hand_over(self, report: RoundReport | None) -> None:
         """Merge what all workers push; `report` is None on a dedicated server."""
-        total = sum(w.merge_weight for w in self._plans.at(epoch, round_).plan.workers)
+        total = sum(w.merge_weight for w in self._segment.plan.workers)
         if self._gathers:
             count = 0 if self.server is None else dist.get_world_size()
             pushed = [torch.empty_like(self.outgoing) for _ in range(count)]
@@ -130,7 +108,7 @@ class BarrierCluster(Cluster):
             self._weigh(report, total)
             self.control.enter()
             dist.all_reduce(self._sum)
-        reports = self.control.gather_reports(report, self._figures)
+        reports = self.control.gather_reports(report)
         self._refused += sum(r.refused for r in reports)
         if not self._gathers:
             self._take(reports, total)
@@ -144,7 +122,6 @@ class BarrierCluster(Cluster):
             self.server.finished.clear()  # turns() says when an epoch ends, on every rank alike
 
     def _weigh(self, report: RoundReport | None, total: float) -> None:
-        """Write this rank's share of the weighted sum."""
         if report is None or report.refused:
             self._sum.zero_()  # zero times what is not finite would not be
         elif not self._averages:

@@ -13,7 +13,7 @@ from dbsl.cluster.server import Server
 from dbsl.cluster.steps import begin_thawed, take_fraction, take_step
 from dbsl.cluster.weights import FlatWeights
 from dbsl.optimizer import BuildOptimizer, Clip, keep_whole, load_optimizer
-from dbsl.plan.types import Restart, RoundReport
+from dbsl.plan.types import Handover, RoundReport
 
 
 class GradientServer(Server):
@@ -64,9 +64,9 @@ class GradientServer(Server):
         super().load_state_dict(state)
         load_optimizer(self._optimizer, state["optimizer"])
 
-    def restart(self, start: Restart) -> None:
-        """See `Server.restart`."""
-        super().restart(start)
+    def take_over(self, start: Handover) -> None:
+        """See `Server.take_over`."""
+        super().take_over(start)
         if start.server_optimizer is not None:
             load_optimizer(self._optimizer, start.server_optimizer)
 

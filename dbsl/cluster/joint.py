@@ -11,13 +11,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsl.cluster.protocol import Cluster
+from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.types import (
     NO_FAULT,
     Action,
     EpochEnd,
-    Restart,
+    Handover,
     RoundReport,
     Turn,
     report_from_plain,
@@ -46,7 +46,6 @@ class JointCluster(Cluster):
         super().__init__(weights, **common)
         self._times, self._finish_round = times, finish_round
         self.time_s = 0.0 if times else None
-        self._reports: deque[RoundReport] = deque()
         self._start: Tensor | None = None  # weights at the start of the round, inside one
         self._spent_s = 0.0  # on the round that a stopped run was in
         self._before = 0  # steps of it that other workers took
@@ -86,7 +85,7 @@ class JointCluster(Cluster):
             ]
         else:
             for report in done:
-                self._plans.planner.observe(report)
+                self.planner.observe(report)
         self._reports.extend(done)
         self._start, self._before = None, 0
         return refused
@@ -106,12 +105,7 @@ class JointCluster(Cluster):
     def _gathered(self, report: RoundReport) -> list[RoundReport]:
         wait_s = max(0.0, time.perf_counter() - self._began - report.time_s)
         report = replace(report, compute_time_s=report.time_s, wait_time_s=wait_s)
-        return self.control.gather_reports(report, self._figures)
-
-    def reports(self) -> Iterator[RoundReport]:
-        """Yield the reports of rounds pushed since the last call."""
-        while self._reports:
-            yield self._reports.popleft()
+        return self.control.gather_reports(report)
 
     def agree(self, action: Action, *, round_over: bool) -> Action:
         """Return what all processes do after this step: the strongest of their wishes.
@@ -132,11 +126,8 @@ class JointCluster(Cluster):
         return Action(strongest)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which turn it is, to go on from in `load_state_dict`."""
-        return {
-            "clock": self._clock,
-            "refused": self.refused,
-            "time_s": self.time_s,
+        """See `Cluster.state_dict`."""
+        return super().state_dict() | {
             "spent_s": 0.0 if self._start is None else time.perf_counter() - self._began,
             "start": self._start,
             "before": self._before,
@@ -144,17 +135,16 @@ class JointCluster(Cluster):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
-        self._clock, self._refused = state["clock"], state["refused"]
-        self.time_s, self._spent_s = state["time_s"], state["spent_s"]
-        self._before = state["before"]
+        """See `Cluster.load_state_dict`."""
+        super().load_state_dict(state)
+        self._spent_s, self._before = state["spent_s"], state["before"]
         start = state["start"]
         self._start = None if start is None else start.to(self.weights.vector.device)
         self._reports = deque(map(report_from_plain, state["reports"]))
 
-    def restart(self, start: Restart) -> None:
+    def take_over(self, start: Handover) -> None:
         """Go on where other workers, or workers with other plans, stopped."""
-        super().restart(start)
+        super().take_over(start)
         self._before = start.steps
         self.time_s = start.time_s if self._times else None
         self._start = start.weights.to(self.weights.vector.device) if start.steps else None

@@ -25,11 +25,7 @@ from tqdm import tqdm
 
 from dbsl.base.errors import NothingLeft, SettingError, SyncError, reason_of
 from dbsl.base.machine import STORE_PATIENCE, connect, connect_store, launcher_address, restarts
-from dbsl.cluster.wire import SERVER_RANK, read_text, text_row
-
-# What one that asks to join hears: this, its clock and the last save's number; or why it may not.
-COME = "come"
-NOTHING_LEFT = "nothing is left to do"
+from dbsl.cluster.wire import SERVER_RANK, Ending, hear, tell
 
 _LOOK_S = 0.1  # between looks at who has come
 _QUIET_S = 30.0  # that processes wait for each other without a word
@@ -90,10 +86,8 @@ def _meet(timeout_s: float) -> dist.Store | None:
         if store.add(f"{start}/{rank}", 1) == 1:  # else it has come before, and was launched again
             store.add(start, 1)
         while (came := store.add(start, 0)) < processes:  # one thread answers them all
-            waited_s, counted = (
-                time.monotonic() - began,
-                f"{came} of {processes} processes have come",
-            )
+            waited_s = time.monotonic() - began
+            counted = f"{came} of {processes} processes have come"
             if waited_s > timeout_s:
                 raise SyncError(f"{counted} within {timeout_s:g} s (--worker-timeout)")
             if rank == 0 and waited_s > _QUIET_S and not told:
@@ -161,7 +155,6 @@ def _bind_to_launcher() -> None:
 
 
 def _interface_to(address: str) -> str | None:
-    """Return the interface by which packets to an address leave this machine."""
     family, _, _, _, peer = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(peer)  # sends nothing
@@ -202,17 +195,13 @@ class RunningJob:
             store = _join_store()
             number = store.add(f"asked/{self.rank}", 1)
             pair = _connect(store, self.rank, number, 1, 2 * timeout_s + _GRACE_S)
-            row = text_row("")
-            pair.recv([row], 0, 0).wait(timedelta(seconds=_GRACE_S))
+            ending, clock, sequence, said = hear(pair, Ending, timedelta(seconds=_GRACE_S))
         except RuntimeError as error:
-            said = f"it did not answer ({reason_of(error)})"
-        else:
-            said = read_text(row)
-            come, *numbers = said.split()
-            if come == COME:
-                return Admission(pair, *map(int, numbers))
-        if said.startswith(NOTHING_LEFT):
-            raise NothingLeft(f"rank {self.rank} joins no more: {said}")
+            ending, said = Ending.STOPPED, f"it did not answer ({reason_of(error)})"
+        if ending == Ending.GOES_ON:
+            return Admission(pair, clock, sequence)
+        if ending == Ending.FINISHED:
+            raise NothingLeft(f"rank {self.rank} joins no more: nothing is left to do: {said}")
         raise SyncError(f"rank 0 has not taken rank {self.rank} in: {said}")
 
 
@@ -267,7 +256,7 @@ class Door:
         """Begin to listen, where there is a launcher's store.
 
         `is_served` says whether a rank's worker is there, and has something left to do; `admit`
-        takes a rank's worker in, or raises `SettingError` with the reason.
+        takes a rank's worker in, or raises `SettingError` or `NothingLeft` with the reason.
         """
         self._is_served, self._admit = is_served, admit
         if store := _join_store():
@@ -318,8 +307,9 @@ class Door:
             pair = _connect(_join_store(), rank, number, 0, _PAIR_S)
             try:
                 self._admit(rank, pair)
-            except SettingError as reason:
-                pair.send([text_row(str(reason))], 1, 0).wait(timedelta(seconds=_GRACE_S))
+            except (NothingLeft, SettingError) as reason:
+                over = isinstance(reason, NothingLeft)
+                tell(pair, Ending.FINISHED if over else Ending.STOPPED, text=str(reason))
 
 
 def _start(name: str, run: Callable[..., None], *arguments: Any) -> None:

@@ -3,7 +3,8 @@
 Every rule is ``rule(global_ [P], pushed [n, P], factors [n]) -> [P]`` and leaves its arguments as
 they are. `mean` and `Delta` get the pushes of all workers together, the others each push alone
 (n = 1). For your own rule copy one of these, change it, and give it to
-``open_session(merge=...)``.
+``open_session(merge=...)``. What a rule keeps is saved with the run if it has `state_dict` and
+`load_state_dict`, as `Delta` has.
 
 `mean`, `ratio`, `half`: Lu, Liu, Hong, Wu (COMPSAC 2022 and arXiv 2509.26092).
 """
@@ -102,4 +103,7 @@ def _checked(rule: MergeRule) -> MergeRule:
             raise SettingError(f"a merge rule must return weights [{len(global_)}], got {got}")
         return torch.empty_like(global_).copy_(merged)
 
+    for name in ("state_dict", "load_state_dict"):  # of a rule that keeps something
+        if hasattr(rule, name):
+            setattr(merge, name, getattr(rule, name))
     return merge

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dbsl.cluster.merges import Delta, MergeRule
+from dbsl.cluster.merges import MergeRule
 from dbsl.plan.ledger import Members
-from dbsl.plan.types import EpochEnd, Restart, RoundReport, report_from_plain
+from dbsl.plan.types import EpochEnd, Handover, RoundReport, report_from_plain
 
 
 class Server:
@@ -26,16 +26,10 @@ class Server:
     A worker may start a round while its clock (rounds it has pushed) is at most `staleness` ahead
     of the slowest worker's. What is pulled stays as it is: a merge makes another tensor.
 
-    Args:
-        weights: Initial global weights, [P]; the server keeps its own copy.
-        workers: Number of workers.
-        rule: Merges what was not refused.
-        together: Whether `rule` gets all workers' pushes of a round, in the order in which they
-            came; else each push alone.
-        staleness: Rounds that the leader may be ahead: 0 is a barrier, None no bound.
-        rounds_per_epoch: Rounds that make an epoch.
-        observe: Called with each report, before anyone can ask for what follows from it.
-        members: The workers, which the run's planner knows, too; None: nobody else does.
+    The server keeps its own copy of `weights`, [P]. `rule` merges what was not refused: each push
+    alone, or `together` those of all workers in a round, in the order in which they came. A
+    `staleness` of 0 is a barrier, None no bound. `observe` is called with each report, before
+    anyone can ask for what follows from it. The run's planner may know the `members`, too.
     """
 
     def __init__(
@@ -70,22 +64,13 @@ class Server:
         """Rounds that each worker has pushed."""
         return self.members.clocks
 
-    @property
-    def active(self) -> set[int]:
-        """Workers that are there."""
-        return self.members.active
-
     def snapshot(self) -> Tensor:
         """Return the current global weights, not to be written to."""
         return self._weights
 
-    def slowest(self) -> int:
-        """Return the clock of the slowest worker that is still there."""
-        return self.members.slowest()
-
     def latest_start(self) -> float:
         """Return the clock up to which workers may start a round now."""
-        return float("inf") if self.staleness is None else self.slowest() + self.staleness
+        return float("inf") if self.staleness is None else self.members.slowest() + self.staleness
 
     def may_start(self, worker: int) -> bool:
         """Whether the worker may start its next round now.
@@ -95,8 +80,8 @@ class Server:
         """
         newcomers, clock = self.members.newcomers, self.clocks[worker]
         if worker in newcomers:
-            others = self.active - newcomers
-            if clock > max((self.clocks[w] for w in others), default=self.slowest()):
+            others = self.members.active - newcomers
+            if clock > max((self.clocks[w] for w in others), default=self.members.slowest()):
                 return False
         return clock <= self.latest_start()
 
@@ -131,7 +116,7 @@ class Server:
 
     def drop(self, worker: int) -> None:
         """Go on without a worker: nobody waits for it any more."""
-        before = self.slowest()
+        before = self.members.slowest()
         self.members.leave(worker)
         self._end_rounds(before)
 
@@ -149,7 +134,7 @@ class Server:
             "refused": self.refused,
             "finished": [asdict(end) for end in self.finished],
             "reports": [asdict(report) for report in self.reports],
-            "outer": self._rule.state_dict() if isinstance(self._rule, Delta) else None,
+            "outer": self._rule.state_dict() if hasattr(self._rule, "state_dict") else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -168,7 +153,7 @@ class Server:
         self.reports = deque(map(report_from_plain, state["reports"]))
         self._load_rule(state["outer"])
 
-    def restart(self, start: Restart) -> None:
+    def take_over(self, start: Handover) -> None:
         """Go on with the weights of other workers, all workers at the same clock."""
         self._replace_weights(start.weights)
         self.version, self.refused = start.version, start.refused
@@ -183,11 +168,10 @@ class Server:
         self._weights = weights.to(self._weights, copy=True)
 
     def _load_rule(self, state: Mapping[str, Any] | None) -> None:
-        if isinstance(self._rule, Delta) and state is not None:
+        if hasattr(self._rule, "load_state_dict") and state is not None:
             self._rule.load_state_dict(state)
 
     def _keep(self, pushed: Tensor) -> None:
-        """Keep a push until all workers have pushed."""
         if self._kept is None:
             self._kept = self._rows()
         self._kept[len(self._kept_reports)].copy_(pushed)
@@ -202,7 +186,7 @@ class Server:
         self.version += 1
 
     def _advance(self, reports: Sequence[RoundReport]) -> None:
-        before = self.slowest()
+        before = self.members.slowest()
         for report in reports:
             self.clocks[report.worker] += 1
             self.refused += report.refused
@@ -213,10 +197,10 @@ class Server:
 
     def _end_rounds(self, before: int) -> None:
         """Merge what a barrier has kept and end epochs, if the slowest was at `before` till now."""
-        if self.slowest() > before and self._kept_reports:  # else all were refused
+        if self.members.slowest() > before and self._kept_reports:  # else all were refused
             self._merge(self._kept[: len(self._kept_reports)], self._kept_reports)
             self._kept_reports = []
-        while self.slowest() // self.rounds_per_epoch > self._epochs_ended:
+        while self.members.slowest() // self.rounds_per_epoch > self._epochs_ended:
             end = EpochEnd(self._epochs_ended, self.snapshot(), time.perf_counter())
             self.finished.append(end)
             self._epochs_ended += 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -21,28 +21,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsl.base.errors import RunFinished, SettingError, SyncError
+from dbsl.base.errors import NothingLeft, RunFinished, SettingError, SyncError
 from dbsl.cluster.alive import Pulse
-from dbsl.cluster.launch import COME, NOTHING_LEFT, Admission, Door
-from dbsl.cluster.protocol import Cluster
+from dbsl.cluster.cluster import Cluster
+from dbsl.cluster.launch import Admission, Door
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import (
     CPU,
     SERVER_RANK,
+    Channel,
     Ending,
     Kind,
-    Link,
     check_report,
-    decode_segment,
-    encode_segment,
+    encode,
     hear,
     pairs_with_server,
-    receive,
-    segment_room,
-    send,
+    read_segment,
     tell,
-    text_row,
 )
 from dbsl.plan.types import EpochEnd, RoundReport, Segment, Turn
 
@@ -67,7 +63,7 @@ def through_server(
     Every other rank shares a gloo group of two with rank 0, which has the `server`, its weights in
     host memory. A lost pair leaves the other pairs as they are: its worker is dropped, and the
     others share its samples. A worker counts as lost after `timeout_s` of silence, while it
-    computes, too; the server after 5 s more. Pushes travel as `wire` (see `Link`).
+    computes, too; the server after 5 s more. Pushes travel as `wire` (see `Channel`).
 
     On rank 0 processes that are launched again ask at the `door` to join. Of one that joins there
     is an `admission`: then this is no collective.
@@ -98,7 +94,7 @@ class ServedCluster(Cluster):
         self._clock, self._announced = admission.clock, (admission.sequence, -1)
         self._timeout_s = timeout_s
         self._asks_to_stop = False
-        self._link = Link(admission.pair, weights.vector, wire, weights=outgoing is None)
+        self._link = Channel(admission.pair, weights.vector, wire, weights=outgoing is None)
         self._pulse = Pulse(
             *(SERVER_RANK, admission.pair, timeout_s),
             asks=True,
@@ -112,25 +108,16 @@ class ServedCluster(Cluster):
             self._clock += 1
 
     def segment(self, turn: Turn) -> Segment:
-        """Return the plan in force in a turn, waiting while the worker is too far ahead.
-
-        The server is asked, which may have changed it.
-        """
-        planner = self._plans.planner
-        if planner.ledger.left_by_others(turn.epoch):
-            return planner.at(turn.epoch, turn.round)
-        like = planner.ledger.current_at(turn.epoch)
-        rows = segment_room(len(like.workers))
+        """Return the plan in force in a turn, waiting while the worker is too far ahead."""
         with self._waiting(), self._exchange():
-            tell(self._link.pair, Kind.PLAN)
-            receive(rows, self._link.pair)
-        return decode_segment(rows, like)
+            *_, text = self._link.ask(Kind.PLAN)
+        return read_segment(text)
 
     def pull(self, turn: Turn) -> None:
         """Bring the global weights into the model, waiting while the worker is too far ahead."""
         with self._waiting(), self._exchange():
-            ending, sequence, epoch = self._link.ask(Kind.PULL)
-            self._announced = sequence, epoch
+            ending, *announced, _ = self._link.ask(Kind.PULL)
+            self._announced = tuple(announced)
             if ending == Ending.GOES_ON:
                 self._link.take_weights(self.weights.vector)
         if ending == Ending.FINISHED:
@@ -140,12 +127,9 @@ class ServedCluster(Cluster):
             self._interrupted = True
             self.on_stop()
 
-    def push(self, reports: Sequence[RoundReport]) -> bool:
-        """Give the worker's weights, or gradients, to the server; True: they were refused."""
-        report = self._timed(*reports)
-        with self._waiting(), self._exchange():
+    def _hand_over(self, report: RoundReport) -> None:
+        with self._exchange():
             self._link.push(report, self.outgoing)
-        return report.refused
 
     def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
         """Return the save that rank 0 has announced."""
@@ -154,7 +138,7 @@ class ServedCluster(Cluster):
     def leave(self, sequence: int) -> int:
         """Stop being served; return the number of the save to take part in."""
         with self._exchange():
-            _, sequence, _ = self._link.ask(Kind.LEAVE)
+            _, sequence, *_ = self._link.ask(Kind.LEAVE)
         return sequence
 
     def interrupt(self) -> None:
@@ -170,14 +154,6 @@ class ServedCluster(Cluster):
             tell(self._link.pair, Kind.DONE)
             self._link.wait()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return which round it is; this process's weights are the model's, and not in here."""
-        return {"clock": self._clock, "waited_s": self._waited_s, "server": None}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned; the server's clock is this worker's, too."""
-        self._clock, self._waited_s = state["clock"], state["waited_s"]
-
     @contextmanager
     def _exchange(self) -> Iterator[None]:
         """Turn a failed exchange with rank 0 into a `SyncError`."""
@@ -192,12 +168,10 @@ class ServedCluster(Cluster):
             raise SyncError(said) from error
 
 
-class _Peer(NamedTuple):
-    """A worker of another process."""
-
+class _Peer(NamedTuple):  # a worker of another process
     rank: int
     worker: int
-    link: Link
+    link: Channel
     pulse: Pulse
     pushed: Tensor
 
@@ -250,7 +224,7 @@ class ServingCluster(Cluster):
         while True:
             yield from self._ends()
             with self._changed:
-                if not self.server.finished and self.server.slowest() >= self._rounds:
+                if not self.server.finished and self.server.members.slowest() >= self._rounds:
                     return
                 self._wait_for(lambda: self._interrupted or self.server.finished, _LOOK_S)
                 waits = not self.server.finished
@@ -259,7 +233,6 @@ class ServingCluster(Cluster):
                 act()
 
     def _ends(self) -> Iterator[EpochEnd]:
-        """Yield the epochs' ends that have come."""
         while True:
             with self._changed:
                 self._raise_failure()
@@ -282,12 +255,8 @@ class ServingCluster(Cluster):
             else:  # a copy to a GPU takes its time, and others need not wait for it
                 self.weights.load(weights)
 
-    def push(self, reports: Sequence[RoundReport]) -> bool:
-        """Give the worker's weights, or gradients, to the server; True: they were refused."""
-        report = self._timed(*reports)
-        with self._waiting():
-            self._merge(self._pushed.copy_(self.outgoing), report)
-        return report.refused
+    def _hand_over(self, report: RoundReport) -> None:
+        self._merge(self._pushed.copy_(self.outgoing), report)
 
     # --- what any worker asks of the server
 
@@ -296,7 +265,7 @@ class ServingCluster(Cluster):
         with self._changed:
             if self._may_begin(worker, pulse):
                 self.server.members.begin(worker)
-            return self._plans.planner.at(*self._place(worker))
+            return self.planner.at(*self._place(worker))
 
     def _pull(self, worker: int, pulse: Pulse | None = None) -> Tensor | None:
         """Return the weights for a worker's next round when it may begin; None: the run stops."""
@@ -321,10 +290,6 @@ class ServingCluster(Cluster):
                 raise
             finally:
                 self._changed.notify_all()
-
-    def _place(self, worker: int) -> tuple[int, int]:
-        """Return the epoch and the round that a worker is in."""
-        return divmod(self.server.clocks[worker], self._rounds_per_epoch)
 
     def _wait_for(self, predicate: Callable[[], object], limit_s: float | None = None) -> None:
         # Every worker comes to the end of its round, or is lost.
@@ -351,11 +316,11 @@ class ServingCluster(Cluster):
         return rank - (not self.workers)
 
     def _thread_for(
-        self, rank: int, pair: dist.ProcessGroup, first: str | None = None
+        self, rank: int, pair: dist.ProcessGroup, first: tuple[int, int] | None = None
     ) -> threading.Thread:
-        """Return what serves a rank; `first` is what it hears before it asks."""
+        """Return what serves a rank; one that joins hears its clock and the save `first`."""
         pushed = torch.empty_like(self.weights.vector, device=CPU)
-        link = Link(pair, pushed, self._wire, weights=self._pushes_weights)
+        link = Channel(pair, pushed, self._wire, weights=self._pushes_weights)
         pulse = Pulse(
             *(rank, pair, self._timeout_s),
             asks=False,
@@ -368,11 +333,11 @@ class ServingCluster(Cluster):
             target=self._serve, args=arguments, name=f"serve-{rank}", daemon=True
         )
 
-    def _serve(self, peer: _Peer, first: str | None) -> None:
+    def _serve(self, peer: _Peer, first: tuple[int, int] | None) -> None:
         """Answer one rank's messages until it is done (runs in a thread)."""
         try:
             if first is not None:
-                send(text_row(first), peer.link.pair)
+                tell(peer.link.pair, Ending.GOES_ON, first)
             while self._answer(peer):
                 pass
             with self._changed:
@@ -389,15 +354,16 @@ class ServingCluster(Cluster):
 
     def _answer(self, peer: _Peer) -> bool:
         """Hear a message and do what it asks; False: it was the last."""
-        kind, number, _ = hear(peer.link.pair, Kind)
+        kind, *_, text = hear(peer.link.pair, Kind)
         if kind == Kind.PLAN:
-            send(encode_segment(self._begin(peer.worker, peer.pulse)), peer.link.pair)
+            text = encode(self._begin(peer.worker, peer.pulse))
+            tell(peer.link.pair, Ending.GOES_ON, text=text)
         elif kind == Kind.PULL:
             self._answer_pull(peer)
         elif kind == Kind.LEAVE:
             self._let_go(peer)
         elif kind != Kind.DONE:
-            report = peer.link.take_push(kind, number, self._figures, peer.pushed)
+            report = peer.link.take_push(text, peer.pushed)
             check_report(report, peer.worker, *self._place(peer.worker))
             self._merge(peer.pushed, report)
         return kind not in (Kind.LEAVE, Kind.DONE)
@@ -408,9 +374,9 @@ class ServingCluster(Cluster):
             announced = self._tell(peer.rank)
         if weights is None:
             ending = Ending.FINISHED if self.finished_early else Ending.STOPPED
-            tell(peer.link.pair, ending, *announced)
+            tell(peer.link.pair, ending, announced)
         else:
-            tell(peer.link.pair, Ending.GOES_ON, *announced)
+            tell(peer.link.pair, Ending.GOES_ON, announced)
             peer.link.give_weights(weights)
 
     def _let_go(self, peer: _Peer) -> None:
@@ -420,7 +386,7 @@ class ServingCluster(Cluster):
                 self.interrupt()
                 self._wait_for(lambda: self._stopping)
             announced = self._tell(peer.rank)
-        tell(peer.link.pair, Ending.STOPPED, *announced)
+        tell(peer.link.pair, Ending.STOPPED, announced)
 
     # --- who comes and goes
 
@@ -429,7 +395,7 @@ class ServingCluster(Cluster):
         rank, worker = peer.rank, peer.worker
         if self._failure or self._stopping or self.server.clocks[worker] >= self._rounds:
             return False  # it has nothing more to give
-        if self.server.active == {worker}:
+        if self.server.members.active == {worker}:
             self._failure = SyncError(f"rank {rank}, the last worker, was lost: {reason}")
             return False
         try:
@@ -445,7 +411,9 @@ class ServingCluster(Cluster):
         """Whether a rank's worker is there, and has something left to do."""
         worker = self._worker_of(rank)
         with self._changed:
-            return worker in self.server.active and self.server.clocks[worker] < self._rounds
+            return (
+                worker in self.server.members.active and self.server.clocks[worker] < self._rounds
+            )
 
     def admit(self, rank: int, pair: dist.ProcessGroup) -> None:
         """Go on with one more worker, whose process has this connection, or refuse it."""
@@ -455,12 +423,12 @@ class ServingCluster(Cluster):
                 raise SettingError("the job is stopping")
             if self.is_served(rank):
                 raise SettingError(f"another process is heard as rank {rank}")
-            if worker in self.server.active:
-                raise SettingError(f"{NOTHING_LEFT}: worker {worker} has done all its rounds")
+            if worker in self.server.members.active:
+                raise NothingLeft(f"worker {worker} has done all its rounds")
             clock = self._take_in(rank, worker)
             if clock >= self._rounds:
-                raise SettingError(f"{NOTHING_LEFT}: others have begun the last epoch")
-            thread = self._thread_for(rank, pair, f"{COME} {clock} {self._announced[0]}")
+                raise NothingLeft("others have begun the last epoch")
+            thread = self._thread_for(rank, pair, (clock, self._announced[0]))
             self._threads.append(thread)
             thread.start()
 
@@ -496,20 +464,18 @@ class ServingCluster(Cluster):
         return self._changed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which round it is, and the server's state.
+        """See `Cluster.state_dict`.
 
-        This process's weights are the model's; they are not in here. Nor is there a state to go on
-        from where something has failed in a thread, a merge rule for one: that is raised.
+        There is no state to go on from where something has failed in a thread, a merge rule for
+        one: that is raised.
         """
         with self._changed:
             self._raise_failure()
-            server = self.server.state_dict()
-            return {"clock": self._clock, "waited_s": self._waited_s, "server": server}
+            return super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned; the server's clock is this worker's, too."""
-        self._clock, self._waited_s = state["clock"], state["waited_s"]
-        self.server.load_state_dict(state["server"])
+        """See `Cluster.load_state_dict`."""
+        super().load_state_dict(state)
         # The others save later than the server, perhaps in a round that they have begun since.
         members = self.server.members
         members.inside |= members.active - members.newcomers

@@ -15,10 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from dbsl.base.errors import SettingError, SyncError
-from dbsl.cluster.protocol import Cluster
+from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.types import EpochEnd, Restart, RoundReport, Turn
+from dbsl.plan.types import EpochEnd, Handover, RoundReport, Turn
 
 
 class SimulatedCluster(Cluster):
@@ -74,8 +74,9 @@ class SimulatedCluster(Cluster):
 
     def lose(self, worker: int) -> None:
         """Go on without a worker, if there is another and it has something left to do."""
-        server, clock = self.server, self.server.clocks[worker]
-        if worker not in server.active or server.active == {worker} or clock >= self._rounds:
+        members = self.server.members
+        over = members.clocks[worker] >= self._rounds
+        if worker not in members.active or members.active == {worker} or over:
             return
         self._queue = [entry for entry in self._queue if entry[1] != worker]  # its round is lost
         heapq.heapify(self._queue)
@@ -87,7 +88,7 @@ class SimulatedCluster(Cluster):
 
     def join(self, worker: int) -> None:
         """Go on with one more worker, unless it is there or the run has nothing left for it."""
-        if worker in self.server.active:
+        if worker in self.server.members.active:
             return
         if self._take_in(worker, worker) < self._rounds:
             self._ended[worker] = self.time_s
@@ -104,20 +105,15 @@ class SimulatedCluster(Cluster):
         self._ended[worker] = self.time_s
         compute_s, exchange_s, wait_s = self._spent[worker]
         if self.server.staleness == 0:  # it is known when the others come: the round's own waiting
-            ends_s = [end_s for end_s, w in self._queue if w in self.server.active]
+            ends_s = [end_s for end_s, w in self._queue if w in self.server.members.active]
             wait_s = max(ends_s, default=self.time_s) - self.time_s
         report = replace(report, compute_time_s=compute_s, wait_time_s=wait_s + exchange_s)
         self.server.push(self.outgoing, report)
         return report.refused
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where every worker is, to go on from in `load_state_dict`.
-
-        In the middle of a turn its worker's weights are the model's; they are not in here.
-        """
-        return {
-            "server": self.server.state_dict(),
-            "time_s": self.time_s,
+        """See `Cluster.state_dict`; in a turn its worker's weights are the model's."""
+        return super().state_dict() | {
             "turn": self._turn,
             "pulled": dict(self._pulled),
             "spent": dict(self._spent),
@@ -126,30 +122,30 @@ class SimulatedCluster(Cluster):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
-        self.server.load_state_dict(state["server"])
+        """See `Cluster.load_state_dict`."""
+        super().load_state_dict(state)
         device = self.weights.vector.device
-        self.time_s, self._turn = state["time_s"], state["turn"]
+        self._turn = state["turn"]
         self._pulled = {worker: w.to(device) for worker, w in state["pulled"].items()}
         self._spent, self._ended = dict(state["spent"]), list(state["ended"])
         self._queue = [(time_s, worker) for time_s, worker in state["queue"]]
 
-    def restart(self, start: Restart) -> None:
+    def take_over(self, start: Handover) -> None:
         """Go on where workers of another number stopped."""
-        super().restart(start)
+        super().take_over(start)
         self.time_s = start.time_s
         self._ended = [start.time_s] * len(self._ended)
 
     def _start_rounds(self) -> None:
         """Begin the rounds of all workers that are in none and may start one, in order."""
         server, latest = self.server, self.server.latest_start()
+        free = server.members.active - server.members.inside
         waiting = [
             worker
             for worker, clock in enumerate(server.clocks)
             if clock < self._rounds
             and clock <= latest
-            and worker in server.active
-            and worker not in server.members.inside
+            and worker in free
             and server.may_start(worker)
         ]
         for worker in waiting:
@@ -157,7 +153,3 @@ class SimulatedCluster(Cluster):
             compute_s, exchange_s = self._times(worker, *self._place(worker))
             self._spent[worker] = compute_s, exchange_s, self.time_s - self._ended[worker]
             heapq.heappush(self._queue, (self.time_s + compute_s + exchange_s, worker))
-
-    def _place(self, worker: int) -> tuple[int, int]:
-        """Return the epoch and the round that a worker is in."""
-        return divmod(self.server.clocks[worker], self.server.rounds_per_epoch)

@@ -220,16 +220,11 @@ def _take_fraction_of_sgd(
 class Stepper:
     """Each worker steps by itself, with its own optimizer; its weights are pushed later.
 
-    Args:
-        model: The model, which `weights` are those of.
-        weights: None: there are no micro-batches, and nothing that other steppers do.
-        timer: Counts what is computed.
-        optimizers: By worker of this process; one for all where they step together.
-
-    Attributes:
-        joint: Whether, by the time of a step, gradients are those of all workers' batches.
-        on_gradients: Called in `step` while its gradients are whole, with the weight of their loss.
-        clip: Called after that, right before an optimizer of this process steps.
+    Of `optimizers`, by worker of this process, there is one where all step together. Without
+    `weights` there are no micro-batches, and nothing that other steppers do. By the time of a
+    `joint` step gradients are those of all workers' batches. While they are whole, `step` calls
+    `on_gradients` with the weight of their loss, and then, right before an optimizer of this
+    process steps, `clip`.
     """
 
     joint = False
@@ -335,11 +330,8 @@ class DistributedSteps(Stepper):
     workers' weights before such a step, where weights change and where a round ends (their update
     is linear: averaging later gives the same).
 
-    Args:
-        arguments: As for `Stepper`.
-        example_loss: Loss of a model, as in training.
-        on_exchange: Called before each exchange.
-        wire: What gradients are rounded to on their way.
+    `example_loss` is that of a model, as in training; `on_exchange` is called before each exchange,
+    and gradients are rounded to `wire` on their way.
     """
 
     joint = True

@@ -25,11 +25,8 @@ class FlatWeights:
     the model. Each tensor starts at a multiple of `ALIGNMENT` numbers; the gaps hold zeros. Call it
     after the model is on its device and in its dtype, and before an optimizer is built on it or it
     is compiled.
-
-    Attributes:
-        vector: Parameters, then floating-point buffers, [P].
-        buffers: The part of `vector` that holds the buffers (batch norm's statistics).
-        counters: The model's other buffers (batch norm's step counters), which stay outside.
+    `vector`, [P], has parameters, then floating-point `buffers` (batch norm's statistics). The
+    model's other buffers, `counters` (batch norm's step counters), stay outside.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,17 +1,19 @@
-"""How processes talk: messages, reports and plans as tensors, vectors in chunks, collectives.
+"""How processes talk: messages, reports and plans as JSON, vectors in chunks, collectives.
 
 Nothing is pickled, and what comes is checked.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from enum import IntEnum
-from typing import TypeVar
+from functools import lru_cache
+from math import inf
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -19,13 +21,16 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from dbsl.base.errors import SettingError
-from dbsl.plan.types import BAD_WEIGHTS, Plan, RoundReport, Segment, StepLine, WorkerPlan
+from dbsl.plan.types import (
+    BAD_WEIGHTS,
+    RoundReport,
+    Segment,
+    plan_from_plain,
+    report_from_plain,
+)
 
 SERVER_RANK = 0
 CPU = torch.device("cpu")
-
-_KINDS = {"int": int, "float": float, "bool": bool, "tuple[StepLine, ...]": int}
-_MOST = 2**53  # up to which float64 has all whole numbers
 
 # --- messages
 
@@ -34,15 +39,14 @@ class Kind(IntEnum):
     """What a message asks of the server, and what then follows."""
 
     DONE = 0
-    PUSH = 1  # weights or gradients: as many rows of a report as its number says, and a vector
-    PUSH_CHANGE = 2  # the weights' change since the pull; likewise
-    PULL = 3  # is answered; where the run goes on, a vector comes
-    PLAN = 4  # of the worker's next round, which comes
-    LEAVE = 5  # is answered
+    PUSH = 1  # a report comes with it; then weights, their change since a pull, or gradients
+    PULL = 2  # is answered; where the run goes on, a vector comes
+    PLAN = 3  # of the worker's next round, which comes
+    LEAVE = 4  # is answered
 
 
 class Ending(IntEnum):
-    """What the server answers, with number and epoch of the save to take part in."""
+    """What the server answers, with number and epoch of the save to take part in, or a plan."""
 
     GOES_ON = 0
     STOPPED = 1  # to be gone on with: workers save and stop
@@ -50,40 +54,39 @@ class Ending(IntEnum):
 
 
 KindT = TypeVar("KindT", Kind, Ending)
-
-
-def message(what: Kind | Ending, *numbers: int) -> Tensor:
-    """Return a question or an answer, with up to two numbers, float64 [3]."""
-    return torch.tensor([what, *numbers, 0, 0][:3], dtype=torch.float64)
-
-
-def read_message(head: Tensor, kinds: type[KindT]) -> tuple[KindT, int, int]:
-    """Return what a message says, which must be of these kinds, and its numbers."""
-    what, *numbers = head.tolist()
-    if what not in tuple(kinds):
-        raise SettingError(f"message must be of a known kind, got {what:g}")
-    _whole("message", *numbers)
-    return kinds(int(what)), *map(int, numbers)
-
-
-def tell(pair: dist.ProcessGroup, what: Kind | Ending, *numbers: int) -> None:
-    """Send a question, or an answer, over a group of two."""
-    send(message(what, *numbers), pair)
-
-
-def hear(pair: dist.ProcessGroup, kinds: type[KindT]) -> tuple[KindT, int, int]:
-    """Receive a message of these kinds, and return it and its numbers."""
-    head = torch.empty(3, dtype=torch.float64)
-    receive(head, pair)
-    return read_message(head, kinds)
-
-
 _TEXT = 500  # bytes
+_LONGEST = 1 << 28  # bytes
 
 
-def text_row(text: str) -> Tensor:
-    """Return a text as uint8 [500], cut where it is longer."""
-    content = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
+def tell(
+    pair: dist.ProcessGroup, what: Kind | Ending, numbers: Sequence[int] = (0, 0), text: str = ""
+) -> None:
+    """Send a question, or an answer, with two numbers and a text over a group of two."""
+    letters = text_row(text, None)
+    send(torch.tensor([what, *numbers, len(letters)]), pair)
+    if len(letters):
+        send(letters, pair)
+
+
+def hear(
+    pair: dist.ProcessGroup, kinds: type[KindT], patience: timedelta | None = None
+) -> tuple[KindT, int, int, str]:
+    """Receive a message, which must be of these kinds; return it, its numbers and its text."""
+    head = torch.empty(4, dtype=torch.int64)
+    irecv(head, pair).wait(patience or _EVER)
+    what, *numbers, length = head.tolist()
+    if what not in tuple(kinds) or not 0 <= length <= _LONGEST:
+        raise SettingError(f"message must be of a known kind, got {what} and {length} bytes")
+    letters = torch.empty(length, dtype=torch.uint8)
+    if length:
+        irecv(letters, pair).wait(_EVER)
+    return kinds(what), *numbers, read_text(letters)
+
+
+def text_row(text: str, room: int | None = _TEXT) -> Tensor:
+    """Return a text as uint8 [room], cut where it is longer; None: as long as it is."""
+    content = text.encode()
+    content = content if room is None else content[:room].ljust(room, b"\0")
     return torch.tensor(list(content), dtype=torch.uint8)
 
 
@@ -92,69 +95,56 @@ def read_text(row: Tensor) -> str:
     return bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore")
 
 
-def _whole(what: str, *values: float) -> int:
-    """Return the first of some numbers, all of which must be whole and not too large."""
-    if not all(value.is_integer() and abs(value) <= _MOST for value in values):
-        raise SettingError(f"{what} must have whole numbers up to 2**53, got {list(values)}")
-    return int(values[0])
+# --- reports and plans
+
+_TYPES = {int: int, float: int | float, bool: bool, Mapping[str, float]: dict}
+_types_of = lru_cache(get_type_hints)
 
 
-# --- reports
-
-# Of the lines it is their number.
-_NUMBERS = [field for field in fields(RoundReport) if field.name != "figures"]
-LOGGED = [field.name for field in _NUMBERS].index("lines")
-_LINE = len(StepLine._fields) - 1  # numbers of a step line without figures
-_WHOLE = 4  # of these, from the first on, are whole
-_MOST_ROWS = 1 << 20
+def encode(record: RoundReport | Segment) -> str:
+    """Return a report, or a plan with its place, as JSON; numbers keep all their bits."""
+    return json.dumps(asdict(record), default=lambda number: number.item())
 
 
-def report_room(count: int, figures: Sequence[str] = ()) -> Tensor:
-    """Return room for a report of so many rows with figures of these names, all -1."""
-    if not 1 <= count <= _MOST_ROWS:
-        raise SettingError(f"report must have 1 .. {_MOST_ROWS} rows, got {count}")
-    return torch.full((count, len(_NUMBERS) + len(figures)), -1.0, dtype=torch.float64)
-
-
-def report_rows(report: RoundReport) -> Tensor:
-    """Return a report, and in further rows its step lines, as float64 [1 + lines, F].
-
-    Figures come behind the numbers. Whole numbers up to 2**53 stay exact.
-    """
-    rows = report_room(1 + len(report.lines), tuple(report.figures))
-    numbers = [getattr(report, field.name) for field in _NUMBERS]
-    numbers[LOGGED] = len(report.lines)
-    rows[0] = torch.tensor([*numbers, *report.figures.values()], dtype=torch.float64)
-    for row, line in zip(rows[1:], report.lines, strict=True):
-        values = [*line[:_LINE], *line.figures.values()]
-        row[: len(values)] = torch.tensor(values, dtype=torch.float64)
-    return rows
-
-
-def read_report(rows: Tensor, figures: Sequence[str] = ()) -> RoundReport:
-    """Return the report that `report_rows` was given, with figures of these names."""
-    names, first = tuple(figures), rows[0].tolist()
-    values, means = first[: len(_NUMBERS)], first[len(_NUMBERS) :]
-    _whole("report", *(v for f, v in zip(_NUMBERS, values, strict=True) if f.type != "float"))
-    found = {f.name: _KINDS[f.type](value) for f, value in zip(_NUMBERS, values, strict=True)}
-    count = found.pop("lines")
-    report = RoundReport(**found, figures=dict(zip(names, means, strict=True)))
-    if not 0 <= count <= min(report.steps, len(rows) - 1):
+def read_report(text: str) -> RoundReport:
+    """Return the report that `encode` was given."""
+    with _of_plain("report"):
+        report = report_from_plain(json.loads(text))
+        _check_types(report, *report.lines)
+    lines = report.lines
+    if len(lines) > report.steps or any(line.worker != report.worker for line in lines):
+        workers = sorted({line.worker for line in lines})
         raise SettingError(
-            f"report must have at most a line for each of {report.steps} steps, got {count}"
+            f"report must have at most a line for each of {report.steps} steps, all of worker "
+            f"{report.worker}, got {len(lines)} of {workers}"
         )
-    lines = [_read_line(row, names) for row in rows[1 : 1 + count].tolist()]
-    for line in lines:
-        if line.worker != report.worker:
-            raise SettingError(f"step line must be of worker {report.worker}, got {line.worker}")
-    return replace(report, lines=tuple(lines))
+    return report
 
 
-def _read_line(row: Sequence[float], figures: Sequence[str]) -> StepLine:
-    _whole("step line", *row[:_WHOLE])
-    means = row[_LINE : _LINE + len(figures)]
-    numbers = (*map(int, row[:_WHOLE]), *row[_WHOLE:_LINE])
-    return StepLine(*numbers, dict(zip(figures, means, strict=True)))
+def read_segment(text: str) -> Segment:
+    """Return the plan and its place that `encode` was given."""
+    with _of_plain("plan"):
+        values = json.loads(text)
+        plan, left = plan_from_plain(values["plan"]), tuple(map(tuple, values["left"]))
+        segment = Segment(**{**values, "plan": plan, "left": left})
+        _check_types(segment, plan, *plan.workers)
+    return segment
+
+
+@contextmanager
+def _of_plain(what: str) -> Iterator[None]:
+    """Refuse values in here that are not what they are to be."""
+    try:
+        yield
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise SettingError(f"{what} must have its fields' values, got {error!r:.200}") from error
+
+
+def _check_types(*records: Any) -> None:
+    for record in records:
+        for name, kind in _types_of(type(record)).items():
+            if not isinstance(value := getattr(record, name), _TYPES.get(kind, object)):
+                raise TypeError(f"{name} {value!r}")
 
 
 def check_report(report: RoundReport, worker: int, epoch: int, round_: int) -> None:
@@ -168,40 +158,8 @@ def check_report(report: RoundReport, worker: int, epoch: int, round_: int) -> N
         raise SettingError(f"report must have a weight in (0, 1], got {report.merge_weight:g}")
     times = (report.time_s, report.compute_time_s, report.wait_time_s, report.learning_rate)
     numbers = *times, report.samples, report.steps, report.local_batch_size
-    if not all(math.isfinite(value) and value >= 0 for value in numbers):
+    if not all(0 <= value < inf for value in numbers):
         raise SettingError(f"report must have finite numbers of at least 0, got {numbers}")
-
-
-# --- plans
-
-_PLAN_FIELDS = fields(WorkerPlan)
-
-
-def segment_room(workers: int) -> Tensor:
-    """Return room for an encoded plan, float64 [1 + workers, fields]."""
-    return torch.zeros(1 + workers, len(_PLAN_FIELDS), dtype=torch.float64)
-
-
-def encode_segment(segment: Segment) -> Tensor:
-    """Return where a plan begins, in the first row, and each worker's part, in the others."""
-    rows = segment_room(len(segment.plan.workers))
-    rows[0, :2] = torch.tensor([segment.first_round, segment.start])
-    for row, worker in zip(rows[1:], segment.plan.workers, strict=True):
-        values = [float(getattr(worker, field.name)) for field in _PLAN_FIELDS]
-        row[:] = torch.tensor(values, dtype=torch.float64)
-    return rows
-
-
-def decode_segment(rows: Tensor, like: Plan) -> Segment:
-    """Return what `encode_segment` was given; what is the run's is taken from `like`."""
-    if rows.shape != (1 + len(like.workers), len(_PLAN_FIELDS)) or not rows.isfinite().all():
-        raise SettingError(f"plan must be of {len(like.workers)} workers, got {list(rows.shape)}")
-    first_round, start = (int(value) for value in rows[0, :2].tolist())
-    workers = tuple(
-        WorkerPlan(*(_KINDS[f.type](value) for f, value in zip(_PLAN_FIELDS, row, strict=True)))
-        for row in rows[1:].tolist()
-    )
-    return Segment(replace(like, workers=workers), first_round, start)
 
 
 # --- vectors
@@ -229,11 +187,6 @@ def send(tensor: Tensor, pair: dist.ProcessGroup) -> None:
     isend(tensor, pair).wait(_EVER)
 
 
-def receive(tensor: Tensor, pair: dist.ProcessGroup) -> None:
-    """Receive into a tensor over a group of two, however long the other process is busy."""
-    irecv(tensor, pair).wait(_EVER)
-
-
 class Transfer:
     """Sends vectors of one length over a group of two, and receives them.
 
@@ -252,14 +205,11 @@ class Transfer:
         self._stream = torch.cuda.Stream(like.device) if like.is_cuda else None
         self._pending: list[dist.Work] = []
 
-    def send(
-        self, vector: Tensor, *, minus: Tensor | None = None, copy: Tensor | None = None
-    ) -> None:
-        """Begin to send a vector, or its difference to `minus`; `copy` becomes equal to it."""
+    def send(self, vector: Tensor, *, minus: Tensor | None = None) -> None:
+        """Begin to send a vector, or its difference to `minus`."""
         self.wait()
         chunks = self._chunks(vector, direct=minus is None)
-        before, copies = _split(minus, len(chunks)), _split(copy, len(chunks))
-        arrivals = []
+        before, arrivals = _split(minus, len(chunks)), []
         if self._stream is not None:  # all copies to the host are queued before the first is sent
             self._stream.wait_stream(torch.cuda.current_stream(vector.device))
             with torch.cuda.stream(self._stream):
@@ -272,8 +222,6 @@ class Transfer:
             else:  # while the chunks before it are on their way
                 _stage(chunk, staged, before[number])
             self._pending.append(isend(staged, self._pair))
-            if copy is not None:
-                copies[number].copy_(chunk)
 
     def wait(self) -> None:
         """Wait until what was sent last is on its way, and may be changed."""
@@ -281,22 +229,14 @@ class Transfer:
         for work in pending:
             work.wait(_EVER)
 
-    def receive(
-        self,
-        vector: Tensor,
-        *,
-        plus: Tensor | None = None,
-        copy: Tensor | None = None,
-        check: bool = False,
-    ) -> bool:
+    def receive(self, vector: Tensor, *, plus: Tensor | None = None, check: bool = False) -> bool:
         """Receive into a vector; on a CUDA device its chunks are being copied when this returns.
 
-        `plus` is added to it, and `copy` becomes equal to it. With `check`, return whether all of
-        it is finite.
+        `plus` is added to it. With `check`, return whether all of it is finite.
         """
         self.wait()
         chunks, sums = self._chunks(vector), []
-        added, copies = _split(plus, len(chunks)), _split(copy, len(chunks))
+        added = _split(plus, len(chunks))
         works = [irecv(staged, self._pair) for _, staged in chunks]
         for number, (work, (chunk, staged)) in enumerate(zip(works, chunks, strict=True)):
             work.wait(_EVER)
@@ -305,8 +245,6 @@ class Transfer:
                 chunk.copy_(staged, non_blocking=True)
             if plus is not None:
                 chunk.add_(added[number])
-            if copy is not None:
-                copies[number].copy_(chunk)
             if check:
                 sums.append(chunk.sum())  # finite ones do not overflow
         return not sums or bool(torch.stack(sums).sum().isfinite())
@@ -323,7 +261,6 @@ class Transfer:
 
 
 def _stage(chunk: Tensor, staged: Tensor, minus: Tensor | None) -> None:
-    """Copy a chunk to where it is sent from."""
     if staged is not chunk:
         staged.copy_(chunk if minus is None else chunk - minus, non_blocking=True)
 
@@ -333,7 +270,7 @@ def _split(vector: Tensor | None, count: int) -> Sequence[Tensor | None]:
     return [None] * count if vector is None else vector.split(CHUNK)
 
 
-class Link:
+class Channel:
     """A worker's connection with the server, at either end: what travels on it, in which order.
 
     Pushes travel as `wire`, if that is given: gradients are rounded to it. Weights lose less as
@@ -349,9 +286,9 @@ class Link:
         # What is no change, as where a run was resumed inside a round.
         self._full = self._whole if changes else self._narrow
         self._pulled = torch.empty_like(like) if changes else None
-        self._can_change = False  # since `_pulled` is there
+        self._can_change = False  # `_pulled` is there, at both ends
 
-    def ask(self, kind: Kind) -> tuple[Ending, int, int]:
+    def ask(self, kind: Kind) -> tuple[Ending, int, int, str]:
         """Ask the server; return its answer, as the last push has left this process."""
         tell(self.pair, kind)
         answer = hear(self.pair, Ending)
@@ -360,40 +297,37 @@ class Link:
 
     def push(self, report: RoundReport, vector: Tensor) -> None:
         """Begin to push a vector, which is there before the next pull ends."""
-        rows = report_rows(report)
-        tell(self.pair, Kind.PUSH_CHANGE if self._can_change else Kind.PUSH, len(rows))
-        send(rows, self.pair)
+        tell(self.pair, Kind.PUSH, text=encode(report))
         if self._can_change:
             self._narrow.send(vector, minus=self._pulled)
         else:
             self._full.send(vector)
 
-    def take_push(
-        self, kind: Kind, rows: int, figures: Sequence[str], vector: Tensor
-    ) -> RoundReport:
+    def take_push(self, text: str, vector: Tensor) -> RoundReport:
         """Receive a push into a vector; return its report, refused if the vector is not finite."""
-        room = report_room(rows, figures)
-        receive(room, self.pair)
-        report = read_report(room, figures)
-        if kind == Kind.PUSH:
-            finite = self._full.receive(vector, check=True)
-        elif self._can_change:
+        report = read_report(text)
+        if self._can_change:
             finite = self._narrow.receive(vector, plus=self._pulled, check=True)
         else:
-            raise SettingError("a change of weights must follow a pull")
+            finite = self._full.receive(vector, check=True)
         good = finite or report.refused
         return report if good else replace(report, refused=True, fault=BAD_WEIGHTS)
 
     def give_weights(self, weights: Tensor) -> None:
         """Send the weights that were pulled."""
-        self._whole.send(weights, copy=self._pulled)
+        self._whole.send(weights)
+        self._keep(weights)  # meanwhile
         self._whole.wait()
-        self._can_change = self._pulled is not None
 
     def take_weights(self, vector: Tensor) -> None:
         """Receive what `give_weights` sends into a vector."""
-        self._whole.receive(vector, copy=self._pulled)
-        self._can_change = self._pulled is not None
+        self._whole.receive(vector)
+        self._keep(vector)
+
+    def _keep(self, pulled: Tensor) -> None:
+        if self._pulled is not None:
+            self._pulled.copy_(pulled)
+            self._can_change = True
 
     def wait(self) -> None:
         """Wait until the last push has left this process."""
@@ -435,16 +369,25 @@ def refused_by_all(accelerator: Accelerator) -> Iterator[None]:
         raise SettingError(error)
 
 
-def share_from(rank: int, text: str, device: torch.device) -> str:
+def share_from(
+    rank: int, text: str, device: torch.device, group: dist.ProcessGroup | None = None
+) -> str:
     """Return a rank's text, of any length, on every process of the group (a collective)."""
-    content = list(text.encode())
-    length = torch.tensor(len(content), device=device)
-    dist.broadcast(length, rank)
-    letters = torch.zeros(1 + int(length), dtype=torch.uint8, device=device)  # none is an error
-    if dist.get_rank() == rank:
-        letters[1:] = torch.tensor(content, dtype=torch.uint8)
-    dist.broadcast(letters, rank)
-    return bytes(letters[1:].tolist()).decode()
+    length = torch.tensor(len(text.encode()), device=device)
+    dist.broadcast(length, rank, group)
+    letters = text_row(text, 1 + int(length)).to(device)  # none is an error
+    dist.broadcast(letters, rank, group)
+    return read_text(letters)
+
+
+def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
+    """Return all processes' texts, by rank (a collective of a group in host memory)."""
+    length = torch.tensor(1 + len(text.encode()))
+    dist.all_reduce(length, dist.ReduceOp.MAX, group)
+    row = text_row(text, int(length))
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row, group)
+    return [read_text(row) for row in rows]
 
 
 def pairs_with_server(timeout: timedelta) -> dict[int, dist.ProcessGroup]:

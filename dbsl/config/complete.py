@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from dbsl.base.errors import SettingError
-from dbsl.config.fields import JOINT, PROCESSES, UNLIKE, Found, PerWorker, markers, sources
+from dbsl.config.fields import JOINT, PROCESSES, UNLIKE, Derived, PerWorker, markers, sources
 from dbsl.config.settings import RunConfig, takes_joint_steps
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ def set_back(config: RunConfig, given: RunConfig, names: Collection[str]) -> Run
 
 def _ends(config: RunConfig, names: Collection[str]) -> set[str]:
     """Return the settings that have had their say once these are found."""
-    found = dict(markers(type(config), Found))
+    found = dict(markers(type(config), Derived))
     return {end for name in names if name in found for end in found[name].ends}
 
 

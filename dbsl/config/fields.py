@@ -195,7 +195,7 @@ def is_on(config: Any, name: str) -> bool:
 PROCESSES, NODES, JOINT, UNLIKE = "processes", "nodes", "joint steps", "unlike workers"
 
 
-class Found:
+class Derived:
     """A run may find it out, from these sources: names, or a `Role` that several settings have.
 
     With it found, the settings in `ends`, which say how, have had their say.
@@ -228,8 +228,8 @@ def with_role(cls: type, role: Role) -> tuple[str, ...]:
 @lru_cache
 def sources(cls: type) -> dict[str, tuple[str, ...]]:
     """Return every setting that a run may find out, and what it is found from."""
-    several = [(name, one) for name, found in markers(cls, Found) for one in found.sources]
-    names: dict[str, tuple[str, ...]] = {name: () for name, _ in markers(cls, Found)}
+    several = [(name, one) for name, found in markers(cls, Derived) for one in found.sources]
+    names: dict[str, tuple[str, ...]] = {name: () for name, _ in markers(cls, Derived)}
     for name, one in several:
         names[name] += with_role(cls, one) if isinstance(one, Role) else (one,)
     return names

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from dbsl.checkpoint.disk import Found
     from dbsl.plan.sampler import Step
-    from dbsl.plan.types import EpochEnd, Plan, RoundReport, Segment, Turn
+    from dbsl.plan.types import EpochEnd, Plan, RoundReport, Turn
     from dbsl.run.evaluation import Evaluation
     from dbsl.run.session import Session
-    from dbsl.run.training import Run, SimulatedTimes
+    from dbsl.run.training import SimulatedTimes
 
 T = TypeVar("T")
 Row = Mapping[str, Any]  # of metrics.jsonl, as `dbsl.log.rows.read_metrics` returns it
@@ -58,20 +58,9 @@ class Machine:
         """Return the factor on one simulated round's time, besides `factor`."""
         return 1.0
 
-    def exchange_s(
-        self,
-        times: SimulatedTimes,
-        worker: int,
-        epoch: int,
-        round_: int,
-        segment: Segment | None = None,
-    ) -> float:
+    def exchange_s(self, times: SimulatedTimes, worker: int, epoch: int, round_: int) -> float:
         """Return the seconds that a simulated worker's round takes on the network."""
         return 0.0
-
-    def lines(self, run: Run) -> list[str]:
-        """Return what is printed of it when a run begins."""
-        return []
 
 
 class Extra:

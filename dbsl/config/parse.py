@@ -24,7 +24,7 @@ from dbsl.base.errors import SettingError
 from dbsl.base.machine import launched_precision, recall
 from dbsl.base.words import as_given
 from dbsl.config.complete import RESOLVED, still_true
-from dbsl.config.fields import PAIRS, PROCESSES, UNSET, described, read_text, sources
+from dbsl.config.fields import PAIRS, PROCESSES, described, read_text, sources
 from dbsl.config.hooks import file_of, found_extras
 from dbsl.config.image_settings import AugmentKwargs, MixupKwargs
 from dbsl.config.settings import CHECKPOINTS, LrKwargs, RunConfig, is_url
@@ -46,37 +46,28 @@ _COMMENT = re.compile(r"\s*# (?!--- )(.+)")
 _BETWEEN_PAIRS = re.compile(r",\s*(?=[^,=]*=)")
 _FIELD = re.compile(r"    (\w+): [^#]*(?:# (.+))?")
 _HELP_FROM = 32  # column that the help of a flag begins in
-# Names in timm and transformers that resemble none here, or another one; all: docs/timm.md.
+# What names of timm and transformers are here that resemble none, or another; all: docs/timm.md.
 _ELSEWHERE = {
-    **dict.fromkeys(("amp", "bf16", "fp16"), "--mixed-precision"),
-    **dict.fromkeys(
-        ("batch-size", "per-device-train-batch-size"), "--large-batch-size or --local-batch-sizes"
-    ),
-    **dict.fromkeys(
-        ("grad-accum-steps", "gradient-accumulation-steps"),
-        "--micro-batch-size, a number of samples,",
-    ),
-    **dict.fromkeys(("img-size", "input-size"), "--resolutions"),
-    **dict.fromkeys(("drop-connect", "drop-path"), "--model-kwargs drop_path_rate="),
-    "class-weights": "a line of loss_function in train.py",
-    "learning-rate": "--lr",
-    "log-wandb": "--report-to wandb",
-    "model-ema": "--ema-decay",
-    "num-workers": "--loader-workers",
-    "opt": "--optimizer",
-    "sched": "--lr-schedule",
-    "val-split": "--holdout",
-    "bce-sum": "--bce-kwargs sum=True",
-    "bce-target-thresh": "--bce-kwargs target_thresh=",
-    "gp": "--model-kwargs global_pool=",
-    "layer-decay": "--opt-kwargs layer_decay=",
-    "drop-block": "--model-kwargs drop_block_rate=",
-    "opt-eps": "--opt-kwargs eps=",
-    "opt-betas": "--opt-kwargs betas=",
-    "lr-k-decay": "--lr-kwargs k_decay=",
-    **{f"mixup-{n.replace('_', '-')}": f"--mixup-kwargs {n}=" for n in MixupKwargs.__annotations__},
-    **{n.replace("_", "-"): f"--lr-kwargs {n}=" for n in LrKwargs.__annotations__},
-    **{n.replace("_", "-"): f"--augment-kwargs {n}=" for n in AugmentKwargs.__annotations__},
+    "--mixed-precision": ("amp", "bf16", "fp16"),
+    "--large-batch-size or --local-batch-sizes": ("batch-size", "per-device-train-batch-size"),
+    "--micro-batch-size": ("grad-accum-steps", "gradient-accumulation-steps"),
+    "--resolutions": ("img-size", "input-size"),
+    "--model-kwargs drop_path_rate=": ("drop-connect", "drop-path"),
+    "--model-kwargs drop_block_rate=": ("drop-block",),
+    "--model-kwargs global_pool=": ("gp",),
+    "a line of loss_function in train.py": ("class-weights",),
+    "--lr": ("learning-rate",),
+    "--report-to wandb": ("log-wandb",),
+    "--ema-decay": ("model-ema",),
+    "--loader-workers": ("num-workers",),
+    "--optimizer": ("opt",),
+    "--opt-kwargs": ("opt-eps", "opt-betas", "layer-decay"),
+    "--lr-schedule": ("sched",),
+    "--lr-kwargs": ("lr-k-decay", *LrKwargs.__annotations__),
+    "--holdout": ("val-split",),
+    "--bce-kwargs": ("bce-sum", "bce-target-thresh"),
+    "--mixup-kwargs": tuple(f"mixup-{name}" for name in MixupKwargs.__annotations__),
+    "--augment-kwargs": tuple(AugmentKwargs.__annotations__),
 }
 RUN_FOLDER = "run folder"  # what a launch remembers of the run that it may have to restart
 
@@ -116,10 +107,7 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
         paths = [p for p, files in read.items() if name in map(_name, _merged(files))]
         if not paths or name in said:
             raise
-        way = "a flag wins over it"
-        if f"{name} must be {UNSET} " in str(error):
-            way += f": {_flag(name)} {UNSET}"
-        raise SettingError(f"{error} ({paths[-1]} sets {name}; {way})") from None
+        raise SettingError(f"{error} ({paths[-1]} sets {name})") from None
     for files in read.values():
         for number in range(len(files), 0, -1):
             if RESOLVED in files[number - 1]:
@@ -171,7 +159,6 @@ def _flags_of(cls: type) -> tuple[dict[str, dataclasses.Field], dict[str, Any]]:
 
 
 def _read_flags(cls: type, flags: Sequence[str], prog: str = "") -> dict[str, Any]:
-    """Return the fields that flags set."""
     known, hints = _flags_of(cls)
     if not {"-h", "--help"}.isdisjoint(flags):
         if os.environ.get("RANK", "0") == "0":
@@ -238,9 +225,9 @@ def _name(flag: object) -> str:
 def _unknown(cls: type, must: str, got: str, where: str = "") -> SettingError:
     """Return the refusal of a name that is not known, with what may be meant."""
     name = _name(got.removeprefix("--"))
-    here = _ELSEWHERE.get(name.replace("_", "-")) if issubclass(cls, RunConfig) else None
-    if here:
-        return SettingError(f"{must}, got {got}{where}, which is {here} here")
+    for here, names in _ELSEWHERE.items() if issubclass(cls, RunConfig) else ():
+        if name in map(_name, names):
+            return SettingError(f"{must}, got {got}{where}, which is {here} here")
     if file := file_of(name):
         return SettingError(f"{must}, got {got}{where}, which needs {file}")
     near = difflib.get_close_matches(name, _flags_of(cls)[0], 1)
@@ -327,7 +314,6 @@ def _read_files(path: Path, cls: type | None) -> list[dict[str, Any]]:
 
 
 def _merged(files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings of files, the later ones' on top."""
     return {name: v for file in files for name, v in file.items() if name != RESOLVED}
 
 
@@ -363,7 +349,6 @@ def config_to_yaml(settings: Mapping[str, Any], resolved: Mapping[str, Any] | No
 
 
 def _yaml_line(name: str, value: Any) -> str:
-    """Return one setting as YAML, a list in brackets."""
     is_list = isinstance(value, list | tuple)
     plain = {name: list(value) if is_list else value}
     return yaml.safe_dump(plain, default_flow_style=None if is_list else False)
@@ -431,8 +416,6 @@ def _check_file(settings: Mapping[Any, Any], path: Path, cls: type) -> None:
         if {name, name.removeprefix("no_")}.isdisjoint({*known, "base", RESOLVED} - {"config"}):
             raise _unknown(cls, "config must set what --help lists", str(key), f" in {path}")
         if isinstance(value, bool) and hints.get(name, bool) is not bool:
-            words = "yes or on" if value else "no or off"
-            raise SettingError(
-                f"{key} must be {described(hints[name])[0]}, got {str(value).lower()}, as which "
-                f"YAML reads an unquoted {words} ({path} sets {key})"
-            )
+            must = f"{key} must be {described(hints[name])[0]}"
+            how = f"YAML's yes, no, on or off without quotes; {path} sets {key}"
+            raise SettingError(f"{must}, got {as_given(value)} ({how})")

@@ -20,8 +20,8 @@ from dbsl.config.fields import (
     Amount,
     BelowOne,
     Count,
+    Derived,
     Excludes,
-    Found,
     Needs,
     Number,
     PerWorker,
@@ -123,7 +123,7 @@ class BatchConfig:
     workers: Annotated[
         Count | None,
         Role.WORKERS | Role.SPLIT | Role.ROUND | Role.TIMED,
-        Found(PROCESSES, "dedicated_server", UNLIKE),
+        Derived(PROCESSES, "dedicated_server", UNLIKE),
     ] = None
     # share of workers on the small batch, in [0, 1]
     small_ratio: Annotated[Share, _NO_JOINTLY] = 0.0
@@ -131,7 +131,7 @@ class BatchConfig:
     small_workers: Annotated[
         Number | None,
         Role.WORKERS | Role.PLAN | Role.SOLVED,
-        Found("small_ratio", "workers"),
+        Derived("small_ratio", "workers"),
         _NO_JOINTLY,
     ] = None
     # how much longer an epoch may take with small batches than with large ones alone: a ratio k > 1
@@ -140,13 +140,15 @@ class BatchConfig:
     small_share: Annotated[Positive | None, Role.PLAN | Role.SOLVED] = None
     # samples per step of a large worker; one value, one per resolution, or one per resolution and
     # worker; auto: the largest that fits; unset: up to 128
-    large_batch_size: Annotated[_Sizes, Role.PLAN | Role.SOLVED | Role.TIMED, Found(*_FITS)] = None
+    large_batch_size: Annotated[_Sizes, Role.PLAN | Role.SOLVED | Role.TIMED, Derived(*_FITS)] = (
+        None
+    )
     # samples per step set by hand; one value per worker, or per resolution and worker
     local_batch_sizes: Annotated[
         tuple[Count, ...] | None,
         PerWorker(),
         Role.PLAN | Role.SPLIT | Role.TIMED,
-        Found("workers", "resolutions"),
+        Derived("workers", "resolutions"),
         Excludes("small_ratio"),
         Excludes("small_workers"),
     ] = None
@@ -154,7 +156,7 @@ class BatchConfig:
     global_batch_size: Annotated[
         Count | None,
         Role.WORKERS | Role.PLAN | Role.SPLIT | Role.TIMED,
-        Found(JOINT, Role.ROUND, "local_batch_sizes"),
+        Derived(JOINT, Role.ROUND, "local_batch_sizes"),
         _JOINTLY,
         Excludes("local_batch_sizes", why=", whose sum it is"),
     ] = None
@@ -163,13 +165,13 @@ class BatchConfig:
         tuple[Number, ...] | None,
         Role.PLAN,
         PerWorker(),
-        Found(JOINT, Role.ROUND | Role.SOLVED | Role.TIMES),
+        Derived(JOINT, Role.ROUND | Role.SOLVED | Role.TIMES),
     ] = None
     # largest number of a worker's samples on its device at once: a step sums the gradients of
     # micro-batches of that size; one value, one per resolution, or one per resolution and worker;
     # auto: what fits into memory; unset: the whole batch. Batch norm normalises each micro-batch by
     # itself, and mixup and CutMix mix within one
-    micro_batch_size: Annotated[_Sizes, Role.TIMED, Found(*_FITS, "large_batch_size", "push")] = (
+    micro_batch_size: Annotated[_Sizes, Role.TIMED, Derived(*_FITS, "large_batch_size", "push")] = (
         None
     )
     # smallest batch that a solved or balanced plan may give a worker
@@ -181,15 +183,15 @@ class BatchConfig:
     # measured
     slope: Annotated[
         _Times,
-        Found(Role.STEP | Role.TIMED | Role.TIMES, ends=("profile", "profile_refresh")),
+        Derived(Role.STEP | Role.TIMED | Role.TIMES, ends=("profile", "profile_refresh")),
         Needs("intercept"),
     ] = None
     # seconds per step; one value, one per resolution, or one per resolution and worker; unset:
     # measured
-    intercept: Annotated[_Times, Found("slope"), Needs("slope")] = None
+    intercept: Annotated[_Times, Derived("slope"), Needs("slope")] = None
     # least seconds that a step takes; one value, one per resolution, or one per resolution and
     # worker; unset: measured with the slope, or 0 where that is given
-    floor: Annotated[_Times, Found("slope"), Needs("slope")] = None
+    floor: Annotated[_Times, Derived("slope"), Needs("slope")] = None
     # file of step times from python -m dbsl.profile --output; unset: the cache, or measured
     profile: Annotated[str | None, Role.FREE | Role.TIMED, Excludes("slope")] = None
     # seconds to measure step times for, all resolutions together; unset: 30, or 3 for one worker
@@ -230,7 +232,7 @@ class StageConfig:
     resolutions: Annotated[
         tuple[int, ...] | None,
         Role.PLAN | Role.ROUND | Role.TIMED,
-        Found("dataset", "image_column"),
+        Derived("dataset", "image_column"),
     ] = None
     # whether the resolution climbs in every learning-rate stage (cyclic), once (progressive), or
     # stays as it is (fixed)
@@ -238,7 +240,7 @@ class StageConfig:
     # dropout before the classifier, in [0, 1); one value, or one per resolution
     dropout: Annotated[tuple[BelowOne, ...], Role.MODEL] = (0.0,)
     # learning rate of the first stage; unset: 0.1 for SGD, else the optimizer's own (adamw 0.001)
-    lr: Annotated[Positive | None, Found("optimizer")] = None
+    lr: Annotated[Positive | None, Derived("optimizer")] = None
     # samples per step that --lr was chosen for, for example a recipe's. A run with other batches
     # keeps --lr and prints what timm's rule would make it; unset: nothing is printed
     lr_batch_size: Annotated[Count | None, Role.FREE] = None
@@ -249,11 +251,11 @@ class StageConfig:
     lr_scaling: Annotated[LrScaling, _NO_JOINTLY] = "none"
     # epochs after which a new stage begins and, with --lr-schedule step, the learning rate falls;
     # unset: 4/7 and 6/7 of the run
-    lr_milestones: Annotated[tuple[int, ...] | None, Found("epochs")] = None
+    lr_milestones: Annotated[tuple[int, ...] | None, Derived("epochs")] = None
     # factor on the learning rate at each milestone, with --lr-schedule step
     lr_gamma: Annotated[Positive, Needs(lr_schedule="step", new=True)] = 0.2
     # epochs of linear rise from lr/100; unset: a tenth of the run, at most 2
-    warmup_epochs: Annotated[Amount | None, Found("epochs")] = None
+    warmup_epochs: Annotated[Amount | None, Derived("epochs")] = None
     # learning rate that cosine and poly end at
     min_lr: Annotated[Amount, Needs(lr_schedule=("cosine", "poly"))] = 0.0
     # more arguments of timm's schedulers as name=value: warmup_lr, where the warm-up starts (unset:
@@ -386,7 +388,7 @@ class MachineConfig:
     # threads of torch; unset: this process's part of the cores, at most OMP_NUM_THREADS; a 1 there
     # counts only if the launcher was started with it, because launchers set 1 themselves
     cpu_threads: Annotated[
-        int | None, Within(1, 1024), Role.NODE | Role.TIMED, Found(PROCESSES, NODES)
+        int | None, Within(1, 1024), Role.NODE | Role.TIMED, Derived(PROCESSES, NODES)
     ] = None
     # precision of forward passes; auto: what accelerate launch was asked for, else bf16 where the
     # device computes it natively, else no; no: float32, where PyTorch lets convolutions on CUDA use
@@ -394,7 +396,7 @@ class MachineConfig:
     mixed_precision: Annotated[
         Precision,
         Role.STEP,
-        Found(),
+        Derived(),
         Excludes(push="gradients", but=("no", "bf16"), why=_OWN_SCALES),
     ] = "auto"
     # samples per step of evaluation; unset: 256, on CUDA four times the largest batch, up to 2,000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -39,9 +39,6 @@ _STORE_UP_TO = 64  # pixels; larger images are cheaper to decode when needed tha
 _CHUNK = 1024  # images summed at a time
 STORE_BYTES = 2 * 2**30  # most bytes of decoded pixels that are kept
 _PROBES = 64  # images per split whose size is looked at before any are decoded
-
-# The first so many images of a split that are at hand, or why one cannot be decoded.
-Look = Callable[[ImageSplit, int], Iterable[Image.Image | str]]
 
 
 class Statistics(NamedTuple):
@@ -154,7 +151,7 @@ def load_data(config: ImageConfig, seed: int = 0, device: torch.device | str = "
     if unmet := {class_names[label] for label in np.setdiff1d(train.labels, evaluation.labels)}:
         logger.warning("classes without an evaluation image: %s", listed(unmet))
     splits = (train, evaluation)
-    side = _common_side(splits, streams.first_images if streams else _spaced_images)
+    side = _common_side(splits, streams and streams.first_images)
     decoded = None if streams else _decode_splits(splits, side, config.max_bad_images)
     workers = config.loader_workers
     workers = min(8, cores_of_process()) if workers is None else workers
@@ -229,15 +226,19 @@ def _cut(
     return subset(train, "train"), subset(evaluation, "eval"), eval_split
 
 
-def _spaced_images(split: ImageSplit, most: int) -> Iterator[Image.Image | str]:
-    """Yield images of a split, evenly spaced, or why one cannot be decoded."""
-    return split.decode(np.unique(np.linspace(0, len(split) - 1, most).astype(np.int64)))
+def _common_side(
+    splits: Iterable[ImageSplit],
+    first: Callable[[ImageSplit, int], Iterable[Image.Image | str]] | None,
+) -> int | None:
+    """Return the side that images of the splits have in common, if they are squares.
 
-
-def _common_side(splits: Iterable[ImageSplit], look: Look) -> int | None:
-    """Return the side that images of the splits have in common, if they are squares."""
-    seen = (image for split in splits for image in look(split, _PROBES))
-    sizes = {image.size for image in seen if not isinstance(image, str)}
+    `first` returns images that are at hand, or why one is not; None: some are decoded.
+    """
+    sizes = set()
+    for split in splits:
+        spaced = np.linspace(0, len(split) - 1, _PROBES).astype(np.int64)
+        seen = first(split, _PROBES) if first else split.decode(np.unique(spaced))
+        sizes |= {image.size for image in seen if not isinstance(image, str)}
     width, height = sizes.pop() if len(sizes) == 1 else (None, 0)
     return width if width == height else None
 

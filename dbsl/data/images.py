@@ -15,7 +15,6 @@ import os
 import re
 import signal
 import threading
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import forkserver, resource_tracker
@@ -29,6 +28,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from dbsl.base.errors import SettingError, words_of
+from dbsl.base.files import write_with
 from dbsl.base.machine import lazy_import
 from dbsl.data.sources import Batch, Source
 from dbsl.data.transforms import Transform, cut, to_device, upright
@@ -323,17 +323,15 @@ def _cache_file(split: ImageSplit) -> Path:
 
 
 def _write_cache(path: Path, pixels: np.ndarray) -> None:
-    """Write the pixels, if they can be written; a process of any machine may be doing the same."""
-    temporary = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
+    def save(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            np.save(file, pixels, allow_pickle=False)
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as file:
-            np.save(file, pixels, allow_pickle=False)
-        temporary.replace(path)
+        write_with(path, save)
     except OSError as error:
         logger.warning("decoded images are not cached (%s)", error)
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 # Whoever asks a run to stop may ask all of its processes at once: a terminal by Ctrl-C, `timeout`

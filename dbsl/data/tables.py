@@ -55,10 +55,7 @@ def choose_columns(config: ImageConfig, features: datasets.Features) -> tuple[st
     columns = ", ".join(f"{name!r} ({_kind(feature)})" for name, feature in features.items())
     images = [name for name, feature in features.items() if _is_image(feature)]
     if not images:
-        raise SettingError(
-            f"dataset must have a column of images, got columns {columns}"
-            f"{_hint_on_tables(config.dataset)}"
-        )
+        raise SettingError(f"dataset must have a column of images, got columns {columns}")
     if image_column is None and len(images) == 1:
         image_column = images[0]
     if image_column not in images:
@@ -329,7 +326,6 @@ def _with_class_folders(
             "dataset must have a folder of images for each of two classes or more, or a "
             f"metadata.csv beside the images, with the columns {_COLUMNS}; got training images in "
             f"{' and '.join(map(str, dict.fromkeys((folders[0], folders[-1]))))}"
-            f"{_hint_on_tables(dataset)}"
         )
     for name in labelled:
         folder = first[name].parent.parent
@@ -354,24 +350,6 @@ def _check_metadata(files: Iterable[Path]) -> None:
                 f"{file} must begin with the line {_COLUMNS} and name a file in each row, such as "
                 f"1.jpg,cat; got {','.join(map(str, row))} and {','.join(map(str, row.values()))}"
             )
-
-
-def _hint_on_tables(dataset: str) -> str:
-    """Return which CSV file of a local folder was not read as labels, and how it would be."""
-    folder = Path(dataset).expanduser()
-    files = sorted(folder.rglob("*")) if folder.is_dir() else []
-    # Others, such as sample_submission.csv and test/, have no labels.
-    files.sort(key=lambda file: not re.search("train|label", str(file.relative_to(folder))))
-    endings = Image.registered_extensions()
-    image = next((file for file in files if file.suffix.lower() in endings), None)
-    target = image and image.with_name("metadata.csv")
-    table = next((file for file in files if file.suffix == ".csv" and file != target), None)
-    if not (image and table):
-        return ""
-    return (
-        f"; {table} is not read: move it to {target}, with the first line {_COLUMNS} and rows such "
-        f"as {image.name},cat"
-    )
 
 
 def listed(names: Iterable[str]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field
-from typing import get_args
 
 import numpy as np
 import torch
@@ -71,10 +70,6 @@ class Transform:
     erasing: EraseKwargs | None = None  # not for "none"
 
     def __post_init__(self) -> None:
-        if self.resolution < 1:
-            raise SettingError(f"resolution must be at least 1, got {self.resolution}")
-        if self.augment not in get_args(Augment):
-            raise SettingError(f"augment must be one of {get_args(Augment)}, got {self.augment!r}")
         blurred = self.augment == "timm" and self.pipeline.gaussian_blur_prob
         if blurred and self.resolution < _LEAST_BLURRED:
             raise SettingError(

@@ -21,13 +21,12 @@ from dbsl.cluster.weights import FlatWeights, uncompiled
 from dbsl.config.fields import Within
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import RunConfig
-from dbsl.data.images import ImageSource
-from dbsl.data.transforms import Transform
 from dbsl.model import EMA, set_training
 from dbsl.plan.sampler import Order
 from dbsl.plan.types import EpochEnd
 from dbsl.run.evaluation import Evaluation
 from dbsl.run.session import Session
+from dbsl.run.training import Run
 
 _STATISTICS_SAMPLES = 8192  # at most: running statistics remember fewer (19 batches of 128)
 
@@ -98,11 +97,7 @@ class Average(Extra):
         with weights.kept():
             weights.load(self.vector)
             recompute_statistics(
-                *(run.model, weights, run.data.train, run.evaluation_transform),
-                session.accelerator,
-                batch_size=run.statistics_batch,
-                seed=run.config.seed,
-                together=session.shares_evaluation,
+                run, weights, session.accelerator, together=session.shares_evaluation
             )
             yield
 
@@ -138,15 +133,7 @@ def statistics_batches(
 
 @torch.no_grad()
 def recompute_statistics(
-    model: nn.Module,
-    weights: FlatWeights,
-    images: ImageSource,
-    transform: Transform,
-    accelerator: Accelerator,
-    *,
-    batch_size: int,
-    seed: int,
-    together: bool,
+    run: Run, weights: FlatWeights, accelerator: Accelerator, *, together: bool
 ) -> None:
     """Set batch norm's running statistics to those of the model's present weights, one vector.
 
@@ -155,6 +142,7 @@ def recompute_statistics(
     is read. `together` all processes call this: each passes a part of the images, and all get the
     mean. Else this process passes all of them.
     """
+    model, images, seed = run.model, run.data.train, run.config.seed
     before = model.training
     set_training(model)  # statistics of frozen layers stay
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
@@ -165,7 +153,7 @@ def recompute_statistics(
     rank, world_size = accelerator.process_index, accelerator.num_processes
     share: dict[str, Any] = {"rank": rank, "world_size": world_size} if together else {}
     share["blocks"] = getattr(images, "blocks", None)
-    batches = statistics_batches(len(images), batch_size, seed=seed, **share)
+    batches = statistics_batches(len(images), run.statistics_batch, seed=seed, **share)
     device = weights.vector.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         # Some models drop layers at random in training mode.
@@ -176,7 +164,7 @@ def recompute_statistics(
             norm.momentum = None  # a plain mean over the batches
         set_training(model)
         with accelerator.autocast(), uncompiled(model):
-            for inputs, _ in images.batches(batches, transform):
+            for inputs, _ in images.batches(batches, run.evaluation_transform):
                 model(inputs)
         model.train(before)
         for norm, momentum in zip(norms, momenta, strict=True):

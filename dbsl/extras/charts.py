@@ -14,8 +14,6 @@ import json
 import math
 import os
 import shlex
-import socket
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -23,8 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
@@ -32,6 +28,7 @@ from accelerate.utils import LoggerType
 from PIL import Image
 
 from dbsl.base.errors import SettingError
+from dbsl.base.machine import answers
 from dbsl.config.fields import Role
 from dbsl.config.hooks import Extra, Row
 from dbsl.config.settings import RunConfig
@@ -295,7 +292,6 @@ class _WandB(_Tracker):
             self._send()
 
     def _send(self) -> None:
-        """Send each figure's chart of all workers."""
         import wandb
 
         charts = {}
@@ -397,7 +393,6 @@ def start_wandb(folder: Path, settings: dict[str, Any], resume_id: str | None) -
 
 
 def _why_offline() -> str | None:
-    """Return why W&B cannot be reached, or None; asks nothing, waits 2 s at most."""
     import wandb
 
     session = wandb.setup(wandb.Settings(silent=True))
@@ -407,27 +402,7 @@ def _why_offline() -> str | None:
     except wandb.Error as error:
         return str(error).partition("\n")[0]
     url = session.settings.base_url
-    return None if _answers(url, timeout_s=2.0) else f"no answer from {url}"
-
-
-def _answers(url: str, timeout_s: float) -> bool:
-    """Whether a connection to the URL's host, or to the proxy in front of it, opens in time."""
-    host = urlsplit(url)
-    proxy = getproxies().get(host.scheme)
-    if proxy and not proxy_bypass(host.hostname):
-        host = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    address = (host.hostname, host.port or (443 if host.scheme == "https" else 80))
-    answered = threading.Event()
-
-    def connect() -> None:
-        with suppress(OSError), socket.create_connection(address, timeout_s):
-            answered.set()
-
-    # Looking a name up has no timeout: a thread that may be left behind bounds it.
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return answered.is_set()
+    return None if answers(url) else f"no answer from {url}"
 
 
 def _plain(value: Any) -> bool | int | float | str:

@@ -20,12 +20,11 @@ from accelerate import Accelerator
 
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import generator
-from dbsl.base.words import duration
 from dbsl.config.fields import Needs, Within, in_range
 from dbsl.config.hooks import Extra, Machine
+from dbsl.config.image_settings import refuse
 from dbsl.config.settings import RunConfig
-from dbsl.plan.types import Segment
-from dbsl.run.training import Run, SimulatedTimes
+from dbsl.run.training import SimulatedTimes
 
 _COUNT, _NUMBER = r"(\d{1,9})", r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|inf)"
 
@@ -61,17 +60,14 @@ class Emulate(Extra):
 
     def check(self, config: EmulateSettings, accelerator: Accelerator) -> None:
         """Refuse what is for simulated workers in several processes."""
-        several = accelerator.num_processes > 1
-        if several and config.time_noise:
-            raise SettingError(
-                f"time_noise must be 0 with several processes, whose times are real, "
-                f"got {config.time_noise:g}"
-            )
-        if several and config.link_gbps is not None:
-            raise SettingError(
-                "link_gbps must be unset with several processes, whose network is real, "
-                f"got {config.link_gbps:g}"
-            )
+        several, noise, gbps = accelerator.num_processes > 1, config.time_noise, config.link_gbps
+        real = "with several processes, whose times and network are real"
+        refuse(
+            [
+                (several and noise, f"time_noise must be 0 {real}", noise),
+                (several and gbps, f"link_gbps must be unset {real}", gbps),
+            ]
+        )
 
     def machine(self, config: EmulateSettings) -> Emulation:
         link = (config.link_gbps, config.link_ms, config.link_overlap)
@@ -80,7 +76,7 @@ class Emulate(Extra):
             parse_disturb(config.disturb) if config.disturb else None,
             config.time_noise,
             config.seed,
-            None if config.link_gbps is None else Link(*link),
+            None if config.link_gbps is None else EmulatedLink(*link),
         )
 
 
@@ -105,7 +101,7 @@ class Emulation(Machine):
     disturbance: Disturbance | None = None  # factors that come and go
     noise: float = 0.0  # standard deviation of a round's time, relative; lognormal with mean 1
     seed: int = 0  # the run's
-    link: Link | None = None  # between simulated workers; None: exchanges take no time
+    link: EmulatedLink | None = None  # between simulated workers; None: exchanges take no time
 
     @property
     def slows(self) -> bool:
@@ -124,14 +120,7 @@ class Emulation(Machine):
         stream = generator(self.seed, "time noise", worker, epoch, round_)
         return math.exp(sigma * stream.standard_normal() - sigma**2 / 2)
 
-    def exchange_s(
-        self,
-        times: SimulatedTimes,
-        worker: int,
-        epoch: int,
-        round_: int,
-        segment: Segment | None = None,
-    ) -> float:
+    def exchange_s(self, times: SimulatedTimes, worker: int, epoch: int, round_: int) -> float:
         """Return the seconds that a simulated worker's round takes on the link.
 
         The server is with worker 0, unless it has a process of its own.
@@ -141,30 +130,12 @@ class Emulation(Machine):
             return 0.0
         size = 4 * (times.parameters if config.sync == "step" else times.state)  # bytes of float32
         if config.sync == "step":
-            compute_s, steps = times.computed(worker, epoch, round_, segment)
+            compute_s, steps = times.computed(worker, epoch, round_)
             return steps * link.joint_step_s(size, config.workers, compute_s / max(steps, 1))
         if config.sync == "bsp":
             at_server = config.merge == "delta" or config.push == "gradients"
             return link.barrier_s(size, config.workers, at_server=at_server)
         return 0.0 if worker == 0 and not config.dedicated_server else link.round_trip_s(size)
-
-    def lines(self, run: Run) -> list[str]:
-        config = run.config
-        if self.link is None:
-            return []
-        link = f"emulated link of {self.link.gbps:g} Gbit/s"
-        if config.workers == 1:
-            return [f"{link}: one worker, nothing goes over it"]
-        at_first = Segment(run.plans[run.stage_at(0).resolution])  # nothing is to be decided
-        longer_s = self.exchange_s(SimulatedTimes(run), config.workers - 1, 0, 0, at_first)
-        each = "each push of gradients" if config.push == "gradients" else "each round"
-        at_server = ""
-        if config.sync in ("ssp", "asp"):
-            at_server = ", but not for worker 0: the server is there"
-        return [
-            f"{link}: {each} takes {duration(longer_s)} longer on the virtual clock than predicted "
-            f"above{at_server}"
-        ]
 
 
 @lru_cache(maxsize=4096)
@@ -224,7 +195,7 @@ def parse_disturb(value: str) -> Disturbance:
 
 
 @dataclass(frozen=True)
-class Link:
+class EmulatedLink:
     """The network between workers: seconds that vectors of `size` bytes take."""
 
     gbps: float  # rate of every worker's link in each direction, Gbit/s

@@ -95,10 +95,13 @@ class Hub(Extra):
     def end(self, folder: Path) -> None:
         """Write the card; of a run without a result none, nor that of before it was made longer."""
         values = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        if no_result(values) is None:
-            write_card(folder, values)
-        else:
+        if no_result(values) is not None:
             (folder / CARD).unlink(missing_ok=True)
+            return
+        settings, of_timm = settings_in(folder), (folder / "config.json").exists()
+        data = huggingface_hub.ModelCardData(**_metadata(folder.name, settings, values, of_timm))
+        text = f"---\n{data.to_yaml()}\n---\n\n{_body(folder, settings, values, of_timm)}"
+        write_text(folder / CARD, text)
 
     def finished(self, config: HubSettings, folder: Path, accelerator: Accelerator) -> None:
         """Upload the run; if that fails, the folder stays as it was."""
@@ -118,15 +121,6 @@ class Hub(Extra):
                 f"{folder}; to try again: --resume {folder} --push-to-hub {repo_id}"
             ) from reason
         accelerator.print(f"pushed: {done.commit_url}")
-
-
-def write_card(folder: Path, values: Mapping[str, Any]) -> None:
-    """Write the model card of a finished run, with its own figures from summary.json."""
-    settings = settings_in(folder)
-    of_timm = (folder / "config.json").exists()
-    data = huggingface_hub.ModelCardData(**_metadata(folder.name, settings, values, of_timm))
-    text = f"---\n{data.to_yaml()}\n---\n\n{_body(folder, settings, values, of_timm)}"
-    write_text(folder / CARD, text)
 
 
 def _metadata(

@@ -34,6 +34,7 @@ from dbsl.plan.sampler import Step
 from dbsl.plan.types import Plan, RoundReport, TimeModel, Turn
 from dbsl.profile.memory import without_trials
 from dbsl.run.session import Session
+from dbsl.run.training import Run
 
 special = lazy_import("scipy.special")
 
@@ -42,8 +43,7 @@ Kind = Literal["micro", "joined"]
 
 CONFIDENCE = 0.95
 _KEPT = 0.95  # share of a pair's weight that is left when the next one comes: about 40 count
-_FEW = 10  # measurements, below which nothing is advised
-_WIDE = 10.0  # ratio of an interval's ends from which on it says little
+_FEW = 10  # measurements, below which no line is printed
 _MICRO = 4  # a micro-batch is this part of a batch
 _COST = 0.015  # share of the compute that extra passes may take; the promise is 2 %
 
@@ -99,18 +99,10 @@ class Noise(Extra):
     def begin(self, session: Session) -> None:
         """Choose how to measure; not at all with fp16, which scales gradients."""
         run, accelerator = session.run, session.accelerator
-        self.mean = NoiseAverage(len(run.data.train))
+        self.mean, self._samples = NoiseAverage(), len(run.data.train)
         self._plan: Plan | None = None  # the last epoch's
         self._joint, self._loss_of = session.stepper.joint, run.loss_of
-        self.probe = None
-        if not accelerator.scaler:
-            self.probe = choose_probe(
-                *(run.plans, run.known.models, run.model),
-                sync=run.config.sync,
-                processes=accelerator.num_processes,
-                rounds=run.rounds,
-                least=run.sampler.least,
-            )
+        self.probe = None if accelerator.scaler else choose_probe(run, accelerator.num_processes)
 
     def measure(self, turn: Turn, step: Step, images: Tensor, labels: Tensor) -> dict[str, Any]:
         if self.probe is None or not self.probe.due(turn):
@@ -120,7 +112,8 @@ class Noise(Extra):
     def epoch(
         self, epoch: int, plan: Plan, reports: Sequence[RoundReport]
     ) -> Iterable[tuple[str, Row]]:
-        self.mean.add_epoch(reports)
+        for gradient_square, trace in pairs_of(reports, self._samples):
+            self.mean.add(gradient_square, trace)
         self._plan = plan
         if (scale := self.mean.estimate()) is not None:
             yield "noise", asdict(scale)
@@ -130,63 +123,47 @@ class Noise(Extra):
         return noise_summary(scale, self._plan) if scale else {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"probe": self.probe and self.probe.state_dict(), "mean": self.mean.state_dict()}
+        return {"probe": self.probe and self.probe.state_dict(), "mean": asdict(self.mean)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same: bool) -> None:
         """Go on; other workers begin their rounds again."""
-        self.mean.load_state_dict(state["mean"])
+        self.mean = NoiseAverage(**state["mean"])
         if same and self.probe and state["probe"]:
             self.probe.load_state_dict(state["probe"])
 
 
+@dataclass
 class NoiseAverage:
     """Means of |G|^2 and tr(Sigma), each smoothed before they are divided, with an interval."""
 
-    def __init__(self, samples: int) -> None:
-        self._samples = samples
-        self._weight = self._weight_squares = 0.0
-        self._sums = [0.0] * 5  # sums of x, y, xx, xy, yy; x = |G|^2, y = tr(Sigma)
-        self.pairs = 0
+    weight: float = 0.0
+    weight_squares: float = 0.0
+    sums: Sequence[float] = (0.0,) * 5  # of x, y, xx, xy, yy; x = |G|^2, y = tr(Sigma)
+    pairs: int = 0
 
     def add(self, gradient_square: float, trace: float) -> None:
         """Count a measurement in; those before it count less. What is not finite is left out."""
         x, y = gradient_square, trace
         if not (math.isfinite(x) and math.isfinite(y)):
             return
-        self._weight = _KEPT * self._weight + 1
-        self._weight_squares = _KEPT**2 * self._weight_squares + 1
+        self.weight = _KEPT * self.weight + 1
+        self.weight_squares = _KEPT**2 * self.weight_squares + 1
         new = (x, y, x * x, x * y, y * y)
-        self._sums = [_KEPT * old + value for old, value in zip(self._sums, new, strict=True)]
+        self.sums = [_KEPT * old + value for old, value in zip(self.sums, new, strict=True)]
         self.pairs += 1
-
-    def add_epoch(self, reports: Iterable[RoundReport]) -> None:
-        for gradient_square, trace in pairs_of(reports, self._samples):
-            self.add(gradient_square, trace)
 
     def estimate(self) -> NoiseScale | None:
         """Return the noise scale, or None before the third measurement."""
         if self.pairs < 3:
             return None
-        x, y, xx, xy, yy = (value / self._weight for value in self._sums)
-        effective = self._weight**2 / self._weight_squares
+        x, y, xx, xy, yy = (value / self.weight for value in self.sums)
+        effective = self.weight**2 / self.weight_squares
         share = 1 / (effective - 1)  # unbiased variance of a weighted mean
         cov = [share * max(v, 0.0) for v in (xx - x * x, yy - y * y)]
         cov.insert(1, share * (xy - x * y))
         quantile = float(special.stdtrit(effective - 1, (1 + CONFIDENCE) / 2))
         low, high = _ratio_interval(x, y, *cov, quantile)
         return NoiseScale(max(y, 0.0) / x if x > 0 else math.inf, low, high, x, y, self.pairs)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "weight": self._weight,
-            "weight_squares": self._weight_squares,
-            "sums": list(self._sums),
-            "pairs": self.pairs,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._weight, self._weight_squares = state["weight"], state["weight_squares"]
-        self._sums, self.pairs = list(state["sums"]), state["pairs"]
 
 
 def _ratio_interval(
@@ -236,32 +213,19 @@ def pairs_of(reports: Iterable[RoundReport], samples: int) -> list[tuple[float, 
 def noise_summary(scale: NoiseScale, plan: Plan | None) -> dict[str, Any]:
     """Return what summary.json says of a run's noise scale.
 
-    Where that is known well enough, a line compares it with the largest batch of the last epoch's
+    Where that is known well enough, a line has it next to the largest batch of the last epoch's
     plan. None: the run was resumed behind its last epoch.
     """
-    found: dict[str, Any] = {
-        "noise_scale": scale.b_simple,
-        "noise_scale_low": scale.low,
-        "noise_scale_high": scale.high,
-    }
+    numbers = {"": scale.b_simple, "_low": scale.low, "_high": scale.high}
+    found: dict[str, Any] = {f"noise_scale{end}": value for end, value in numbers.items()}
     if plan is None or scale.pairs < _FEW or math.isinf(scale.b_simple):
         return found
     batch = plan.global_batch_size or max(worker.local_batch_size for worker in plan.workers)
-    if batch < scale.low / 2:
-        verdict = "a larger batch would save steps at few extra samples"
-    elif batch > 2 * scale.high:
-        verdict = "a smaller batch would take hardly more steps, and far fewer samples"
-    elif scale.high <= _WIDE * scale.low:
-        verdict = "about what is worth having"
-    else:
-        return found
-    value, low, high = (
-        f"{v:.3g}" if v < 1000 else f"{v:.0f}" for v in (scale.b_simple, scale.low, scale.high)
-    )
+    value, low, high = (f"{v:.3g}" if v < 1000 else f"{v:.0f}" for v in numbers.values())
     upper = "or more" if math.isinf(scale.high) else f"to {high}"
     name = "the global batch" if plan.global_batch_size else "B_L"
-    advice = f"gradient noise scale {value} (95 %: {low} {upper}); {name} is {batch}: {verdict}"
-    return found | {"noise_advice": advice}
+    line = f"gradient noise scale {value} (95 %: {low} {upper}); {name} is {batch}"
+    return found | {"noise_advice": line}
 
 
 class NoiseProbe:
@@ -359,29 +323,23 @@ class NoiseProbe:
         return _square(gradient for gradient in gradients if gradient is not None)
 
 
-def choose_probe(
-    plans: Mapping[int, Plan],
-    models: Mapping[int, Sequence[TimeModel]],
-    model: nn.Module,
-    *,
-    sync: str,
-    processes: int,
-    rounds: int,
-    least: int,
-) -> NoiseProbe:
+def choose_probe(run: Run, processes: int) -> NoiseProbe:
     """Return the probe for a run: joined where its workers allow it, else micro."""
-    workers = len(next(iter(plans.values())).workers)
-    kind: Kind = "joined" if sync == "bsp" and processes == 1 and workers > 1 else "micro"
+    workers, rounds = len(next(iter(run.plans.values())).workers), run.rounds
+    least = run.sampler.least
+    together = run.config.sync == "bsp" and processes == 1 and workers > 1
+    kind: Kind = "joined" if together else "micro"
     every = 1
     # To join gradients is a sum in the CPU's memory. A fast GPU waits for its launches, which cost
     # less than a pass, but not nothing where rounds are short.
-    if kind == "micro" or next(model.parameters()).is_cuda:
+    if kind == "micro" or next(run.model.parameters()).is_cuda:
         every = max(
             probe_interval(own, worker.local_batch_size, max(worker.steps // rounds, 1), least)
-            for resolution, plan in plans.items()
-            for own, worker in zip(models[resolution], plan.workers, strict=True)
+            for resolution, plan in run.plans.items()
+            for own, worker in zip(run.known.models[resolution], plan.workers, strict=True)
         )
-    return NoiseProbe(kind, every=every, workers=workers, rounds=rounds, least=least, model=model)
+    counts = {"every": every, "workers": workers, "rounds": rounds, "least": least}
+    return NoiseProbe(kind, **counts, model=run.model)
 
 
 def probe_interval(model: TimeModel, batch: int, steps: int, least: int) -> int:

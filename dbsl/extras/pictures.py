@@ -7,19 +7,17 @@ matplotlib is imported when the first one is drawn.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dbsl.base.files import write_bytes
+from dbsl.base.files import save_figure
 from dbsl.base.words import duration, px, short_loss
 from dbsl.config.hooks import Extra, Row
 from dbsl.log.rows import read_metrics, report_from_row, together
@@ -32,7 +30,7 @@ from dbsl.plan.text import (
     total_times_s,
     worker_rows,
 )
-from dbsl.plan.types import Plan, RoundReport, WorkerPlan, plan_from_plain
+from dbsl.plan.types import Plan, RoundReport, plan_from_plain
 from dbsl.run.evaluation import further_sets
 from dbsl.run.folder import settings_in
 
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
 # Name, colour, completed epochs and values of a line; a value that is not known is nan.
 Curve = tuple[str, str, list[float], list[float]]
 
-DPI = 100
 SMALL, LARGE, IDLE = "#e69f00", "#56b4e9", "#d9d9d9"  # told apart by colour-blind readers too
 TRAIN, EVAL, AVERAGED = "#0072b2", "#d55e00", "#009e73"
 MAX_LINES = 10  # more workers are drawn as a median and a range
@@ -58,7 +55,6 @@ _PANELS = {
     "time_s": "computing, measured\n[s per epoch]",
     "compute_time_s": "computing, on the\ncluster's clock [s]",
     "wait_time_s": "waiting, transfers\n[s per epoch]",
-    "idle": "done before the\nslowest by [%]",
 }
 
 
@@ -66,72 +62,45 @@ class Pictures(Extra):
     """Draws the plan when a run begins, and what came of it at its end."""
 
     def report(self, folder: Path, rows: Sequence[Row]) -> None:
-        """Draw the plan."""
         draw_plan(folder, rows)
 
     def end(self, folder: Path) -> None:
-        """Draw accuracy, loss and workers; the plan again, if it was remade."""
         rows, settings = read_metrics(folder / "metrics.jsonl"), settings_in(folder)
         falling = settings["lr_schedule"] != "step"
         curves = curves_figure(rows, bce=settings.get("bce_loss", False), falling=falling)
         save_figure(curves, folder / "plots/accuracy.png")
         save_figure(worker_figure(rows), folder / "plots/workers.png")
-        draw_plan(folder, rows)
 
 
-def save_figure(figure: Figure, path: Path) -> None:
-    """Write the figure as a PNG, whole or not at all."""
-    png = io.BytesIO()
-    figure.savefig(png, format="png")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, png.getvalue())
-
-
-def draw_plan(folder: Path, rows: Iterable[Row]) -> None:
-    """Draw `timeline_figure` into plots/plan.png, from plan.json and the rows of plans."""
+def draw_plan(folder: Path, rows: Sequence[Row]) -> None:
+    """Draw the plans of plan.json, over the stages that the rows have."""
     by_name = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    told = [row for row in rows if row["event"] == "plan"]
-    stages = [Stage(0, 0, dropout=0.0, **span) for span in stage_spans(told)]
+    stages = [Stage(0, 0, dropout=0.0, **span) for span in stage_spans(rows)]
     plans = {
         0 if name == "plan" else int(name.split()[0]): plan_from_plain(plan)  # "32 px"
         for name, plan in by_name.items()
     }
-    latest = {}
-    for resolution, row in {row["resolution"]: row for row in told}.items():
-        named = [{k: v for k, v in own.items() if k != "worker"} for own in row["workers"]]
-        plan = replace(plans[resolution], workers=tuple(WorkerPlan(**own) for own in named))
-        if plan != plans[resolution]:
-            latest[resolution] = (row["from_epoch"], plan)
     rounds = settings_in(folder)["rounds_per_epoch"]
-    save_figure(timeline_figure(stages, plans, rounds, latest), folder / "plots/plan.png")
+    save_figure(timeline_figure(stages, plans, rounds), folder / "plots/plan.png")
 
 
 def timeline_figure(
-    stages: Sequence[Stage],
-    plans: Mapping[int, Plan],
-    rounds_per_epoch: int,
-    latest: Mapping[int, tuple[int, Plan]] | None = None,
+    stages: Sequence[Stage], plans: Mapping[int, Plan], rounds_per_epoch: int
 ) -> Figure:
     """Return what the plan predicts for one epoch: a bar per worker and round, and the idle time.
 
     There is one panel per resolution, in the order in which the run meets them. Where there are
-    many workers, neighbours with the same plan share a row. `latest` says where a resolution's plan
-    was remade: since which epoch the last one holds, and that plan, which has a panel below.
+    many workers, neighbours with the same plan share a row.
     """
     from matplotlib.patches import Patch
 
-    latest, shown = latest or {}, []  # plans with their titles
+    shown = []  # plans with their titles
     for resolution in dict.fromkeys(stage.resolution for stage in stages):
-        side = px(resolution, after=" images, ")
         epochs = epoch_spans([stage for stage in stages if stage.resolution == resolution])
-        first = ", the first plan" * (resolution in latest)
-        shown.append((plans[resolution], f"{side}{epochs}{first}"))
-        if first:
-            since, plan = latest[resolution]
-            shown.append((plan, f"{side}from epoch {since + 1} on, the last plan"))
+        shown.append((plans[resolution], f"{px(resolution, after=' images, ')}{epochs}"))
     heights = [min(len(worker_rows(plan, MAX_ROWS)), MAX_ROWS) + 2.5 for plan, _ in shown]
     figure = _new_figure(14, 1.5 + 0.36 * sum(heights))
-    figure.suptitle(_timeline_title(stages, plans, remade=bool(latest)), fontsize=13)
+    figure.suptitle(_timeline_title(stages, plans), fontsize=13)
     panels = figure.subplots(len(shown), 1, squeeze=False, sharex=True, height_ratios=heights)
     for axes, (plan, title) in zip(panels[:, 0], shown, strict=True):
         _draw_epoch(axes, plan, title, rounds_per_epoch)
@@ -146,25 +115,19 @@ def timeline_figure(
     return figure
 
 
-def _timeline_title(stages: Sequence[Stage], plans: Mapping[int, Plan], *, remade: bool) -> str:
+def _timeline_title(stages: Sequence[Stage], plans: Mapping[int, Plan]) -> str:
     planned, all_large, equal = map(duration, total_times_s(stages, plans))
     others = f"; with all batches large {all_large}, with one equal batch {equal}"
     if any(plan.global_batch_size for plan in plans.values()):
         others = f"; with each global batch split equally {equal}"
-    what = ": how long each worker computes, how long it waits"
+    what = " by the first plan: how long each worker computes, how long it waits"
     if all(len(plan.workers) == 1 for plan in plans.values()):
         what = others = ""
-    used = {stage.resolution for stage in stages}
-    unused = [px(resolution) for resolution in plans if resolution not in used]
-    return (
-        f"Predicted time of one epoch{what}\nall {stages[-1].end_epoch} epochs"
-        f"{' by the first plans' * remade}: {planned}{others}"
-        + (f"\nno epoch is at {' or '.join(unused)}" if unused else "")
-    )
+    epochs = stages[-1].end_epoch
+    return f"Predicted time of one epoch{what}\nall {epochs} epochs: {planned}{others}"
 
 
 def _draw_epoch(axes: Axes, plan: Plan, title: str, rounds: int) -> None:
-    """Draw the first rows of workers of a plan."""
     rows, round_s = worker_rows(plan, MAX_ROWS), plan.time_s / rounds
     for y, (_, worker, _) in enumerate(rows[:MAX_ROWS]):
         compute_s, color = worker.predicted_time_s / rounds, SMALL if worker.small else LARGE
@@ -196,23 +159,19 @@ def curves_figure(metrics: Sequence[Row], *, bce: bool = False, falling: bool = 
     Time is the simulated cluster's clock where all evaluations have it, else, and for one worker,
     measured. It is known when an epoch was evaluated, and interpolated between. With `bce`
     training's loss is binary cross-entropy, evaluation's is cross-entropy. With `falling` the
-    learning rate falls inside a sub-stage, which is named by the rate of its last step.
+    learning rate falls inside sub-stages, which are not named by it.
     """
     from matplotlib.ticker import MaxNLocator
 
     evaluations = [row for row in metrics if row["event"] == "eval"]
-    stages = stage_spans(metrics)
-    if falling:
-        stages = [stage | {"learning_rate": _rate_at_end(metrics, stage)} for stage in stages]
     several = any(row.get("worker") for row in metrics if row["event"] == "round")
     simulated = several and all("virtual_time_s" in row for row in evaluations)
     time_key = "virtual_time_s" if simulated else "train_time_s"
     known = [0.0, *(row["epoch"] + 1.0 for row in evaluations)]  # in completed epochs
     times_s = [0.0, *(row[time_key] for row in evaluations)]
     figure = _new_figure(14, 9)
-    rate = "; lr: where it ends)" if falling else " and learning rate)"
-    title = f"Accuracy and loss of the run (each strip: epochs with one resolution{rate}"
-    figure.suptitle(title, fontsize=14)
+    strips = "epochs with one resolution" + " and learning rate" * (not falling)
+    figure.suptitle(f"Accuracy and loss of the run (each strip: {strips})", fontsize=14)
     panels = figure.subplots(2, 2, sharex="col", sharey="row")
     curves = _curves(metrics, evaluations, bce=bce)
     for column, label, position in (
@@ -240,7 +199,7 @@ def curves_figure(metrics: Sequence[Row], *, bce: bool = False, falling: bool = 
         bottom.set_xlabel(label)
         bottom.set_xlim(0, end)
         if bottom.lines:
-            _shade(top, bottom, stages, position, end, "to lr" if falling else "lr")
+            _shade(top, bottom, stage_spans(metrics), position, end, falling=falling)
     panels[1, 0].xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     if not evaluations:
         panels[0, 0].set_ylim(0, 100)
@@ -252,7 +211,6 @@ def curves_figure(metrics: Sequence[Row], *, bce: bool = False, falling: bool = 
 def _curves(
     metrics: Sequence[Row], evaluations: Sequence[Row], *, bce: bool
 ) -> tuple[list[Curve], list[Curve]]:
-    """Return the curves of accuracy, in percent, and of loss."""
     rounds = _reports_by(metrics, "epoch")
     # Of an epoch whose steps other workers took, all of them, no loss is known.
     trained = {e + 1.0: together(own) for e, own in rounds.items() if any(r.samples for r in own)}
@@ -281,7 +239,6 @@ def _curves(
 
 
 def _reports_by(metrics: Iterable[Row], *names: str) -> dict[Any, list[RoundReport]]:
-    """Return the reports of rounds by the values of their rows, in order."""
     found = defaultdict(list)
     for row in metrics:
         if row["event"] == "round":
@@ -343,30 +300,16 @@ def stage_spans(metrics: Sequence[Row]) -> list[dict[str, Any]]:
     return spans
 
 
-def _rate_at_end(metrics: Sequence[Row], span: Mapping[str, Any]) -> float:
-    """Return the highest learning rate of a worker in the last round of a span, or nan."""
-    own, restarts = [], 0  # behind a restart rounds may count from 0 again
-    for row in metrics:
-        restarts += row["event"] == "restart"
-        told = row["event"] == "round" and "learning_rate" in row
-        if told and span["first_epoch"] <= row["epoch"] < span["end_epoch"]:
-            place = (row["epoch"], restarts, row.get("round", 0))
-            own.append((place, row["learning_rate"]))
-    return max(own, default=(None, math.nan))[1]
-
-
 def _shade(
     top: Axes,
     bottom: Axes,
     stages: Sequence[Mapping[str, Any]],
     position: Callable[[float], float],
     end: float,
-    rate: str,
+    *,
+    falling: bool,
 ) -> None:
-    """Shade every other sub-stage in both panels; name each above the top one.
-
-    `rate` is the word before a learning rate; one that is nan is not named.
-    """
+    """Shade every other sub-stage in both panels; name each above the top one."""
     spans = [
         (float(position(stage["first_epoch"])), float(position(stage["end_epoch"])), stage)
         for stage in stages
@@ -380,8 +323,8 @@ def _shade(
         if stop - start < 0.02 * end:  # no room for a name
             continue
         told = [px(stage["resolution"])] if stage["resolution"] else []
-        if math.isfinite(stage["learning_rate"]):
-            told.append(f"{rate} {stage['learning_rate']:.3g}")
+        if not falling:
+            told.append(f"lr {stage['learning_rate']:.3g}")
         top.text(
             (start + stop) / 2,
             1.01,
@@ -397,7 +340,7 @@ def _shade(
 def _new_figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def worker_values(metrics: Sequence[Row]) -> tuple[list[int], dict[str, np.ndarray]]:
@@ -405,8 +348,7 @@ def worker_values(metrics: Sequence[Row]) -> tuple[list[int], dict[str, np.ndarr
 
     Epochs count from 1. An epoch that a worker has not finished is NaN. A share is one of all
     samples of an epoch, those that nobody trained on included. "nobody" is the share of those,
-    [epochs]; it leaves out what workers of before a restart had, in joint steps. A worker that was
-    lost in an epoch has no idle time in it: it is not known how long it would have taken.
+    [epochs]; it leaves out what workers of before a restart had, in joint steps.
     """
     rounds = _reports_by(metrics, "worker", "epoch")
     workers, epochs = 1 + max(w for w, _ in rounds), sorted({epoch for _, epoch in rounds})
@@ -424,12 +366,6 @@ def worker_values(metrics: Sequence[Row]) -> tuple[list[int], dict[str, np.ndarr
     trained = np.nansum(values["samples"], axis=0) + taken
     values["nobody"] = 100 - 100 * trained / np.max(trained)
     values["share"] = 100 * values["samples"] / np.max(trained)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        longest = np.nanmax(values["compute_time_s"], axis=0)
-        values["idle"] = 100 * (1 - values["compute_time_s"] / longest)
-    for kind, worker, epoch in worker_marks(metrics):
-        if kind != "joined" and worker < workers and epoch - 1 in epochs:
-            values["idle"][worker, epochs.index(epoch - 1)] = np.nan
     return [epoch + 1 for epoch in epochs], values
 
 
@@ -445,12 +381,12 @@ def worker_marks(metrics: Sequence[Row]) -> list[tuple[str, int, int]]:
 
 
 def worker_figure(metrics: Sequence[Row]) -> Figure:
-    """Return batch size, share, times and idle time of each worker over epochs.
+    """Return batch size, share and times of each worker over epochs.
 
-    Measured seconds have the planned ones next to them, dotted. One worker has no share, nothing to
-    wait for, and nobody to be ahead of. A simulated cluster's clock runs by the plan: what its
-    workers computed on it has a panel of its own. Next to the shares stands what nobody trained on,
-    and who was lost or has joined.
+    Measured seconds have the planned ones next to them, dotted. One worker has no share, and
+    nothing to wait for. A simulated cluster's clock runs by the plan: what its workers computed on
+    it has a panel of its own. Next to the shares stands what nobody trained on, and who was lost or
+    has joined.
     """
     from matplotlib.ticker import MaxNLocator
 

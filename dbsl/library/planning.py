@@ -21,21 +21,28 @@ _SIZES_FOR_A_FLOOR = 4  # a line and a floor are three numbers
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Measured seconds of a step at each batch size, and the line through them."""
+    """Measured seconds of a step at each batch size, and the `model` (a line) through them.
+
+    `times_s` are medians, `errors` their standard errors, relative to them.
+    """
 
     batch_sizes: tuple[int, ...]
-    times_s: tuple[float, ...]  # medians
-    errors: tuple[float, ...]  # standard error of each median, relative to it
+    times_s: tuple[float, ...]
+    errors: tuple[float, ...]
     model: TimeModel
 
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """A joint batch split over processes so that all take as long."""
+    """A joint batch split over processes so that all take as long.
+
+    `times_s` are predicted seconds of each process's part, `equal_time_s` those of the slowest
+    process, were all parts equal.
+    """
 
     local_batch_sizes: tuple[int, ...]
-    times_s: tuple[float, ...]  # predicted seconds of each process's part
-    equal_time_s: float  # predicted seconds of the slowest with equal parts
+    times_s: tuple[float, ...]
+    equal_time_s: float
 
 
 def measure_step(

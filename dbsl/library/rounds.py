@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -21,7 +22,8 @@ class Rounds:
     """Every process trains on its own for some steps; then all take the weighted mean.
 
     Enter it around the loop and call `step` after each step of the optimizer. On entering, all take
-    the weights of process 0; on leaving, what is left of a round is merged. Parameters and
+    the weights of process 0, unless a state was loaded, inside whose round each has its own. On
+    leaving, what is left of a round is merged. Parameters and
     floating-point buffers (batch norm's statistics) are merged; the optimizer's state stays each
     process's own. Gradients of a model in DDP are not averaged inside.
 
@@ -31,26 +33,30 @@ class Rounds:
     Args:
         model: On its device, in one dtype; its tensors become views into one vector.
         optimizer: This process's.
-        every: Steps of a round, at least 1; the same on every process.
+        every: Steps of a round, at least 1; the same on every process. None: rounds end where
+            `merge` is called, after as many steps as each process likes, as in dual-batch plans.
         weight: This process's weight in the mean, above 0, or a function that returns it at each
             merge; None: the same for all. In train.py it is the share of the samples.
         outer: Learning rate and Nesterov momentum of a step that takes the place of the mean, as in
             DiLoCo (arXiv 2311.08105); None: the mean.
         group: The processes; None: all.
+
+    Raises:
+        SettingError: Names the argument, its bound and its value.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        every: int = 50,
+        every: int | None = 50,
         weight: float | Callable[[], float] | None = None,
         outer: tuple[float, float] | None = None,
         *,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if not (isinstance(every, int) and every >= 1):
-            raise SettingError(f"every must be an integer of at least 1, got {every!r}")
+        if every is not None and not (isinstance(every, int) and every >= 1):
+            raise SettingError(f"every must be an integer of at least 1, or None, got {every!r}")
         if outer is not None and not (outer[0] > 0 and 0 <= outer[1] < 1):
             raise SettingError(
                 f"outer must be a learning rate above 0 and a momentum in [0, 1), got {outer}"
@@ -69,40 +75,53 @@ class Rounds:
             self._outer = Delta(trained, *outer)
         self._merged = self._weights.vector.clone()
         self._inside = ExitStack()
+        self._loaded = False
 
     def __enter__(self) -> Rounds:
-        """Take the weights of process 0."""
-        if self._processes > 1:
-            first = dist.get_global_rank(self._group, 0) if self._group else 0
-            dist.broadcast(self._weights.vector, src=first, group=self._group)
-        if not self.steps:
+        """Take the weights of process 0, or go on from a state."""
+        inside = self._loaded or self.steps > 0  # of a round: each process has its own weights
+        loaded = [bool(row[0]) for row in self._exchange([inside])]
+        if any(loaded) and not all(loaded):
+            raise SettingError(
+                f"load_state_dict must be called on every process or on none, got {loaded}"
+            )
+        if not inside:
+            if self._processes > 1:
+                first = dist.get_global_rank(self._group, 0) if self._group else 0
+                dist.broadcast(self._weights.vector, src=first, group=self._group)
             self._merged.copy_(self._weights.vector)
+        self._loaded = False
         if hasattr(self._model, "no_sync"):
             self._inside.enter_context(self._model.no_sync())
+            # Else DDP gives all the buffers of process 0 before the first forward pass.
+            sync = self._model.require_forward_param_sync
+            self._inside.callback(setattr, self._model, "require_forward_param_sync", sync)
+            self._model.require_forward_param_sync = False
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Merge what is left of a round, unless an error ends the loop."""
         self._inside.close()
-        if kind is None and self.steps:
+        if kind is None and any(steps for (steps,) in self._exchange([self.steps])):
             self.merge()
 
     def step(self) -> bool:
         """Count a step of the optimizer; return whether the round is over and was merged."""
         self.steps += 1
-        if self.steps < self.every:
+        if self.every is None or self.steps < self.every:
             return False
         self.merge()
         return True
 
     @torch.no_grad()
     def merge(self) -> None:
-        """End the round now, which every process does at the same step."""
+        """End the round now, which every process does at the same step unless `every` is None."""
         weight = 1.0 if self._weight is None else self._weight
         weight = float(weight() if callable(weight) else weight)
         vector = self._weights.vector
         finite = bool(vector.isfinite().all())
-        rows = self._exchange([weight, finite, self.steps, self.every])
+        counts = [0, 0] if self.every is None else [self.steps, self.every]
+        rows = self._exchange([weight, finite, *counts])
         weights = [row[0] if row[1] else 0.0 for row in rows]
         if not all(row[0] > 0 for row in rows):
             raise SettingError(
@@ -137,17 +156,22 @@ class Rounds:
             "steps": self.steps,
             "merges": self.merges,
             "merged": self._merged.clone(),
-            "outer": self._outer and self._outer.state_dict(),
+            "outer": self._outer and copy.deepcopy(self._outer.state_dict()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned, after the model has its own state."""
+        """Go on from what `state_dict` returned; model and optimizer have theirs already.
+
+        Every process loads its own.
+        """
+        if (self._outer is None) != (state["outer"] is None):
+            must = "None" if state["outer"] is None else "a learning rate and a momentum"
+            raise SettingError(f"outer must be {must}, as in the state, got the other")
         self.steps, self.merges = state["steps"], state["merges"]
         self._merged.copy_(state["merged"])
         if self._outer is not None:
-            if state["outer"] is None:
-                raise SettingError("outer must be None, as in the state, got a learning rate")
-            self._outer.load_state_dict(state["outer"], self._merged.device)
+            self._outer.load_state_dict(copy.deepcopy(state["outer"]))
+        self._loaded = True
 
     @property
     def _processes(self) -> int:

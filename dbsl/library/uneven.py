@@ -102,6 +102,7 @@ class UnevenBatchSampler:
         self._iterator: _Epoch | None = None
         self._chosen = True  # whether someone chose the epoch that comes next
         self._scaled = False  # whether `scale` was ever called
+        self._quiet = self.num_replicas == 1  # no word of that: it was said, or need not be called
         self._watch: Watch | None = None
         self._warm = 0  # steps that were measured so far
         self._speeds = _Speeds(self.num_replicas)
@@ -123,13 +124,25 @@ class UnevenBatchSampler:
     def _begin(self, epoch: _Epoch) -> None:
         """Note that an epoch's first batch is drawn: loaders ask for an iterator more often."""
         before, self._iterator = self._iterator, epoch
-        if before is not None and before.exhausted and 0 < before.taken < len(before):
-            _warn(f"scale was called for {before.taken} of the {len(before)} batches of an epoch")
+        if before is not None and before.exhausted:
+            if not self._scaled:
+                self._warn_of_no_scale()
+            elif before.taken < len(before):
+                what = f"{before.taken} of the {len(before)} batches of an epoch"
+                _warn(f"scale was called for {what}")
         if before is not None and self.balance:
             self._move(before, len(before))
         if not self._chosen:
             _warn(f"set_epoch was not called: epoch {self.epoch} is repeated in the same order")
         self._chosen = False
+
+    def _warn_of_no_scale(self) -> None:
+        if not self._quiet:
+            self._quiet = True
+            _warn(
+                "scale was not called for any batch: multiply each loss by it, or call it to count "
+                "the batch alone where the loop divides by the samples or tokens of all processes"
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order comes next.
@@ -149,7 +162,10 @@ class UnevenBatchSampler:
         step, or in the `accumulate` steps of this window: do not divide by `accumulate` as well.
 
         Args:
-            count: Samples of the batch; compared with the plan.
+            count: Samples of the batch.
+
+        Raises:
+            SettingError: If `count` is not what is planned, or no batch is left that was drawn.
         """
         epoch = self._iterator
         if epoch is None or not epoch.ahead:
@@ -184,17 +200,13 @@ class UnevenBatchSampler:
         self._watch = Watch(model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far training is: a batch counts once `scale` was called for it.
+        """Return how far training is, alike on every process.
 
-        The state is the same on every process.
+        A batch counts once `scale` was called for it. A loop that does not call it saves between
+        epochs, or with torchdata's StatefulDataLoader, which counts itself.
         """
         start, epoch = self._start, self._iterator
         if epoch is not None and epoch.number == self.epoch:
-            if epoch.drawn and not self._scaled:
-                raise SettingError(
-                    "state_dict counts the batches for which scale was called: call it for each, "
-                    "or save after set_epoch of the next epoch, got no call"
-                )
             start = epoch.cut.begin(epoch.taken)
         return {
             "epoch": self.epoch,
@@ -242,7 +254,12 @@ class UnevenBatchSampler:
         asking, users = frame and frame.f_globals.get("__name__", ""), {}
         while frame is not None:
             users.setdefault(type(frame.f_locals.get("self")).__name__, frame.f_locals.get("self"))
+            self._quiet |= frame.f_globals.get("__name__") == "transformers.trainer"
             frame = frame.f_back
+        if "DataLoaderDispatcher" in users:
+            raise SettingError(
+                "dispatch_batches must be False: it deals out equal parts of a batch, got True"
+            )
         sharded = "BatchSamplerShard" in users  # accelerator.prepare
         direct = not sharded and str(asking).startswith(("torch.", "torchdata."))
         if self.num_replicas > 1 and (direct if self.interleave else sharded):
@@ -308,11 +325,8 @@ class _Epoch:
             begin = number - number % of.accumulate
             end = min(begin + of.accumulate, len(self))
             self.ahead.append((len(part.indices), self.cut.begin(end) - self.cut.begin(begin)))
-            if len(self.ahead) == _MOST_AHEAD and of.num_replicas > 1 and not of._scaled:
-                _warn(
-                    "scale was not called for any batch: multiply each loss by it, unless the loop "
-                    "divides by the samples or tokens of all processes itself"
-                )
+            if len(self.ahead) == _MOST_AHEAD and not of._scaled:
+                of._warn_of_no_scale()
         return part.indices.tolist()
 
     def state_dict(self) -> dict[str, Any]:
@@ -383,6 +397,10 @@ def mean_scale(
         count: Tokens or pixels that this process's loss is the mean of, at least 1.
         group: The data-parallel processes; None: all.
         ahead: Count of the next batch, whose all-reduce begins now: the next call returns at once.
+
+    Raises:
+        SettingError: On every process where a count is below 1, and where it is not the one that
+            `ahead` announced.
     """
     begun = _AHEAD.pop(group, None)
     if begun is not None and begun[0] != count:

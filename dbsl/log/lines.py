@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from dbsl.base.words import plural, short_loss, steadier
-from dbsl.cluster.protocol import Cluster
+from dbsl.cluster.cluster import Cluster
 from dbsl.config.settings import RunConfig
 from dbsl.plan.stages import Stage, learning_rate_at
 from dbsl.plan.text import format_run, nodes_in_words
@@ -67,7 +67,7 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
         *(run.stages, run.plans, config.rounds_per_epoch),
         rates=lambda stage: _rates(run, stage),
         timelines=folder is None,
-        nodes=run.worker_nodes,
+        nodes=run.nodes[-config.workers :] if processes > 1 else (),  # the last have the workers
         begin=begin,
     )
     lines = [
@@ -81,7 +81,6 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
         f"run folder {folder}" if folder else "plan only: nothing is trained or written",
         "",
         plans,
-        *run.machine.lines(run),
         *_on_rate(run),
         "",
     ]
@@ -89,7 +88,6 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
 
 
 def _on_resolutions(run: Run) -> list[str]:
-    """Return a line if images are trained on at several resolutions that nobody has asked for."""
     sides = sorted({stage.resolution for stage in run.stages})
     if not run.default_resolutions or len(sides) < 2:
         return []
@@ -127,17 +125,8 @@ def _rates(run: Run, stage: Stage) -> str:
     moments = [stage.first_epoch, stage.end_epoch]
     if stage.first_epoch < config.warmup_epochs < stage.end_epoch:
         moments.insert(1, config.warmup_epochs)  # its highest
-    rates = (
-        learning_rate_at(
-            moment,
-            stages=run.stages,
-            base=config.lr,
-            schedule=config.lr_schedule,
-            **config.curve,
-        )
-        for moment in moments
-    )
-    return " to ".join(f"{rate:.3g}" for rate in rates)
+    how = {"stages": run.stages, "base": config.lr, "schedule": config.lr_schedule, **config.curve}
+    return " to ".join(f"{learning_rate_at(moment, **how):.3g}" for moment in moments)
 
 
 def samples_a_step(plan: Plan) -> int:
@@ -151,22 +140,15 @@ def samples_a_step(plan: Plan) -> int:
 class Display:
     """Optimizer steps so far: a bar on a terminal; elsewhere a line about once a minute.
 
-    The run has `total` steps, of which earlier sessions took `done`. A worker `alone` needs no
-    number.
+    The run has `total` steps, of which earlier sessions took `done`.
     """
 
-    def __init__(
-        self, total: int, done: int, epochs: int, unit: str, loss_name: str, *, alone: bool
-    ) -> None:
-        self.total, self.done, self._epochs, self._unit = total, done, epochs, unit
-        self._loss_name, self._alone = loss_name, alone
-        self._bar = tqdm(
-            total=total,
-            initial=done,
-            bar_format=_BAR,
-            dynamic_ncols=True,
-            disable=not sys.stderr.isatty(),
-        )
+    def __init__(self, total: int, done: int, config: RunConfig, unit: str, loss_name: str) -> None:
+        self.total, self.done, self._config = total, done, config
+        self._unit, self._loss_name = unit, loss_name
+        quiet = not sys.stderr.isatty()
+        how = {"bar_format": _BAR, "dynamic_ncols": True, "disable": quiet}
+        self._bar = tqdm(total=total, initial=done, **how)
         self._every_s = _LINE_EVERY_S if self._bar.disable else _BAR_EVERY_S
         self.loss = math.nan  # the latest that is known
         self.pause()
@@ -190,9 +172,10 @@ class Display:
             known = math.isfinite(self.loss)
             loss = f"{self._loss_name} {short_loss(self.loss)}, " if known else ""
             speed = speed_in_words(self._samples / spent, self._unit)
-            text = f"epoch {epoch + 1}/{self._epochs}, "
+            text = f"epoch {epoch + 1}/{self._config.epochs}, "
             if self._bar.disable:
-                whose = "" if worker is None or self._alone else f" (worker {worker})"
+                alone = worker is None or self._config.workers == 1
+                whose = "" if alone else f" (worker {worker})"
                 text += f"lr {learning_rate:.3g}{whose}, {loss}{speed}"
                 self.print(f"  {self.done}/{self.total} steps, {text}")
             else:
@@ -318,14 +301,11 @@ def refusal(report: RoundReport, config: RunConfig, precision: str, weights: Seq
 
 
 def missed_times(workers: Mapping[int, Mapping[str, float]]) -> str | None:
-    """Return a warning if a worker's time in an epoch is far from the plan's.
-
-    A worker alone has none: nothing is planned by its time.
-    """
+    """Return a warning if a worker's time in an epoch is far from the plan's."""
     errors = {
         worker: values["time_s"] / values["predicted_time_s"] - 1
         for worker, values in workers.items()
-        if values["predicted_time_s"] > 0 and len(workers) > 1
+        if values["predicted_time_s"] > 0 and len(workers) > 1  # alone, nothing is planned by it
     }
     worst = max(errors, key=lambda worker: abs(errors[worker]), default=None)
     if worst is None or abs(errors[worst]) <= _TOLERANCE:
@@ -361,7 +341,6 @@ def times_in_words(times_s: Sequence[float]) -> str:
 
 
 def _two_digits(value: float) -> str:
-    """Return a number with two significant digits, or all that stand before the point."""
     return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 

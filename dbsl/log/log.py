@@ -43,11 +43,10 @@ from dbsl.log.lines import (
     times_in_words,
 )
 from dbsl.model import has_batch_norm
-from dbsl.plan.stages import Stage, stage_at
 from dbsl.plan.types import (
     NO_FAULT,
+    Handover,
     Plan,
-    Restart,
     RoundReport,
     StepLine,
     plan_from_plain,
@@ -63,91 +62,32 @@ _FEW = 4  # samples: fewer give batch norm no mean and deviation to speak of
 _JUDGED_EPOCH = 2  # whose times are held against the plan: caches and the device are warm
 
 
-class Planned:
-    """Stages, and the plan in force at each resolution, as far as the log has been told.
-
-    `counted` are the workers whose steps count; for joint steps one.
-    """
-
-    def __init__(
-        self, stages: Sequence[Stage], plans: Mapping[int, Plan], counted: Sequence[int]
-    ) -> None:
-        self.stages, self._counted = stages, counted
-        self._plans = dict(plans)
-        self._since = dict.fromkeys(plans, (0, 0))  # epoch and round of the last change
-
-    @property
-    def epochs(self) -> int:
-        """Epochs of the run."""
-        return self.stages[-1].end_epoch
-
-    def at(self, epoch: int) -> Plan:
-        """Return the plan of an epoch."""
-        return self._plans[stage_at(self.stages, epoch).resolution]
-
-    def steps(self, epochs: int | None = None) -> int:
-        """Return the steps of the run, or of its first epochs, by the plans in force."""
-        return sum(self._steps_of(self.at(epoch)) for epoch in range(self.epochs)[:epochs])
-
-    def change(self, epoch: int, round_: int, plan: Plan) -> tuple[Plan, int] | None:
-        """Take the plan of a round; return the one before, and the steps that the run gains.
-
-        None: nothing has changed.
-        """
-        resolution, before = stage_at(self.stages, epoch).resolution, self.at(epoch)
-        # Without a barrier, a slow worker may still be in a round with an earlier plan.
-        if plan is before or (epoch, round_) < self._since[resolution]:
-            return None
-        self._plans[resolution], self._since[resolution] = plan, (epoch, round_)
-        if plan.workers == before.workers:
-            return None
-        later = (stage_at(self.stages, other).resolution for other in range(epoch, self.epochs))
-        epochs = sum(other == resolution for other in later)
-        return before, epochs * (self._steps_of(plan) - self._steps_of(before))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` goes on from."""
-        return {
-            "planned_since": dict(self._since),
-            "plans": {resolution: asdict(plan) for resolution, plan in self._plans.items()},
-            "stages": [asdict(stage) for stage in self.stages],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the plans that `state_dict` returned."""
-        self._since |= state["planned_since"]
-        self._plans |= {r: plan_from_plain(values) for r, values in state["plans"].items()}
-
-    def _steps_of(self, plan: Plan) -> int:
-        return sum(plan.workers[worker].steps for worker in self._counted)
-
-
 def epochs_done(state: Mapping[str, Any] | None) -> int:
     """Return the complete epochs of a log's state; None: of a run that begins."""
     return state["epoch"] + 1 if state and state["train_time_s"] else 0
 
 
 def start_log(
-    session: Session, state: Mapping[str, Any] | None = None, restart: Restart | None = None
+    session: Session, state: Mapping[str, Any] | None = None, handover: Handover | None = None
 ) -> RunLog:
     """Print what the run will do, and return its log; see `RunLog`."""
     begin = min(epochs_done(state), session.config.epochs - 1)
     print_run(session.run, session.folder, session.accelerator, begin=begin)
-    return RunLog(session, state, restart)
+    return RunLog(session, state, handover)
 
 
 class RunLog:
     """Writes a run's files, moves its progress bar and prints its epochs; extras get every row.
 
     `state` is what `state_dict` of the run that goes on here returned: metrics.jsonl loses what was
-    written later. `restart` is what other workers or plans have handed over, if they were others.
+    written later. `handover` is what other workers or plans have handed over, if they were others.
     """
 
     def __init__(
         self,
         session: Session,
         state: Mapping[str, Any] | None = None,
-        restart: Restart | None = None,
+        handover: Handover | None = None,
     ) -> None:
         self._session, self._run, self.meter = session, session.run, session.meter
         self.folder, self.enabled = session.folder, session.accelerator.is_main_process
@@ -162,7 +102,9 @@ class RunLog:
         self._apart = config.dedicated_server
         simulated = session.accelerator.num_processes == 1 and config.sync != "step"
         counted = range(config.workers) if self._apart or simulated else (0,)  # of joint steps one
-        self._planned = Planned(run.stages, run.plans, counted)
+        self._counted = counted
+        self._plans = dict(run.plans)  # in force, by resolution, as far as the log has been told
+        self._since = dict.fromkeys(run.plans, (0, 0))  # epoch and round of the last change
         self._unit = "images" if run.stages[-1].resolution else "samples"
         bce = getattr(config, "bce_loss", False)
         self._loss, self._eval_loss = ("BCE", "cross-entropy") if bce else ("loss", "loss")
@@ -178,7 +120,7 @@ class RunLog:
         self._evaluated_epoch = -1  # the last that was, in this session
         self._epochs_done = 0
         if state:
-            self._load_state_dict(state, same=restart is None)
+            self._load_state_dict(state, same=handover is None)
         keep = state["metrics_bytes"] if state else 0
         path = self.folder / "metrics.jsonl"
         if keep:
@@ -187,34 +129,36 @@ class RunLog:
         self._file = open(path, "a" if keep else "w", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._display = self._begin_display(state)
         self.meter.tell, self.meter.on_step = self.step, self._display.step
-        if restart is not None:
-            self._recount(restart)
-        for row in self._plan_rows(state, anew=restart is not None):
+        if handover is not None:
+            self._recount(handover)
+        for row in self._plan_rows(state, anew=handover is not None):
             self.write("plan", row)
 
+    def _plan_at(self, epoch: int) -> Plan:
+        return self._plans[self._run.stage_at(epoch).resolution]
+
+    def _steps_of(self, plan: Plan) -> int:
+        return sum(plan.workers[worker].steps for worker in self._counted)
+
     def _begin_display(self, state: Mapping[str, Any] | None) -> Display:
-        planned, done = self._planned, 0
+        config, done = self._run.config, 0
+        steps = [self._steps_of(self._plan_at(epoch)) for epoch in range(config.epochs)]
         if state:
             before = state["stages"][-1]["end_epoch"]  # a shorter run may have done a larger share
-            share = state["share_done"] * max(1, before / planned.epochs)
-            done = round(share * planned.steps(before))
-        names, alone = (self._unit, self._loss), self._run.config.workers == 1
-        return Display(planned.steps(), done, planned.epochs, *names, alone=alone)
+            share = state["share_done"] * max(1, before / config.epochs)
+            done = round(share * sum(steps[:before]))
+        return Display(sum(steps), done, config, self._unit, self._loss)
 
     def _plan_rows(
         self, state: Mapping[str, Any] | None, *, anew: bool
     ) -> Sequence[Mapping[str, Any]]:
         """Return a row for each stage; of a resumed run for those that are not over and are new."""
-        planned, begin = self._planned, self._epochs_done
-        stages = [
-            (stage, rows.plan_row(stage, planned.at(stage.first_epoch))) for stage in planned.stages
-        ]
-        if state is None:
-            return [row for _, row in stages]
+        begin, from_epoch = self._epochs_done, {"from_epoch": self._epochs_done} if state else {}
         return [
-            row | {"from_epoch": begin}
-            for stage, row in stages
-            if stage.end_epoch > begin and (anew or asdict(stage) not in state["stages"])
+            rows.plan_row(stage, self._plans[stage.resolution]) | from_epoch
+            for stage in self._run.stages
+            if state is None
+            or (stage.end_epoch > begin and (anew or asdict(stage) not in state["stages"]))
         ]
 
     def write(self, event: str, row: Mapping[str, Any]) -> None:
@@ -251,7 +195,9 @@ class RunLog:
         self._file.flush()
         return {
             "metrics_bytes": self._file.tell(),
-            **self._planned.state_dict(),
+            "planned_since": dict(self._since),
+            "plans": {resolution: asdict(plan) for resolution, plan in self._plans.items()},
+            "stages": [asdict(stage) for stage in self._run.stages],
             "share_done": self._display.done / max(self._display.total, 1),
             "rounds": {e: [asdict(r) for r in reports] for e, reports in self._rounds.items()},
             "train_time_s": self._train_time_s,
@@ -264,7 +210,8 @@ class RunLog:
 
     def _load_state_dict(self, state: Mapping[str, Any], *, same: bool) -> None:
         if same:  # else plans are made anew
-            self._planned.load_state_dict(state)
+            self._since |= state["planned_since"]
+            self._plans |= {r: plan_from_plain(values) for r, values in state["plans"].items()}
         for epoch, reports in state["rounds"].items():
             self._rounds[epoch] = [report_from_plain(report) for report in reports]
         self._train_time_s = state["train_time_s"]
@@ -274,26 +221,26 @@ class RunLog:
         self.members.found = {name: state[name] for name in self.members.found}
         self._divergence.first = state["first_loss"]
 
-    def _recount(self, restart: Restart) -> None:
+    def _recount(self, handover: Handover) -> None:
         """Count what other workers had done as what they hand over of it.
 
         Their rounds of epochs under way get numbers below 0: those of the new workers may begin
         anew.
         """
-        for report in restart.reports:
+        for report in handover.reports:
             self.round(report)
-        for worker, epoch, round_ in restart.again:
+        for worker, epoch, round_ in handover.again:
             for report in list(self._rounds[epoch]):
                 if (report.worker, report.round) == (worker, round_):
                     self._rounds[epoch].remove(report)
                     self._samples -= report.samples
                     place = {"worker": worker, "epoch": epoch, "round": round_}
                     self.write("undone", {**place, "samples": report.samples})
-        self._samples += restart.samples_under_way
-        taken = {"steps": restart.steps_under_way, "samples": restart.samples_under_way}
-        under_way = {epoch for epoch, reports in self._rounds.items() if reports} | {*restart.left}
-        under_way |= {self._epochs_done} if restart.steps else set()
-        for epoch in sorted(under_way.difference(end.epoch for end in restart.finished)):
+        self._samples += handover.samples_under_way
+        taken = {"steps": handover.steps_under_way, "samples": handover.samples_under_way}
+        under_way = {epoch for epoch, reports in self._rounds.items() if reports} | {*handover.left}
+        under_way |= {self._epochs_done} if handover.steps else set()
+        for epoch in sorted(under_way.difference(end.epoch for end in handover.finished)):
             joint = taken if epoch == self._epochs_done else dict.fromkeys(taken, 0)
             self.write("restart", {"epoch": epoch, **joint})
             past = 1 + max((report.round for report in self._rounds[epoch]), default=0)
@@ -339,17 +286,22 @@ class RunLog:
         if not self.enabled:
             return
         self._look_at_batches(plan)
-        if (change := self._planned.change(epoch, round_, plan)) is None:
+        stage, before = self._run.stage_at(epoch), self._plan_at(epoch)
+        resolution = stage.resolution
+        # Without a barrier, a slow worker may still be in a round with an earlier plan.
+        if plan is before or (epoch, round_) < self._since[resolution]:
             return
-        before, more_steps = change
-        stage = stage_at(self._planned.stages, epoch)
-        self._display.expect(more_steps)
+        self._plans[resolution], self._since[resolution] = plan, (epoch, round_)
+        if plan.workers == before.workers:
+            return
+        later = (self._run.stage_at(other) for other in range(epoch, self._run.config.epochs))
+        epochs = sum(other.resolution == resolution for other in later)
+        self._display.expect(epochs * (self._steps_of(plan) - self._steps_of(before)))
         self.write("plan", rows.plan_row(stage, plan) | {"from_epoch": epoch})
-        where = px(stage.resolution, " at ")
+        where = px(resolution, " at ")
         self._say(f"from epoch {epoch + 1} on{where}: {plan_changes(before, plan)}")
 
     def _look_at_batches(self, plan: Plan) -> None:
-        """Say once that a worker has fewer samples a step than the others, and too few."""
         sizes = [worker.local_batch_size or math.inf for worker in plan.workers]
         least = min(sizes)
         if self._normalises and least < min(_FEW, max(s for s in sizes if s < math.inf)):
@@ -375,13 +327,13 @@ class RunLog:
         if not self.enabled:
             return
         reports = sorted(self._rounds.pop(epoch, []), key=lambda report: report.worker)
-        workers, plan = rows.of_workers(reports), self._planned.at(epoch)
+        workers, plan = rows.of_workers(reports), self._plan_at(epoch)
         clocks = rows.given_values({"train_time_s": train_time_s, "virtual_time_s": virtual_time_s})
         samples, seconds = sum(r.samples for r in reports), train_time_s - self._train_time_s
         speed, rate = samples / max(seconds, 1e-9), rows.last_learning_rate(reports)
         self._all_refused = bool(reports) and all(report.refused for report in reports)
         self._train_time_s, self._epochs_done = train_time_s, epoch + 1
-        resolution = stage_at(self._planned.stages, epoch).resolution
+        resolution = self._run.stage_at(epoch).resolution
         place = {"epoch": epoch, "resolution": resolution}
         for worker, values in workers.items() if self._pushes else ():
             first = next(report for report in reports if report.worker == worker)
@@ -403,7 +355,7 @@ class RunLog:
         # Other workers may have taken all of its steps: their losses are not known.
         told = {self._loss: rows.together(reports)["loss"]} | rows.figures_together(reports)
         loss = "".join(f"  {n} {short_loss(value)}" for n, value in told.items()) if samples else ""
-        epochs = self._planned.epochs
+        epochs = self._run.config.epochs
         self._say(
             f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}  {px(resolution, after='  ')}"
             f"lr {rate:.3g}{loss}{evaluation_in_words(evaluation, self._eval_loss)}  "
@@ -420,7 +372,7 @@ class RunLog:
         reports: Sequence[RoundReport],
         evaluation: Evaluation | None,
     ) -> None:
-        run, plan = self._run, self._planned.at(epoch)
+        run, plan = self._run, self._plan_at(epoch)
         # Plans that follow measured times, and workers slowed on purpose, are not warned of.
         expected = run.known.measured and run.config.balance == "none" and not run.machine.slows
         if expected and epoch == _JUDGED_EPOCH and (warning := missed_times(workers)):

@@ -158,7 +158,7 @@ class StepMeter:
                 f"loss_function must give the figures of before ({', '.join(before) or 'none'}), "
                 f"got {', '.join(self._figures) or 'none'}"
             )
-        self.restart(state)
+        self.take_over(state)
         for worker, window in state["windows"].items():
             self._windows[worker] = _Window(**window)
         for worker, starts in state["starts"].items():
@@ -167,7 +167,7 @@ class StepMeter:
             self._kept[worker] = [StepLine(*line) for line in lines]
         self._heard.update(state["heard"])
 
-    def restart(self, state: Mapping[str, Any]) -> None:
+    def take_over(self, state: Mapping[str, Any]) -> None:
         """Count on from other workers' steps: all begin where the furthest of them was."""
         own = [window["steps"] for window in state["windows"].values()]
         most = max([*own, *state["heard"].values()], default=0)
@@ -176,7 +176,6 @@ class StepMeter:
         self._heard = defaultdict(lambda: most)
 
     def _count_time(self) -> None:
-        """Add the time since the round began, or was last counted, to its workers' windows."""
         if self._began is None:
             return
         now = time.perf_counter()
@@ -221,7 +220,6 @@ class StepMeter:
 
 
 def _added(sums: Sequence[float], more: Sequence[float]) -> list[float]:
-    """Return sums one by one; where there are none yet, they are zeros."""
     return [a + b for a, b in zip_longest(sums, more, fillvalue=0.0)]
 
 

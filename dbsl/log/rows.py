@@ -15,15 +15,9 @@ from dbsl.base.errors import SettingError
 from dbsl.plan.stages import Stage
 from dbsl.plan.types import RESERVED, Plan, RoundReport, StepLine
 
-# Of a plan, by their names in its row.
-PLAN_TOTALS = {
-    "time_ratio": "time_ratio",
-    "epoch_time_s": "time_s",
-    "all_large_time_s": "all_large_time_s",
-    "equal_batch_time_s": "equal_batch_time_s",
-    "idle_share": "idle_share",
-    "small_share": "small_share",
-}
+# Of a plan, in its row; `epoch_time_s` is its `time_s`.
+PLAN_TOTALS = ("time_ratio", "epoch_time_s", "all_large_time_s", "equal_batch_time_s")
+PLAN_TOTALS += ("idle_share", "small_share")
 _FROM_1 = {"epoch", "from_epoch", "first_epoch"}  # counted so in files; in the code from 0
 # Times the loss of guessing. A loss like that means logits wrong by thousands for most samples:
 # confident or overfitted models that still tell classes apart are far below it.
@@ -77,7 +71,7 @@ def in_code(row: Mapping[str, Any]) -> dict[str, Any]:
 def plan_row(stage: Stage, plan: Plan) -> dict[str, Any]:
     """Return a stage and its plan as a row."""
     values = asdict(stage)
-    totals = {name: getattr(plan, source) for name, source in PLAN_TOTALS.items()}
+    totals = {n: getattr(plan, n.removeprefix("epoch_")) for n in PLAN_TOTALS}
     workers = [{"worker": index, **asdict(worker)} for index, worker in enumerate(plan.workers)]
     row = {"stage": values.pop("index"), **values, **totals}
     return row | {"notes": plan.notes, "workers": workers}
@@ -149,10 +143,7 @@ def last_learning_rate(reports: Sequence[RoundReport]) -> float:
 
 
 def of_workers(reports: Sequence[RoundReport]) -> dict[int, dict[str, float]]:
-    """Return what rounds, sorted by worker, come to for each of them.
-
-    With its share of the samples, and of the time, waiting for the slowest.
-    """
+    """Return what rounds, sorted by worker, come to for each, with its shares of work and time."""
     groups = itertools.groupby(reports, key=lambda report: report.worker)
     workers = {worker: together(list(group)) for worker, group in groups}
     longest = max((values["compute_time_s"] for values in workers.values()), default=0.0)

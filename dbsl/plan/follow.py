@@ -22,22 +22,20 @@ from dbsl.config.complete import for_workers, from_workers
 from dbsl.config.settings import Balance, RunConfig, takes_joint_steps
 from dbsl.plan.ledger import Ledger, Members, TurnSampler
 from dbsl.plan.machines import (
+    KnownWorkers,
     SpeedEstimate,
-    Workers,
+    TimedWorkers,
     balanced_sizes,
+    bounded_split,
     check_global_batch,
     largest_remainder,
+    steps_in_shares,
 )
-from dbsl.plan.solve import (
-    PlanRules,
-    plan_dual_batch,
-    plan_steps,
-    plan_with_fallback,
-    with_proportions,
-)
+from dbsl.plan.solve import PlanRules, merge_weights, plan_dual_batch, plan_steps, rows_of
 from dbsl.plan.types import (
+    Handover,
+    NoPlanError,
     Plan,
-    Restart,
     RoundReport,
     Segment,
     TimeModel,
@@ -208,7 +206,7 @@ class Planner:
         self._begin_with(others)
         return lost
 
-    def restart(self, start: Restart) -> None:
+    def take_over(self, start: Handover) -> None:
         """Keep the first plans for what other workers left of the epochs that they had begun."""
         samples = self._sampler.samples
         first_epoch, first_round = divmod(start.clock, self._rounds)
@@ -322,7 +320,7 @@ class PlanMaker:
     unless it takes nothing.
     """
 
-    def __init__(self, config: RunConfig, known: Workers, samples: int, least: int) -> None:
+    def __init__(self, config: RunConfig, known: KnownWorkers, samples: int, least: int) -> None:
         self._config, self._known, self._samples = config, known, samples
         self.least = least
         self._rules = PlanRules(
@@ -352,7 +350,7 @@ class PlanMaker:
         """Return the plan that a resolution starts with, on the planned time models."""
         models, everyone = self._known.models[resolution], range(self._config.workers)
         if takes_joint_steps(self._config):
-            return self._of_steps(self._first_sizes(resolution), models)
+            return plan_steps(self._samples, self._first_sizes(resolution), models, self._rules)
         plan, fell_back = self._rounds(resolution, models, everyone, self._known.measured)
         if fell_back:
             self._small[resolution] = [plan.small_batch_size] * self._config.workers
@@ -367,7 +365,8 @@ class PlanMaker:
             total = self._total(resolution)
             lowest = self._rules.lowest(total, len(active))
             limits = self._limits(resolution)[active]
-            plan = self._of_steps(balanced_sizes(total, models, limits, lowest), models)
+            sizes = balanced_sizes(total, models, limits, lowest)
+            plan = plan_steps(self._samples, sizes, models, self._rules)
         else:
             plan, _ = self._rounds(resolution, models, active, measured=True)
         return self._of_all(plan, active)
@@ -375,28 +374,36 @@ class PlanMaker:
     def resize(
         self, resolution: int, plan: Plan, proportions: np.ndarray, active: Sequence[int]
     ) -> Plan:
-        """Return a resolution's plan with other `proportions` of its active workers' parts, [a]."""
-        moved = with_proportions(
-            self._samples,
-            replace(plan, workers=tuple(plan.workers[worker] for worker in active)),
-            proportions,
-            self._known.models[resolution][active],
-            self._limits(resolution)[active],
-            self._rules,
-        )
-        return self._of_all(moved, active)
+        """Return a resolution's plan with other `proportions` of its active workers' parts, [a].
+
+        They are parts of the global batch, within the workers' limits, or of the epoch: they sum to
+        it exactly. In a plan of rounds each worker keeps its planned batch size, unless it has
+        fewer samples in a round; merge weights follow the shares.
+        """
+        rules, models, workers = self._rules, self._known.models[resolution][active], len(active)
+        if (total := plan.global_batch_size) is not None:
+            limits = self._limits(resolution)[active]
+            lowest = np.minimum(rules.lowest(total, workers), limits)
+            sizes = bounded_split(total, proportions, lowest, limits)
+            return self._of_all(plan_steps(self._samples, sizes, models, rules), active)
+        planned = [plan.workers[worker] for worker in active]
+        lowest = min(rules.rounds * rules.least, plan.samples // workers)
+        shares = bounded_split(plan.samples, proportions, lowest, plan.samples)
+        sizes = np.minimum([w.local_batch_size for w in planned], shares // rules.rounds)
+        steps = steps_in_shares(shares, sizes, rules.rounds)
+        model = TimedWorkers.of(workers, sizes, models).model
+        weights = merge_weights(shares / shares.max(), rules.factor)
+        times, simplified_s = model.time(shares, steps), shares * model.sample_time(sizes)
+        small = np.array([worker.small for worker in planned])
+        rows = rows_of(sizes, shares, steps, weights, times, simplified_s, small)
+        return self._of_all(replace(plan, workers=rows), active)
 
     def small_batch_size(self) -> tuple[int, ...] | None:
         """Return the setting that repeats the small batches where they were not solved for."""
         rows = list(self._small.values())
         return from_workers(rows) if any(row[0] for row in rows) else None
 
-    def _of_steps(self, sizes: np.ndarray, models: TimeModel) -> Plan:
-        drop_last = self._config.drop_last
-        return plan_steps(self._samples, sizes, models, drop_last=drop_last, least=self.least)
-
     def _of_all(self, plan: Plan, active: Sequence[int]) -> Plan:
-        """Return a plan of the active workers as one of all."""
         rows = dict(zip(active, plan.workers, strict=True))
         everyone = range(self._config.workers)
         return replace(plan, workers=tuple(rows.get(worker, _NO_PART) for worker in everyone))
@@ -404,7 +411,11 @@ class PlanMaker:
     def _rounds(
         self, resolution: int, models: TimeModel, active: Sequence[int], measured: bool
     ) -> tuple[Plan, str | None]:
-        """Return a plan of rounds, and what is to be said where measured times admit none."""
+        """Return a plan of rounds, and what is to be said where measured times admit none.
+
+        Noise may leave a measurement without a small batch. B_S is then max(min_batch_size, B_L/8),
+        and the workers' samples still balance the measured times.
+        """
         config, given = self._config, self._small[resolution][0]
         small_workers = sum(worker < config.small_workers for worker in active)
         large = self._by_hand.get(resolution) or self._known.large_batch_sizes[resolution]
@@ -415,10 +426,19 @@ class PlanMaker:
         else:
             goal = {"time_ratio": config.time_ratio}
         counts = (self._samples, len(active), small_workers, [large[w] for w in active], models)
-        rules = replace(self._rules, **goal)
-        if measured:
-            return plan_with_fallback(*counts, rules)
-        return plan_dual_batch(*counts, rules), None
+        try:
+            return plan_dual_batch(*counts, replace(self._rules, clamp=not measured, **goal)), None
+        except NoPlanError as error:
+            if not measured:
+                raise
+            smallest = min(counts[3])
+            batch = min(max(config.min_batch_size, smallest // 8), smallest)
+            rules = replace(self._rules, min_batch_size=1, small_batch_size=batch)
+            plan = plan_dual_batch(*counts, rules)
+            return plan, (
+                f"the measured step times admit no plan: {error}; going on with small batches of "
+                f"{batch}, which makes the time ratio {plan.time_ratio:.3f}"
+            )
 
     def _first_sizes(self, resolution: int) -> np.ndarray:
         """Return the sizes of joint steps: by hand, or such that planned workers end together."""
@@ -437,7 +457,6 @@ class PlanMaker:
         return balanced_sizes(total, model, limits, self.least)
 
     def _total(self, resolution: int) -> int:
-        """Return the samples of a joint step."""
         large = self._known.large_batch_sizes[resolution]
         return (
             sum(self._by_hand.get(resolution, ())) or self._config.global_batch_size or sum(large)

@@ -265,7 +265,6 @@ def left_of_epochs(ahead: Iterable[RoundAhead], sampler: TurnSampler) -> dict[in
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """Return ranges in order, touching ones joined."""
     joined: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         if joined and joined[-1][1] == begin:

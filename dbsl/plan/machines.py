@@ -27,7 +27,7 @@ _LOWEST = 1e-3
 
 
 @dataclass(frozen=True)
-class Workers:
+class KnownWorkers:
     """What the workers can do, by resolution, one entry per worker."""
 
     models: dict[int, TimeModel]  # of arrays [n]
@@ -40,7 +40,7 @@ class Workers:
 
 
 @dataclass(frozen=True)
-class Machines:
+class TimedWorkers:
     """Every worker's time model and largest batch."""
 
     model: TimeModel  # of arrays [n]
@@ -51,7 +51,7 @@ class Machines:
         workers: int,
         large_batch_size: int | Sequence[int] | np.ndarray,
         time_model: TimeModel | Sequence[TimeModel],
-    ) -> Machines:
+    ) -> TimedWorkers:
         """Return the machines of `workers` workers from one value for all, or one for each."""
         if workers < 1:
             raise SettingError(f"workers must be at least 1, got {workers}")
@@ -63,7 +63,7 @@ class Machines:
                 )
         if limits.min() < 1:
             raise SettingError(f"large_batch_size must be at least 1, got {limits.min()}")
-        return Machines(TimeModel.of(time_model, workers), np.broadcast_to(limits, workers))
+        return TimedWorkers(TimeModel.of(time_model, workers), np.broadcast_to(limits, workers))
 
     @property
     def equal(self) -> bool:

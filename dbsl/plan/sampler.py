@@ -80,17 +80,10 @@ class EpochSampler:
     most one: a leftover batch of a sample or two, on which batch norm and the learning rate would
     be wrong, does not occur, and nothing is dropped.
 
-    Args:
-        shares: Samples per worker and epoch, each at least `rounds`; where the epoch has begun
-            with other shares, of its remainder, which may be too few for that.
-        rounds: Rounds per epoch, or those that are left.
-        seed: The run's seed, from which the epoch's order is drawn.
-        first_round: Rounds of the epoch that are over.
-        start: Samples of the epoch that they took.
-        least: Samples of a batch at least: 2 where a model cannot train on one.
-        left: Remainder of the epoch, as places in its order, if that is not all from `start` on.
-        repeats: Copies of each sample in an epoch.
-        blocks: Draw the epoch's order; None: any order is as likely as another.
+    `shares` are samples per worker and epoch, each at least `rounds`, and `least` is a batch's
+    fewest samples. Of an epoch that has begun, its `first_round` rounds have taken `start` samples;
+    `shares` and `rounds` are those that are left, as places in its order if not all from `start`
+    on. `blocks` draw the order; None: any is as likely as another.
     """
 
     def __init__(
@@ -173,15 +166,11 @@ class StepSampler:
     on which batch norm and the learning rate are wrong. Which samples a global batch has does not
     depend on the sizes of the parts, which may change from step to step.
 
-    Args:
-        samples: Training samples, at least B.
-        global_batch_size: B, samples per step over all workers at most.
-        seed: As for `EpochSampler`, like `repeats` and `blocks`; None: samples keep their order.
-        drop_last: Steps have B samples each, and the leftover of an epoch is not trained on.
-        least: Samples that a part has at least, unless it is empty.
-        whole: Steps have B samples each but the last, as torch's `BatchSampler` cuts them. Where
-            the leftover is less than `whole` samples, the last two steps share what they have.
-        start: Samples of the epoch that are trained on already; with `whole` alone.
+    With `drop_last` steps have B samples each, and the leftover of an epoch is not trained on. A
+    part has at least `least` samples, unless it is empty. With `whole` steps have B samples each
+    but the last, as torch's `BatchSampler` cuts them, from the sample `start` on; where the
+    leftover is less than `whole` samples, the last two steps share what they have. With no `seed`
+    samples keep their order.
     """
 
     def __init__(

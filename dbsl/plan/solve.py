@@ -16,15 +16,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from dbsl.base.errors import SettingError
 from dbsl.config.complete import says_unlike
-from dbsl.config.settings import Rounding, UpdateFactor
+from dbsl.config.settings import Rounding, RunConfig, UpdateFactor
 from dbsl.plan.machines import (
-    Machines,
+    TimedWorkers,
     bounded_split,
     largest_remainder,
     split_batch,
@@ -92,18 +92,10 @@ def plan_dual_batch(
     f, a + b/x is max(a + b/x, f/x).
 
     A batch size that meets a bound stays there, and samples move so that all still finish together;
-    `Plan.notes` says so.
-
-    Args:
-        samples: Training samples per epoch, d.
-        workers: Number of workers, n.
-        small_workers: Workers on the small batch, n_S, in [0, workers]; they are the first.
-        large_batch_size: Samples per step of a large worker, B_L, and the most that a small one may
-            take; one for all or one for each.
-        time_model: Step time, one for all or one for each worker.
-        rules: What is aimed at, and bounds.
+    `Plan.notes` says so. Of the n workers the first `small_workers`, n_S, are small. B_L, which no
+    small batch exceeds, and the time model are one for all or one for each.
     """
-    machines = Machines.of(workers, large_batch_size, time_model)
+    machines = TimedWorkers.of(workers, large_batch_size, time_model)
     return _DualBatch(machines, samples, small_workers, rules).plan()
 
 
@@ -111,7 +103,7 @@ def plan_dual_batch(
 class _DualBatch:
     """An epoch to be planned, and what is to be said of its plan."""
 
-    machines: Machines
+    machines: TimedWorkers
     samples: int
     small_workers: int
     rules: PlanRules
@@ -138,13 +130,8 @@ class _DualBatch:
             )
 
     def plan(self) -> Plan:
-        machines, samples, rules, rounds = (
-            self.machines,
-            self.samples,
-            self.rules,
-            self.rules.rounds,
-        )
-        limits = machines.limits
+        machines, samples, rules = self.machines, self.samples, self.rules
+        limits, rounds = machines.limits, rules.rounds
         batch, published, ratio = rules.small_batch_size, None, 1.0
         if self.small_workers and batch is None:
             ratio = self._wanted_ratio()
@@ -176,7 +163,7 @@ class _DualBatch:
             all_large_time_s=machines.epoch_time(samples, rounds, fastest, limits),
             # As a launcher plans that knows a single batch size.
             equal_batch_time_s=machines.epoch_time(samples, rounds, alike, limits.min()),
-            workers=_rows(sizes, shares, steps, weights, times, shares / speeds, self._is_small),
+            workers=rows_of(sizes, shares, steps, weights, times, shares / speeds, self._is_small),
             notes=tuple(self.notes),
             small_batch_size=batch if self.small_workers else None,
             **terms,
@@ -402,55 +389,26 @@ def merge_weights(parts: np.ndarray, rule: UpdateFactor) -> np.ndarray:
     return {"data": parts, "sqrt": np.sqrt(parts), "none": np.ones_like(parts)}[rule]
 
 
-def _rows(*columns: np.ndarray) -> tuple[WorkerPlan, ...]:
+def rows_of(*columns: np.ndarray) -> tuple[WorkerPlan, ...]:
     """Return the workers' plans from the columns of their fields, each [n]."""
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return tuple(itertools.starmap(WorkerPlan, rows))
-
-
-def plan_with_fallback(
-    samples: int,
-    workers: int,
-    small_workers: int,
-    large_batch_size: int | Sequence[int],
-    time_model: TimeModel | Sequence[TimeModel],
-    rules: PlanRules,
-) -> tuple[Plan, str | None]:
-    """Plan by a *measured* time model, to which it is no error that it admits no plan.
-
-    Noise may leave a measurement without a small batch. B_S is then max(min_batch_size, B_L/8), and
-    the workers' samples still balance the measured times. Returns the plan and, where it fell back,
-    a line that says so.
-    """
-    counts = (samples, workers, small_workers, large_batch_size, time_model)
-    try:
-        return plan_dual_batch(*counts, replace(rules, clamp=False)), None
-    except NoPlanError as error:
-        smallest = int(np.min(large_batch_size))
-        batch = min(max(rules.min_batch_size, smallest // 8), smallest)
-        goal = {"time_ratio": None, "small_share": None, "small_batch_size": batch}
-        plan = plan_dual_batch(*counts, replace(rules, min_batch_size=1, **goal))
-        return plan, (
-            f"the measured step times admit no plan: {error}; going on with small batches of "
-            f"{batch}, which makes the time ratio {plan.time_ratio:.3f}"
-        )
 
 
 def plan_steps(
     samples: int,
     sizes: Sequence[int] | np.ndarray,
     time_models: TimeModel | Sequence[TimeModel],
-    *,
-    drop_last: bool = False,
-    least: int = 1,
+    rules: PlanRules = _ANY,
 ) -> Plan:
     """Plan an epoch of joint steps in which worker i takes `sizes[i]` samples of each, b_i >= 1.
 
     Their sum is the global batch B. All workers take the same number of steps, the fewest that an
     epoch needs. Sizes of steps differ by at most one and are split in the same proportions (see
     `StepSampler`), in parts of at least `least` samples or none. With `drop_last` only whole global
-    batches are trained on.
+    batches are trained on. Of the rules these two count here.
     """
+    least, drop_last = rules.least, rules.drop_last
     sizes = np.asarray(sizes, dtype=np.int64)
     if len(sizes) != len(time_models):
         raise SettingError(
@@ -473,13 +431,13 @@ def plan_steps(
     model, all_steps = TimeModel.of(time_models, len(sizes)), np.full(len(sizes), steps)
     times, weights = model.time(shares, steps), sizes / global_batch_size
     equal = largest_remainder(np.ones(len(sizes)), int(shares.sum()))
-    equal_s = float(model.time(equal, steps).max())
+    equal_s, small = float(model.time(equal, steps).max()), np.zeros(len(sizes), bool)
     return Plan(
         samples=int(shares.sum()),
         time_ratio=float(times.max()) / equal_s,
         all_large_time_s=equal_s,
         equal_batch_time_s=equal_s,
-        workers=_rows(sizes, shares, all_steps, weights, times, times, np.zeros(len(sizes), bool)),
+        workers=rows_of(sizes, shares, all_steps, weights, times, times, small),
         global_batch_size=global_batch_size,
     )
 
@@ -499,56 +457,19 @@ def check_parts(
         )
 
 
-def with_proportions(
-    samples: int,
-    plan: Plan,
-    proportions: np.ndarray,
-    time_models: TimeModel | Sequence[TimeModel],
-    limits: np.ndarray,
-    rules: PlanRules,
-) -> Plan:
-    """Return a planned plan with parts in other proportions: of the global batch, or of the epoch.
-
-    Parts sum exactly to what they are of, stay within `limits` and above 0, parts of a global
-    batch at `min_batch_size` or above. In a plan of rounds each worker keeps its planned batch
-    size, unless it has fewer samples in a round; merge weights follow the shares.
-    """
-    workers = len(limits)
-    if plan.global_batch_size is not None:
-        lowest = np.minimum(rules.lowest(plan.global_batch_size, workers), limits)
-        sizes = bounded_split(plan.global_batch_size, proportions, lowest, limits)
-        return plan_steps(samples, sizes, time_models, drop_last=rules.drop_last, least=rules.least)
-    lowest = min(rules.rounds * rules.least, plan.samples // workers)
-    shares = bounded_split(plan.samples, proportions, lowest, plan.samples)
-    sizes = np.minimum([w.local_batch_size for w in plan.workers], shares // rules.rounds)
-    steps = steps_in_shares(shares, sizes, rules.rounds)
-    model = Machines.of(workers, sizes, time_models).model
-    weights = merge_weights(shares / shares.max(), rules.factor)
-    times, simplified_s = model.time(shares, steps), shares * model.sample_time(sizes)
-    small = np.array([worker.small for worker in plan.workers])
-    rows = _rows(sizes, shares, steps, weights, times, simplified_s, small)
-    return replace(plan, workers=rows)
-
-
-def count_workers(
-    processes: int,
-    *,
-    workers: int | None = None,
-    small_ratio: float = 0.0,
-    small_workers: int | None = None,
-    local_batch_sizes: Sequence[int] | None = None,
-    dedicated_server: bool = False,
-) -> tuple[int, int]:
+def count_workers(config: RunConfig, processes: int) -> tuple[int, int]:
     """Return the number of workers and of small workers among them.
 
     One process holds all workers; of several, each is one, but for a dedicated server. Unless told
     otherwise one process has 4 workers where something is said of unlike ones, else 1: on equal
     samples several workers cost accuracy. A ratio above 0 makes at least one small worker.
     """
+    workers, small_workers = config.workers, config.small_workers
+    small_ratio, dedicated_server = config.small_ratio, config.dedicated_server
     if processes == 1:
         if dedicated_server:
             raise SettingError("dedicated_server must have at least 2 processes, got 1")
-        unlike = says_unlike(small_ratio, small_workers, local_batch_sizes)
+        unlike = says_unlike(small_ratio, small_workers, config.local_batch_sizes)
         total = workers if workers is not None else 4 if unlike else 1
     else:
         total = processes - dedicated_server

@@ -72,14 +72,9 @@ def make_stages(
     A span of epochs is shared equally by the resolutions, low to high; where it does not divide,
     the higher ones get the extra epochs, and a span too short for all drops the lowest.
 
-    Args:
-        epochs: At least 1.
-        resolutions: Image sides in pixels, strictly ascending; `fixed` uses the last alone.
-        schedule: Where the resolution climbs: in every stage, once per run, or not at all.
-        dropout: One probability per resolution, or a single one for all.
-        learning_rate: In the first stage.
-        milestones: Epochs, strictly ascending inside (0, epochs), at which a new stage starts.
-        gamma: Factor on the learning rate at each milestone.
+    `resolutions` are image sides in pixels, strictly ascending, of which `fixed` uses the last.
+    `dropout` is one probability per resolution, or one for all. At each of the `milestones`, epochs
+    in (0, epochs) that ascend, a new stage starts, and `gamma` multiplies the learning rate.
     """
     check_resolutions(resolutions)
     if epochs < 1:

@@ -252,7 +252,7 @@ class EpochEnd:
 
 
 @dataclass(frozen=True)
-class Restart:
+class Handover:
     """State that other workers, or workers with other plans, take over from those before."""
 
     weights: Any = field(repr=False)  # the global weights: a tensor

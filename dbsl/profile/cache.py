@@ -59,18 +59,9 @@ class Profiler:
         self._open()
 
     def _open(self) -> None:
-        """Find what is kept of the setup."""
         self.path = self.file or cache_file(self.spec.setup)
         skip = self.refresh and not self.file
         self._known = {} if skip else _read(self.path, self.spec.setup, strict=bool(self.file))
-
-    @property
-    def again(self) -> str:
-        """What to do, in words, about step times that are no good."""
-        if self.file:
-            return f"measure {self.file} again on a quiet machine (python -m dbsl.profile)"
-        how = "--profile-refresh --profile-seconds 30" if self.rough else "the next run"
-        return f"{how} measures again (on a quiet machine)"
 
     def in_micro_batches(self, most: int | None) -> Profiler:
         """Return a profiler of steps in micro-batches of at most so many samples; None: whole."""
@@ -174,7 +165,6 @@ class Profiler:
         )
 
     def _all(self, here: bool) -> bool:
-        """Whether a condition holds in every process."""
         failing = torch.tensor([0 if here else 1], device=self._accelerator.device)
         return self._accelerator.reduce(failing).item() == 0
 

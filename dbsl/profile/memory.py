@@ -182,7 +182,6 @@ def is_short_of_memory(error: RuntimeError) -> bool:
 
 
 def _container_limit() -> float:
-    """Return the memory limit of this process's control group, or infinity."""
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):
             return float(Path(name).read_text())

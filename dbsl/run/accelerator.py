@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -26,21 +27,25 @@ from dbsl.cluster.wire import wait_for_all
 from dbsl.config.settings import Precision
 
 # What `accelerate launch` can be asked for and is not done as it means it: what its processes then
-# have in their environment, its name, and the way here.
+# have in their environment, the values there that ask for it, its name, and the way here.
+_ON, _NOT_ONE = "(?!(0|no|false)?$).*", "(?!(0|no|false|1|auto)?$).*"
 _WHOLE_MODEL = (
     "every worker holds the whole model, and --micro-batch-size lowers the memory of a step"
 )
+_ON_DEVICE = "a worker is a process on a GPU or a CPU"
+_STEPS = "use --micro-batch-size, the samples at once"
 _NOT_HERE = (
-    ("ACCELERATE_USE_FSDP", "FSDP", _WHOLE_MODEL),
-    ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed", _WHOLE_MODEL),
-    ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM", _WHOLE_MODEL),
-    ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism config", _WHOLE_MODEL),
-    ("ACCELERATE_IN_TPU_POD", "TPUs", "a worker is a process on a GPU or a CPU"),
-    ("ACCELERATE_DYNAMO_BACKEND", "torch.compile (dynamo_backend)", "use --compile"),
+    ("ACCELERATE_USE_FSDP", _ON, "FSDP", _WHOLE_MODEL),
+    ("ACCELERATE_USE_DEEPSPEED", _ON, "DeepSpeed", _WHOLE_MODEL),
+    ("ACCELERATE_USE_MEGATRON_LM", _ON, "Megatron-LM", _WHOLE_MODEL),
+    ("ACCELERATE_USE_PARALLELISM_CONFIG", _ON, "a parallelism config", _WHOLE_MODEL),
+    ("ACCELERATE_IN_TPU_POD", _ON, "TPUs", _ON_DEVICE),
+    ("PJRT_DEVICE", "tpu", "TPUs", _ON_DEVICE),
+    ("ACCELERATE_DYNAMO_BACKEND", _ON, "torch.compile (dynamo_backend)", "use --compile"),
+    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", _NOT_ONE, "{} gradient accumulation steps", _STEPS),
+    ("ACCELERATE_MIXED_PRECISION", "fp8", "mixed_precision fp8", "use bf16 or fp16"),
 )
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_OFF = ("", "0", "no", "false")
-_FLOAT32 = {True: "TF32", False: "float32"}
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 # Names in torch.cpu.get_capabilities(): x86, x86, Arm, Arm. AVX-512 without bf16 would convert.
 _BF16_CPUS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
@@ -105,12 +110,10 @@ def first_on_node(accelerator: Accelerator) -> Iterator[None]:
 
 
 def nodes_of(accelerator: Accelerator) -> tuple[int, ...]:
-    """Return the number of each process's node, from 0 (a collective).
-
-    Launchers number the processes node by node. The first of a node has local rank 0.
-    """
+    """Return the number of each process's node, from 0 (a collective)."""
     if accelerator.num_processes == 1:
         return (0,)
+    # Launchers number the processes node by node.
     first = _of_all(accelerator.local_process_index == 0, accelerator)
     return tuple(node - 1 for node in itertools.accumulate(first))
 
@@ -131,11 +134,7 @@ def _of_all(value: int, accelerator: Accelerator) -> list[int]:
 def start_joining_accelerator(
     rank: int, processes: int, precision: Literal["no", "bf16", "fp16"]
 ) -> Accelerator:
-    """Return the Accelerator of a process that joins a running job: it has nobody to meet.
-
-    It goes by the rank that it was launched with, and what all processes would do together it does
-    alone.
-    """
+    """Return the Accelerator of a process that joins a running job: it has nobody to meet."""
     cpu = _set_up_process()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if not cpu and torch.cuda.is_available():
@@ -166,22 +165,13 @@ def check_launcher() -> None:
     Its answers reach a process by the environment. One that nobody reads would be overridden
     without a word.
     """
-    found = [
-        (what, way) for name, what, way in _NOT_HERE if os.environ.get(name, "").lower() not in _OFF
-    ]
-    if os.environ.get("PJRT_DEVICE", "").upper() == "TPU":
-        found.append(("TPUs", "a worker is a process on a GPU or a CPU"))
-    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "").lower()
-    if steps not in (*_OFF, "1", "auto"):
-        found.append(
-            (f"{steps} gradient accumulation steps", "use --micro-batch-size, the samples at once")
-        )
-    if os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower() == "fp8":
-        found.append(("mixed_precision fp8", "use bf16 or fp16"))
-    for what, way in found:
-        raise SettingError(
-            f"accelerate launch must not ask for {what} (see accelerate config): {way}"
-        )
+    for name, asks, what, way in _NOT_HERE:
+        value = os.environ.get(name, "").lower()
+        if re.fullmatch(asks, value):
+            raise SettingError(
+                f"accelerate launch must not ask for {what.format(value)} (see accelerate config): "
+                f"{way}"
+            )
 
 
 def describe_precision(accelerator: Accelerator) -> str:
@@ -189,8 +179,8 @@ def describe_precision(accelerator: Accelerator) -> str:
     precision = str(accelerator.mixed_precision)
     if precision != "no" or accelerator.device.type != "cuda":
         return precision
-    convolutions = _FLOAT32[torch.backends.cudnn.allow_tf32]
-    products = _FLOAT32[torch.backends.cuda.matmul.allow_tf32]
+    backends = torch.backends.cudnn, torch.backends.cuda.matmul
+    convolutions, products = ("TF32" if each.allow_tf32 else "float32" for each in backends)
     return f"no (convolutions in {convolutions}, matrix products in {products})"
 
 

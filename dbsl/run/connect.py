@@ -15,11 +15,11 @@ from accelerate import Accelerator
 from dbsl.base.errors import SettingError, one_of_several
 from dbsl.cluster.alive import ControlGroup, Heartbeats
 from dbsl.cluster.barrier import BarrierCluster
+from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.gradients import GradientServer
 from dbsl.cluster.joint import JointCluster
 from dbsl.cluster.launch import Door, RunningJob
 from dbsl.cluster.merges import MergeRule, choose_rule
-from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.serving import through_server
 from dbsl.cluster.simulated import SimulatedCluster
@@ -52,9 +52,8 @@ def connect(
 ) -> tuple[Cluster, Stepper]:
     """Build this process's cluster (how weights move) and stepper (what a step is).
 
-    From here on the model's state is one vector, which is what workers push and pull. Into a
-    running job the process is taken in here. `sums` are those of the code (`Code`), which one that
-    joins later must have.
+    From here on the model's state is one vector, which workers push and pull. `sums` are those of
+    the code (`Code`), which a process that joins later must have.
     """
     config = run.config
     if merge is not None:
@@ -81,7 +80,6 @@ def connect(
         "workers": workers,
         "outgoing": stepper.vector if config.push == "gradients" else None,
         "control": control,
-        "figures": run.figures,
     }
     if config.sync == "step":
         times = SimulatedTimes(run) if alone else None
@@ -91,7 +89,8 @@ def connect(
         return SimulatedCluster(weights, server, times=SimulatedTimes(run), **common), stepper
     common["wire"] = wire
     if meets:
-        common |= {"at_server": config.merge == "delta", "gathers": merge is not None}
+        at_server = config.merge not in (None, "mean")  # the sum of all ranks is the mean alone
+        common |= {"at_server": at_server, "gathers": merge is not None}
         return BarrierCluster(weights, server, **common), stepper
     common["timeout_s"] = timeout_s
     if job is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Generic
+from typing import Any, Generic
 
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -14,9 +14,6 @@ from dbsl.data.sources import Source, TrainingData, as_source
 from dbsl.loss import check_free
 from dbsl.plan.sampler import evaluation_batch_size, evaluation_batches
 from dbsl.run.training import ConfigT
-
-if TYPE_CHECKING:  # which is built on this
-    from dbsl.run.session import Session
 
 # Names of further results, the fields of which an evaluation has.
 OF_EVALUATIONS = ("ema", "top5", "train")
@@ -73,31 +70,42 @@ def further_sets(row: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     }
 
 
-@dataclass(frozen=True)
 class EvaluationSession(Generic[ConfigT]):
     """As much of a `Session` as an evaluation needs."""
 
-    config: ConfigT
-    accelerator: Accelerator
-    data: TrainingData
-    model: nn.Module  # with its weights, on its device
-    side: int  # of images, pixels
-    also: Mapping[str, Source] = field(default_factory=dict)  # further evaluation sets, by name
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes."""
-        return self.data.num_classes
-
-    @property
-    def shares_evaluation(self) -> bool:
-        """Whether all processes evaluate, each its part of the images."""
-        return self.accelerator.num_processes > 1
+    def __init__(
+        self,
+        config: ConfigT,
+        accelerator: Accelerator,
+        data: TrainingData,
+        model: nn.Module,
+        side: int,
+        also: Mapping[str, Source],
+    ) -> None:
+        self.config, self.accelerator, self.data = config, accelerator, data
+        self.model = model  # with its weights, on its device; nothing is wrapped around it
+        self.side = side  # of images, pixels
+        self.also = also  # further evaluation sets, by name: `open_session(evaluate_also=...)`
+        self.num_classes = data.num_classes
+        kind = accelerator.device.type
+        self.batch_size = evaluation_batch_size(config.eval_batch_size, kind, 0)
+        # Whether all processes evaluate at a time, each its part of the images.
+        self.shares_evaluation = accelerator.num_processes > 1
 
     def evaluation_images(self, source: Any = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return this process's batches; see `Session.evaluation_images`."""
-        own, kind = self.config.eval_batch_size, self.accelerator.device.type
-        return evaluation_images(self, self.data, source, evaluation_batch_size(own, kind, 0))
+        """Return batches of images [B, 3, R, R] and labels [B], of the evaluation images if unset.
+
+        Where processes evaluate together, they are this process's part. A source may be a map-style
+        dataset of (input tensor, label), too, or data with evaluation samples.
+        """
+        source = self.data.evaluation if source is None else source
+        source = as_source(source, self.data, self.side, "source")
+        ranks = (self.accelerator.process_index, self.accelerator.num_processes)
+        parts = evaluation_batches(
+            len(source), self.batch_size, *(ranks if self.shares_evaluation else ())
+        )
+        transform = self.data.transform(self.side, "none", self.config.seed)  # nothing at random
+        return source.batches(parts, transform)
 
     def tell(self, result: Evaluation, further: Mapping[str, Evaluation]) -> None:
         """Print each result in a line, on the main process."""
@@ -112,16 +120,3 @@ class EvaluationSession(Generic[ConfigT]):
                 f"{name}: accuracy {100 * other.accuracy:.2f} %, loss {short_loss(other.loss)}, "
                 f"{other.samples} {self.data.unit}s{more_in_words(other)}"
             )
-
-
-def evaluation_images(
-    session: EvaluationSession | Session, data: TrainingData, source: Any, batch_size: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return a source's batches in order; where processes share them, this process's part."""
-    accelerator = session.accelerator
-    source = data.evaluation if source is None else source
-    source = as_source(source, data, session.side, "source")
-    shared = session.shares_evaluation
-    ranks = (accelerator.process_index, accelerator.num_processes) if shared else ()
-    transform = data.transform(session.side, "none", session.config.seed)  # nothing at random
-    return source.batches(evaluation_batches(len(source), batch_size, *ranks), transform)

@@ -90,10 +90,9 @@ class RunFolder:
     def write_settings(
         self, given: Any, resolved: Mapping[str, Any], plans: Mapping[int, Plan], code: Code
     ) -> None:
-        """Write ``config.yaml``, as given and as found out, ``plan.json``, and the code.
+        """Write ``config.yaml``, as given and as found out, ``plan.json`` and the code.
 
-        On the main process. ``config.yaml`` leaves the folder's name out: read back, it repeats the
-        run elsewhere.
+        ``config.yaml`` leaves the folder's name out: read back, it repeats the run elsewhere.
         """
         if self._lock is None:
             return
@@ -193,16 +192,6 @@ def settings_in(folder: Path) -> dict[str, Any]:
     """Return the settings of a run by its config.yaml, with what it found out."""
     given = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     return given | given.pop(RESOLVED, {})
-
-
-def check_metrics(path: Path, keep_bytes: int) -> None:
-    """Raise ``SettingError`` unless metrics.jsonl has the bytes that a run goes on behind."""
-    size = path.stat().st_size if path.exists() else 0
-    if size < keep_bytes:
-        raise SettingError(
-            f"metrics.jsonl must have the {keep_bytes} bytes it had at the checkpoint, "
-            f"got {size} in {path}"
-        )
 
 
 # --- the code
@@ -343,36 +332,26 @@ def check_alike(config: RunConfig, code: Code, state: PartialState) -> None:
     """
     if state.num_processes == 1:
         return
-    own = _described(config, code)
-    first = json.loads(share_from(0, json.dumps(own), state.device))
-    found = _difference(first, own, f"rank {state.process_index}")
-    flag = torch.tensor(found is not None, device=state.device).int()
-    flags = [torch.empty_like(flag) for _ in range(state.num_processes)]
-    dist.all_gather(flags, flag)
-    if others := [rank for rank, differs in enumerate(flags) if differs]:
-        raise SettingError(share_from(others[0], found or "", state.device))
-
-
-def _difference(first: Mapping[str, Any], own: Mapping[str, Any], here: str) -> str | None:
-    """Return in one line what is not the same as on rank 0; None: nothing."""
-    before, now = first["settings"], own["settings"]
-    names = [name for name, value in now.items() if before.get(name) != value]
+    # What each node has by its own cores is left out: it decides on no exchange.
+    of_node = with_role(type(config), Role.NODE)
+    now = {n: as_given(v) for n, v in asdict(config).items() if n not in of_node}
+    if config.mixed_precision == "auto":
+        now["mixed_precision"] = launched_precision() or "auto"
+    now["the script"] = code.script
+    first = share_from(0, json.dumps([now, dict(code.sums)]), state.device)
+    (before, sums), here = json.loads(first), f"rank {state.process_index}"
+    names, found = [name for name, value in now.items() if before.get(name) != value], ""
     if names:
         what, *rest = names
         more = f" (also different: {', '.join(rest)})" if rest else ""
-        return (
+        found = (
             f"{what} must be the same in all processes, got {before.get(what) or 'none'} on "
             f"rank 0, {now[what] or 'none'} on {here}{more}"
         )
-    if files := unlike(first["code"], own["code"]):
-        return f"code must be the same in all processes, got another {files} on {here} than rank 0"
-    return None
-
-
-def _described(config: RunConfig, code: Code) -> dict[str, Any]:
-    # What each node has by its own cores is left out: it decides on no exchange.
-    of_node = with_role(type(config), Role.NODE)
-    settings = {n: as_given(v) for n, v in asdict(config).items() if n not in of_node}
-    if config.mixed_precision == "auto":
-        settings["mixed_precision"] = launched_precision() or "auto"
-    return {"settings": settings | {"the script": code.script}, "code": dict(code.sums)}
+    elif files := unlike(sums, code.sums):
+        found = f"code must be the same in all processes, got another {files} on {here} than rank 0"
+    flag = torch.tensor(bool(found), device=state.device).int()
+    flags = [torch.empty_like(flag) for _ in range(state.num_processes)]
+    dist.all_gather(flags, flag)
+    if others := [rank for rank, differs in enumerate(flags) if differs]:
+        raise SettingError(share_from(others[0], found, state.device))

@@ -39,7 +39,8 @@ from dbsl.model import (
 from dbsl.optimizer import build_optimizer, join_optimizers, keep_ratios
 from dbsl.plan.follow import PlanMaker, Planner
 from dbsl.plan.ledger import Members, TurnSampler
-from dbsl.plan.machines import Workers
+from dbsl.plan.machines import KnownWorkers
+from dbsl.plan.sampler import Order
 from dbsl.plan.solve import check_parts, count_workers
 from dbsl.plan.stages import (
     Stage,
@@ -203,7 +204,6 @@ class Replaced:
 
 
 def _named(given: RunConfig, setting: str, name: str, void: tuple[str, ...]) -> RunConfig:
-    """Return the settings with a name; refuse another one, and settings without a meaning."""
     defaults = {field.name: field.default for field in fields(given)}
     own = f"with your own {'data' if setting == 'dataset' else setting}"
     for other in void:
@@ -246,7 +246,6 @@ def prepare(
     also = replaced.further_sources(config, data, accelerator)
     if model.input_statistics:  # what its weights were trained with
         data = data.normalised_as(model.input_statistics)
-    samples = len(data.train)
 
     def found(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Figures]:
         with accelerator.autocast():  # `config` as it is at the call: complete, once it trains
@@ -262,18 +261,17 @@ def prepare(
     build = replaced.optimizer and partial(replaced.build_optimizer, config)
     known, config = know_workers(config, model, data, accelerator, loss_of, build)
     give_back(accelerator.device)  # what measuring took
-    maker = PlanMaker(config, known, samples, least)
-    plans = _first_plans(config, maker, known, samples, accelerator)
-    config = replace(config, small_batch_size=maker.small_batch_size())
     blocks = getattr(data.train, "blocks", None)  # your own data may not know of them
-    sampler = TurnSampler(config, samples, rounds_of_epoch(plans, config), least, blocks)
+    config, plans, planner, sampler = plan_run(
+        *(config, known, stages, len(data.train), least), blocks=blocks, say=accelerator.print
+    )
     return Run(
         config=config,
         data=data,
         stages=stages,
         model=model,
         plans=plans,
-        planner=make_planner(maker, known, plans, stages, sampler),
+        planner=planner,
         known=known,
         sampler=sampler,
         machine=machine,
@@ -290,16 +288,8 @@ def prepare(
 
 
 def _count_workers(config: ConfigT, accelerator: Accelerator) -> ConfigT:
-    """Return the config with its workers, small ones among them; refuse what they cannot do."""
     processes, device = accelerator.num_processes, accelerator.device.type
-    workers, small_workers = count_workers(
-        processes,
-        workers=config.workers,
-        small_ratio=config.small_ratio,
-        small_workers=config.small_workers,
-        local_batch_sizes=config.local_batch_sizes,
-        dedicated_server=config.dedicated_server,
-    )
+    workers, small_workers = count_workers(config, processes)
     if config.wire != "float32" and processes == 1:
         raise SettingError(
             f"wire must be float32 in one process, where nothing is sent, got {config.wire}"
@@ -315,7 +305,6 @@ def _count_workers(config: ConfigT, accelerator: Accelerator) -> ConfigT:
 def _make_stages(
     config: ConfigT, data: TrainingData, accelerator: Accelerator
 ) -> tuple[ConfigT, tuple[Stage, ...]]:
-    """Return the config with its schedule complete, and the stages."""
     asked_for = config.resolutions is not None and "resolutions" not in config.resolved
     milestones, warmup = config.lr_milestones, config.warmup_epochs
     config = replace(
@@ -375,7 +364,6 @@ def _build_model(
 
 
 def _check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
-    """Refuse data without `least` samples for each worker in each round."""
     samples = len(data.train)
     rounds = 1 if takes_joint_steps(config) else config.rounds_per_epoch
     needed = config.workers * rounds * least
@@ -388,27 +376,48 @@ def _check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
         )
 
 
-def _first_plans(
-    config: RunConfig, maker: PlanMaker, known: Workers, samples: int, accelerator: Accelerator
-) -> dict[int, Plan]:
-    """Return the plan that each resolution starts with."""
+def plan_run(
+    config: ConfigT,
+    known: KnownWorkers,
+    stages: Sequence[Stage],
+    samples: int,
+    least: int,
+    *,
+    blocks: Order | None,
+    say: Callable[[str], object],
+) -> tuple[ConfigT, dict[int, Plan], Planner, TurnSampler]:
+    """Return the config with its small batches, the first plan by resolution, and what follows it.
+
+    `least` is the fewest samples that the model trains on, `blocks` draws the order of epochs.
+    """
     sizes = [size for row in (known.micro_batch_sizes or {}).values() for size in row]
-    if sizes and min(sizes) < maker.least:
+    if sizes and min(sizes) < least:
         raise SettingError(
-            f"micro_batch_size must be at least {maker.least}, since batch norm sees one value a "
+            f"micro_batch_size must be at least {least}, since batch norm sees one value a "
             f"channel of a single sample, got {min(sizes)}"
         )
-    plans = {r: maker.first(r, accelerator.print) for r in config.resolutions}
+    maker = PlanMaker(config, known, samples, least)
+    plans = {r: with_notes(maker.first(r, say), known, r) for r in config.resolutions}
     for plan in plans.values() if config.sync_batch_norm else ():
-        check_parts(
-            *(samples, plan.global_batch_size, config.workers),
-            least=maker.least,
-            drop_last=config.drop_last,
-        )
-    return {resolution: with_notes(plan, known, resolution) for resolution, plan in plans.items()}
+        parts = (samples, plan.global_batch_size, config.workers)
+        check_parts(*parts, least=least, drop_last=config.drop_last)
+    rounds = _rounds_of_epoch(plans, config)
+    config = replace(config, small_batch_size=maker.small_batch_size())
+    sampler = TurnSampler(config, samples, rounds, least, blocks)
+    planner = Planner(
+        plans,
+        lambda epoch: stage_at(stages, epoch).resolution,
+        known.models,
+        members=Members(config.workers, rounds),
+        balance=config.balance,
+        every=config.balance_every or rounds,
+        maker=maker,
+        sampler=sampler,
+    )
+    return config, plans, planner, sampler
 
 
-def rounds_of_epoch(plans: Mapping[int, Plan], config: RunConfig) -> int:
+def _rounds_of_epoch(plans: Mapping[int, Plan], config: RunConfig) -> int:
     """Return the rounds of an epoch: as configured, or a round for each push of gradients."""
     steps = {p.workers[0].steps for p in plans.values() if p.global_batch_size is not None}
     if config.push != "gradients":
@@ -438,27 +447,6 @@ def _make_mixing(config: RunConfig, data: TrainingData) -> Mixing | None:
             )
     kept = {"num_classes": data.num_classes, "seed": config.seed, **config.mixing}
     return Mixing(config.mixup, config.cutmix, **kept)
-
-
-def make_planner(
-    maker: PlanMaker,
-    known: Workers,
-    plans: Mapping[int, Plan],
-    stages: Sequence[Stage],
-    sampler: TurnSampler,
-) -> Planner:
-    """Return what gives each epoch its plan, of a run with these plans at the start."""
-    config = sampler.config
-    return Planner(
-        plans,
-        lambda epoch: stage_at(stages, epoch).resolution,
-        known.models,
-        members=Members(config.workers, sampler.rounds),
-        balance=config.balance,
-        every=config.balance_every or sampler.rounds,
-        maker=maker,
-        sampler=sampler,
-    )
 
 
 # --- evaluation alone
@@ -516,9 +504,8 @@ def _check_names(model: nn.Module, data: TrainingData, name: str, accelerator: A
     """
     trained = model.pretrained_cfg.get("label_names")
     given = getattr(data, "class_names", ())  # your own data may have none
-    if not isinstance(trained, list | tuple) or len(trained) != len(given):
-        return
-    unlike = [n for n, (a, b) in enumerate(zip(trained, given, strict=True)) if a != b]
+    known = isinstance(trained, list | tuple) and len(trained) == len(given)
+    unlike = [n for n in range(len(given)) if known and trained[n] != given[n]]
     if not unlike:
         return
     first = unlike[0]

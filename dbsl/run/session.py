@@ -5,27 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from dbsl.base.seeds import stream_seed
-from dbsl.cluster.protocol import Cluster
+from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.steps import ComputeTimer, Stepper
 from dbsl.cluster.weights import uncompiled
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import meets_at_server
-from dbsl.data.sources import Source
 from dbsl.loss import Figures, scalars
 from dbsl.model import save_model, set_dropout, set_training
 from dbsl.plan.sampler import Part, Step
-from dbsl.plan.stages import Stage, resets_momentum
+from dbsl.plan.stages import Stage, batch_scaling, resets_momentum
 from dbsl.plan.types import (
     BAD_LOSS,
     BAD_WEIGHTS,
@@ -37,7 +36,7 @@ from dbsl.plan.types import (
     StepLine,
     Turn,
 )
-from dbsl.run.evaluation import evaluation_images
+from dbsl.run.evaluation import EvaluationSession
 from dbsl.run.stopping import Stopping, Stopwatch
 from dbsl.run.training import ConfigT, Run
 
@@ -78,12 +77,8 @@ class Progress:
         """Begin a round: the last one was pushed."""
         self.__init__()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` goes on from."""
-        return asdict(self)
-
-    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Go on from what `state_dict` returned."""
+    def load(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Go on from what `asdict` returned."""
         self.__init__(**state)
         self.sums = {worker: sums.to(device) for worker, sums in self.sums.items()}
 
@@ -136,64 +131,40 @@ def make_reports(
     return reports
 
 
-@dataclass
-class Session(Generic[ConfigT]):
+class Session(EvaluationSession[ConfigT]):
     """A run under way in this process."""
 
-    run: Run[ConfigT]  # what it trains with: config, data, model, stages, plans
-    folder: Path
-    accelerator: Accelerator
-    cluster: Cluster  # how the weights of this process's workers meet those of the others
-    stepper: Stepper  # what an optimizer step is
-    stopping: Stopping  # whether the run is to stop
-    stopwatch: Stopwatch
-    meter: StepMeter  # lines of `log_every`
-    progress: Progress = field(default_factory=Progress)
-    log: RunLog = field(init=False)  # metrics, lines, trackers
-    checkpointer: Checkpointer = field(init=False)
-    finishing: bool = False  # this process wishes that the run ends early, by `finish`
-    finishes_next: bool = False  # all processes know that the next epoch's end is the last
+    log: RunLog  # metrics, lines, trackers
+    checkpointer: Checkpointer
+    finishing = False  # this process wishes that the run ends early, by `finish`
+    finishes_next = False  # all processes know that the next epoch's end is the last
 
-    @property
-    def config(self) -> ConfigT:
-        """The run's settings, complete."""
-        return self.run.config
-
-    @property
-    def model(self) -> nn.Module:
-        """The model, with nothing wrapped around it."""
-        return self.run.model
-
-    @property
-    def waits_for_evaluation(self) -> bool:
-        """Whether nobody trains while there is an evaluation."""
-        return self.accelerator.num_processes == 1 or self.shares_evaluation
-
-    @property
-    def shares_evaluation(self) -> bool:
-        """Whether all processes evaluate at a time, each its part of the images."""
-        return self.accelerator.num_processes > 1 and not meets_at_server(self.config.sync)
-
-    @property
-    def also(self) -> Mapping[str, Source]:
-        """Further evaluation sets, by name: `open_session(evaluate_also=...)`."""
-        return self.run.also
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes."""
-        return self.run.data.num_classes
-
-    @property
-    def side(self) -> int:
-        """Image side of evaluations, pixels."""
-        return self.run.config.resolutions[-1]
+    def __init__(
+        self,
+        run: Run[ConfigT],
+        folder: Path,
+        accelerator: Accelerator,
+        cluster: Cluster,
+        stepper: Stepper,
+        stopping: Stopping,
+        stopwatch: Stopwatch,
+        meter: StepMeter,
+    ) -> None:
+        side = run.config.resolutions[-1]
+        super().__init__(run.config, accelerator, run.data, run.model, side, run.also)
+        self.run, self.folder = run, folder
+        self.cluster = cluster  # how the weights of this process's workers meet the others'
+        self.stepper = stepper  # what an optimizer step is
+        self.stopping, self.stopwatch, self.meter = stopping, stopwatch, meter
+        self.progress = Progress()
+        self.batch_size = run.evaluation_batch
+        self.shares_evaluation &= not meets_at_server(self.config.sync)
 
     def start_training(self) -> None:
         """Have ready what the first batches need, and begin to count the time of training."""
-        sources = [self.run.data.train] * bool(self.cluster.workers)
+        sources = [self.data.train] * bool(self.cluster.workers)
         evaluates = self.accelerator.is_main_process or self.shares_evaluation
-        sources += [self.run.data.evaluation, *self.also.values()] if evaluates else []
+        sources += [self.data.evaluation, *self.also.values()] if evaluates else []
         for source in sources:
             if start := getattr(source, "start", None):  # your own data may not know of it
                 start()
@@ -204,7 +175,7 @@ class Session(Generic[ConfigT]):
     def save_model(self, name: str) -> None:
         """Write the model's weights as they are now into the run folder, on the main process."""
         if self.accelerator.is_main_process:
-            save_model(self.model, self.folder, self.side, self.run.data, name=name)
+            save_model(self.model, self.folder, self.side, self.data, name=name)
 
     def finish(self) -> None:
         """End the run with this epoch; to be called before `checkpointer.after_epoch`.
@@ -221,7 +192,8 @@ class Session(Generic[ConfigT]):
 
     def train_time_s(self, end: EpochEnd) -> float:
         """Return the seconds of training up to an epoch's end."""
-        return self.stopwatch.train_s(end.ended_at, without_evaluation=self.waits_for_evaluation)
+        waits = self.accelerator.num_processes == 1 or self.shares_evaluation  # nobody trains then
+        return self.stopwatch.train_s(end.ended_at, without_evaluation=waits)
 
     @contextmanager
     def round(self, turn: Turn) -> Iterator[Work]:
@@ -266,12 +238,8 @@ class Session(Generic[ConfigT]):
             yield spent
 
     def evaluation_images(self, source: Any = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return batches of images [B, 3, R, R] and labels [B], of the evaluation images if unset.
-
-        Where processes evaluate together, they are this process's part. A source may be a map-style
-        dataset of (input tensor, label), too, or data with evaluation samples.
-        """
-        yield from evaluation_images(self, self.run.data, source, self.run.evaluation_batch)
+        """Yield batches; see `EvaluationSession.evaluation_images`."""
+        yield from super().evaluation_images(source)
         if self.shares_evaluation:  # what they found is added up next
             self.cluster.control.enter()
 
@@ -286,7 +254,11 @@ class Work:
         self._left = self._all[session.progress.steps :]
         parts = [part for step in self._left for part in run.micro_parts(step, stage.resolution)]
         self._batches = run.batches(parts, stage.resolution, turn.epoch)
-        self.lr_factor = run.rate_factor(segment, turn)  # by the worker's batch (`--lr-scaling`)
+        self.lr_factor = 1.0  # by the worker's batch (`--lr-scaling`); joint steps have one for all
+        if (plan := segment.plan).global_batch_size is None:
+            sizes = [worker.local_batch_size for worker in plan.workers]
+            share = sizes[turn.workers[0]] / (plan.large_batch_size or max(sizes))
+            self.lr_factor = batch_scaling(run.config.lr_scaling, share)
         self._zeros = torch.zeros(1 + len(run.figures), device=session.accelerator.device)
 
     @property
@@ -295,8 +267,8 @@ class Work:
         return self._session.progress.steps == len(self._all)
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps that are left."""
-        yield from self._left
+        """Return the steps that are left."""
+        return iter(self._left)
 
     def parts(self, step: Step) -> Iterator[tuple[Part, Tensor, Tensor]]:
         """Yield a step's parts with their images [B, 3, R, R] and labels, [B] or shares [B, C].

@@ -134,10 +134,7 @@ class Stopwatch:
         return spent
 
     def train_s(self, moment: float, *, without_evaluation: bool) -> float:
-        """Return the seconds of training up to a moment, by time.perf_counter().
-
-        Evaluation is left out where it held the workers up.
-        """
+        """Return the seconds of training up to a moment of time.perf_counter()."""
         spent = self._earlier_loop_s + moment - self._loop_began
         return spent - (self.eval_s if without_evaluation else 0.0)
 

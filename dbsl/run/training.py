@@ -18,9 +18,9 @@ from dbsl.data.sources import Source, TrainingData
 from dbsl.loss import LossOf
 from dbsl.plan.follow import Planner
 from dbsl.plan.ledger import TurnSampler
-from dbsl.plan.machines import Workers
+from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.sampler import Part, Step, evaluation_batch_size, micro_parts
-from dbsl.plan.stages import Stage, batch_scaling, stage_at
+from dbsl.plan.stages import Stage, stage_at
 from dbsl.plan.types import Plan, Segment, Turn
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)  # a script's own config
@@ -36,7 +36,7 @@ class Run(Generic[ConfigT]):
     model: nn.Module  # on its device; nothing is wrapped around it
     plans: dict[int, Plan]  # at the start, by resolution
     planner: Planner
-    known: Workers  # what the workers can do
+    known: KnownWorkers  # what the workers can do
     sampler: TurnSampler
     machine: Machine  # how the workers' machines and network differ from that
     mixing: Mixing | None  # mixes images and labels of a batch
@@ -54,13 +54,6 @@ class Run(Generic[ConfigT]):
     def rounds(self) -> int:
         """Rounds per epoch; where gradients are pushed, pushes."""
         return self.sampler.rounds
-
-    @property
-    def worker_nodes(self) -> tuple[int, ...]:
-        """The node of each worker, from 0."""
-        several = len(self.nodes) > 1  # processes, of which the last ones have the workers
-        workers = self.config.workers
-        return self.nodes[-workers:] if several else (0,) * workers
 
     @cached_property
     def transforms(self) -> dict[int, Any]:
@@ -122,15 +115,6 @@ class Run(Generic[ConfigT]):
         batches = self.data.train.batches(indices, self.transforms[resolution], epoch)
         return self.mixing.mixed(batches, parts, epoch) if self.mixing else batches
 
-    def rate_factor(self, segment: Segment, turn: Turn) -> float:
-        """Return the factor on the learning rate of a turn's worker, by its batch size."""
-        plan = segment.plan
-        if plan.global_batch_size is not None:
-            return 1.0  # a joint step has one batch for all
-        sizes = [worker.local_batch_size for worker in plan.workers]
-        large = plan.large_batch_size or max(sizes)
-        return batch_scaling(self.config.lr_scaling, sizes[turn.workers[0]] / large)
-
     def batch_sizes(self, workers: Sequence[int]) -> dict[int, set[int]]:
         """Return the sizes of these workers' batches at the start, by resolution."""
         sizes: dict[int, set[int]] = {}
@@ -161,13 +145,11 @@ class SimulatedTimes:
         compute_s, _ = self.computed(worker, epoch, round_)
         return compute_s, self.run.machine.exchange_s(self, worker, epoch, round_)
 
-    def computed(
-        self, worker: int, epoch: int, round_: int, segment: Segment | None = None
-    ) -> tuple[float, int]:
+    def computed(self, worker: int, epoch: int, round_: int) -> tuple[float, int]:
         """Return the seconds that a worker's round takes to compute, and its steps."""
         run = self.run
         turn = Turn((worker,), epoch, round_)
-        steps = run.sampler.steps(segment or run.planner.at(epoch, round_), turn)
+        steps = run.sampler.steps(run.planner.at(epoch, round_), turn)
         samples = sum(len(part.indices) for step in steps for part in step.parts)
         model = run.known.models[run.stage_at(epoch).resolution][worker]
         seconds = (

@@ -21,7 +21,7 @@ from dbsl.config.settings import RunConfig, takes_joint_steps
 from dbsl.data.sources import TrainingData
 from dbsl.loss import LossOf, digest_of
 from dbsl.optimizer import BuildOptimizer
-from dbsl.plan.machines import Workers
+from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.types import TimeModel
 from dbsl.profile.cache import Profiler
 from dbsl.profile.memory import GIB, is_short_of_memory
@@ -33,15 +33,6 @@ _SAME_MACHINE = 0.10  # relative difference of step times up to which workers co
 _SECONDS, _SECONDS_OF_ONE = 30.0, 3.0  # to measure for; what one worker alone predicts is rough
 _OF_MODELS = ("slope", "intercept", "floor")
 T = TypeVar("T")
-
-
-def default_large_batch_size(round_samples: int) -> int:
-    """Return the power of two in [16, 128] nearest to a tenth of a round, at most all of it.
-
-    Many fewer than ten steps a round would leave a small data set with next to no updates.
-    """
-    power = 2 ** round(math.log2(max(1, round_samples / 10)))
-    return max(1, min(max(_SMALLEST_AUTO, power), 128, round_samples))
 
 
 def largest_auto_batch(round_samples: int) -> int:
@@ -59,13 +50,16 @@ def know_workers(
     accelerator: Accelerator,
     loss_of: LossOf,
     build_optimizer: BuildOptimizer | None = None,
-) -> tuple[Workers, RunConfig]:
+) -> tuple[KnownWorkers, RunConfig]:
     """Return what the workers can do, measuring what is not given, and the config with it."""
     resolutions, joint = config.resolutions, takes_joint_steps(config)
     share = max(1, len(data.train) // config.workers // config.rounds_per_epoch)
     auto, measured = config.large_batch_size == "auto", config.slope is None
     given = _by_worker(config, "large_batch_size", None if auto else config.large_batch_size)
-    large = [[size or default_large_batch_size(share) for size in row] for row in given]
+    # The power of two nearest to a tenth of a round: many fewer than ten steps a round would leave
+    # a small data set with next to no updates.
+    usual = min(max(_SMALLEST_AUTO, 2 ** round(math.log2(max(1, share / 10)))), 128, share)
+    large = [[size or usual for size in row] for row in given]
     _check_large_batches(config, large, data, alike=accelerator.num_processes == 1 and measured)
     # Joint steps shift samples between workers, and none may be given more than it can hold.
     # With micro-batches any batch fits.
@@ -95,7 +89,7 @@ def know_workers(
     def by_resolution(rows: Sequence | None) -> dict | None:
         return rows and dict(zip(resolutions, rows, strict=True))
 
-    known = Workers(
+    known = KnownWorkers(
         models=by_resolution(models),
         large_batch_sizes=by_resolution(large),
         limits=by_resolution([None if row is None else np.array(row) for row in limits]),
@@ -107,17 +101,12 @@ def know_workers(
 
 
 def _by_worker(config: RunConfig, name: str, values: Sequence[T] | None) -> list[list[T]]:
-    """Return a setting's values as [resolution][worker]."""
     return for_workers(name, values, config.resolutions, config.workers)
 
 
 def _check_large_batches(
     config: RunConfig, large: list[list[int]], data: TrainingData, *, alike: bool
 ) -> None:
-    """Refuse batches, [resolution][worker], that no plan can have, before anything is measured.
-
-    `alike` says that all workers have the same step times.
-    """
     if config.large_batch_size in (None, "auto") or config.local_batch_sizes:
         return
     samples, rounds = len(data.train), config.rounds_per_epoch
@@ -140,7 +129,6 @@ def _check_large_batches(
 
 
 def _given_models(config: RunConfig) -> list[TimeModel]:
-    """Return time models as they are given, one of all workers for each resolution."""
     given = (config.slope, config.intercept, config.floor or (0.0,))
     columns = (_by_worker(config, *column) for column in zip(_OF_MODELS, given, strict=True))
     return [TimeModel(*map(np.array, rows)) for rows in zip(*columns, strict=True)]
@@ -152,7 +140,6 @@ def _with_known(
     large: list[list[int]],
     micro: list[list[int]] | None,
 ) -> RunConfig:
-    """Return the config with what the workers can do; what said how to find it is unset."""
     # For joint steps a large batch would be a limit that nobody set.
     keeps_large = config.large_batch_size is not None or not takes_joint_steps(config)
     slope, intercept, floor = (
@@ -241,11 +228,18 @@ class Measurements:
     def _limit_bytes(self) -> float | None:
         return self.config.memory_limit and self.config.memory_limit * GIB
 
+    @property
+    def _here(self) -> Sequence[int]:
+        """The workers of this process; a dedicated server measures as the first does."""
+        if self.accelerator.num_processes == 1:
+            return range(self.config.workers)
+        return (max(0, self.accelerator.process_index - self.config.dedicated_server),)
+
     def largest_batches(self, most: Sequence[int], **words: str) -> list[list[int]]:
         """Return the largest batches that fit into memory, at most these: [resolution][worker]."""
         find, limit = self.profiler.largest_batch, self._limit_bytes
         found = [
-            find(resolution, limit_bytes=limit, at_most=at_most, **words)
+            [find(resolution, limit_bytes=limit, at_most=at_most, **words)] * len(self._here)
             for resolution, at_most in zip(self.config.resolutions, most, strict=True)
         ]
         return [[int(size) for size in row] for row in self._of_all(found)]
@@ -260,18 +254,21 @@ class Measurements:
         config, measured, fits = self.config, [], []
         for number, resolution in enumerate(config.resolutions):
             largest, profiles = max(large[number]), {}
-            at_once = [None] * len(large[number])
+            at_once = [None] * len(self._here)
             if micro is not None:
                 largest = max(largest, _largest_of(config, large[number], number))
-                at_once = [most if most < largest else None for most in micro[number]]
-            at_once = [at_once[worker] for worker in self._workers_here()]
+                sizes = (micro[number][worker] for worker in self._here)
+                at_once = [size if size < largest else None for size in sizes]
             for most in dict.fromkeys(at_once):
                 profiles[most] = profile = self._profile(resolution, largest, most)
                 self.accelerator.print(profile.describe(note=self._on_bad_fit(profile)))
             measured.append([profiles[most] for most in at_once])
             memory = profiles[None].memory if None in profiles else None
-            fits.append(memory.fits(self._limit_bytes) if memory else -1)
-        columns = (self._of_all_workers(measured, name) for name in _OF_MODELS)
+            fits.append([memory.fits(self._limit_bytes) if memory else -1] * len(self._here))
+        columns = (
+            self._of_all([[getattr(profile, name) for profile in row] for row in measured])
+            for name in _OF_MODELS
+        )
         models = [
             _equal_but_for_noise(TimeModel(*map(np.array, rows)), min(row))
             for *rows, row in zip(*columns, large, strict=True)
@@ -281,7 +278,6 @@ class Measurements:
         ]
 
     def _profile(self, resolution: int, largest: int, most: int | None) -> StepProfile:
-        """Return the profile of a resolution; where a batch does not fit, say what to set."""
         try:
             return self.profiler.in_micro_batches(most).profile(resolution, largest)
         except RuntimeError as error:
@@ -293,34 +289,21 @@ class Measurements:
         )
 
     def _on_bad_fit(self, profile: StepProfile) -> str:
-        """Return what to say of a line, here or in another process, that misses measured times."""
         errors = torch.tensor([profile.largest_error], device=self.accelerator.device)
         worst = self.accelerator.gather(errors).max().item()
         if worst <= BAD_FIT:
             return ""
         where = "" if profile.misses else f" in another process (largest error {worst:.1%})"
-        return f"; a bad fit{where}: predictions may be far off, {self.profiler.again}"
+        return f"; a bad fit{where}: predictions may be far off (--profile-refresh measures again)"
 
-    def _workers_here(self) -> Sequence[int]:
-        """Return the workers of this process; a dedicated server measures as the first does."""
-        if self.accelerator.num_processes == 1:
-            return range(self.config.workers)
-        return (max(0, self.accelerator.process_index - self.config.dedicated_server),)
-
-    def _of_all_workers(self, measured: list[list[StepProfile]], name: str) -> list[list[float]]:
-        """Return a number of the profiles of the workers here, as those of all workers."""
-        values = [[getattr(profile, name) for profile in row] for row in measured]
-        alone = self.accelerator.num_processes == 1
-        return values if alone else self._of_all([row[0] for row in values])
-
-    def _of_all(self, values: Sequence[float]) -> list[list[float]]:
-        """Return this process's values, one per resolution, as [resolution][worker] of all."""
+    def _of_all(self, values: list[list[float]]) -> list[list[float]]:
+        """Return values of the workers here, [resolution][worker], as those of all workers."""
         workers, accelerator = self.config.workers, self.accelerator
-        if accelerator.num_processes == 1:  # all workers are simulated on this device
-            return [[value] * workers for value in values]
+        if accelerator.num_processes == 1:
+            return values
         here = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
         # A dedicated server, rank 0, has no worker.
-        rows = accelerator.gather(here[None])[-workers:]
+        rows = accelerator.gather(here.T.contiguous())[-workers:]
         if len(rows) < workers:  # there is nobody to gather from
             raise SettingError(
                 "a process that joins a running job must find all that the job has measured in "
@@ -330,10 +313,7 @@ class Measurements:
 
 
 def _largest_of(config: RunConfig, row: Sequence[int], number: int) -> int:
-    """Return the most that a worker may have in a step at the resolution of this number.
-
-    `row` is the large batches of the workers there.
-    """
+    """Return the most that a worker may have in a step; `row`: the large batches at resolution."""
     if sizes := config.local_batch_sizes:
         if len(sizes) == config.workers:  # they hold for all resolutions
             sizes = sizes * len(config.resolutions)

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import threads_of_process
-from dbsl.config.fields import in_range
+from dbsl.config.fields import Count, Positive, Within, check_fields
 from dbsl.config.parse import parse_flags
 from dbsl.config.settings import ClipMode, Precision, check_resolutions
 from dbsl.model import build_model
@@ -23,6 +24,7 @@ from dbsl.profile.timing import NO_OPTIMIZER, Setup, StepSpec
 from dbsl.run.accelerator import start_accelerator
 
 _TIMEOUT_S = 1800.0  # for other processes
+_Two = Annotated[int, Within(2)]
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,9 @@ class _Arguments:
     """Measure step time and memory on this machine; lists take commas or spaces."""
 
     model: str = "resnet18"  # timm name of the model
-    num_classes: int = 100  # outputs of the classifier
+    num_classes: Count = 100  # outputs of the classifier
     resolutions: tuple[int, ...] = (24, 32)  # image sides in pixels, ascending
-    large_batch_size: int = 128  # largest batch to measure
+    large_batch_size: _Two = 128  # largest batch to measure
     # name in timm.optim, as in train.py; none: no optimizer, for workers that push gradients
     optimizer: str = "sgd"
     # momentum of the optimizer; only whether it is 0 changes the step
@@ -41,31 +43,25 @@ class _Arguments:
     weight_decay: float = 5e-4
     clip_mode: ClipMode | None = None  # measure steps that clip gradients so; unset: they do not
     # samples that are computed at once at most; unset: whole batches
-    micro_batch_size: int | None = None
+    micro_batch_size: _Two | None = None
     held_out: tuple[int, ...] = ()  # batch sizes to measure but leave out of the fit, as a check
     # precision of forward passes; auto: bf16 where the device computes it natively, else no
     mixed_precision: Precision = "auto"
     compile: bool = False  # measure the model as torch.compile makes it
     cpu_threads: int | None = None  # threads of torch; unset: all cores, or OMP_NUM_THREADS
-    profile_seconds: float = 30.0  # seconds to measure for, all resolutions together
+    profile_seconds: Positive = 30.0  # seconds to measure for, all resolutions together
     profile_refresh: bool = False  # measure even if the cache has the times
-    memory_limit: float | None = None  # GiB that a step may use; unset: what is free
+    memory_limit: Positive | None = None  # GiB that a step may use; unset: what is free
     output: Path | None = None  # file to write the profile to, for train.py --profile
     json: bool = False  # print JSON instead of lines
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_resolutions(self.resolutions)
-        in_range("num_classes", self.num_classes, 1)
-        in_range("large_batch_size", self.large_batch_size, 2)
-        in_range("profile_seconds", self.profile_seconds, 0, open_low=True)
         if self.optimizer != NO_OPTIMIZER:
             check_optimizer(self.optimizer)
-        if self.micro_batch_size is not None:
-            in_range("micro_batch_size", self.micro_batch_size, 2)
-        if self.memory_limit is not None:
-            in_range("memory_limit", self.memory_limit, 0, open_low=True)
-        for size in self.held_out:
-            in_range("held_out", size, 2, self.large_batch_size)
+        if self.held_out:
+            Within(2, self.large_batch_size).check("held_out", self.held_out)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

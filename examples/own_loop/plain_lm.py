@@ -64,6 +64,7 @@ def train(local_batch_sizes, epochs=3):
             ahead = None if following is None else tokens(following)
             loss = parallel(**batch).loss
             (loss * dbsl.mean_scale(tokens(batch), ahead=ahead)).backward()
+            sampler.scale(len(batch["labels"]))  # counts the batch: tokens give its weight
             optimizer.step()
             optimizer.zero_grad()
             batch = following

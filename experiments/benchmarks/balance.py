@@ -19,7 +19,7 @@ import numpy as np
 from dbsl.config.settings import Balance, RunConfig
 from dbsl.extras.emulate import Emulation, parse_disturb
 from dbsl.plan.follow import PlanMaker, Planner
-from dbsl.plan.machines import Workers
+from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.types import RoundReport, TimeModel
 
 SAMPLES, PER_WORKER = 50_000, 128
@@ -39,7 +39,7 @@ def make_planner(workers: int, balance: Balance) -> Planner:
         min_batch_size=1,
     )
     models = {32: TimeModel.of(PLANNED, workers)}
-    known = Workers(models, {32: [PER_WORKER] * workers}, {32: None}, measured=False)
+    known = KnownWorkers(models, {32: [PER_WORKER] * workers}, {32: None}, measured=False)
     maker = PlanMaker(config, known, SAMPLES, least=1)
     plans = {32: maker.first(32, print)}
     return Planner(plans, lambda epoch: 32, models, balance=balance, maker=maker)

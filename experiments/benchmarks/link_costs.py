@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dbsl.cluster.weights import FlatWeights
-from dbsl.extras.emulate import Link
+from dbsl.extras.emulate import EmulatedLink
 from dbsl.model import build_model
 from dbsl.plan.solve import PlanRules, plan_dual_batch, plan_steps
 from dbsl.plan.types import TimeModel
@@ -70,11 +70,11 @@ def bytes_of(name: str, classes: int, side: int) -> tuple[int, int]:
 
 
 def _joint_s(gbps: float | None, size: float) -> float:
-    return Link(gbps).joint_step_s(size, WORKERS, 0.0) if gbps else 0.0
+    return EmulatedLink(gbps).joint_step_s(size, WORKERS, 0.0) if gbps else 0.0
 
 
 def _merge_s(gbps: float | None, size: float) -> float:
-    return Link(gbps).barrier_s(size, WORKERS, at_server=False) if gbps else 0.0
+    return EmulatedLink(gbps).barrier_s(size, WORKERS, at_server=False) if gbps else 0.0
 
 
 def _row(model: str, arm: str, seconds: list[float]) -> dict[str, str]:

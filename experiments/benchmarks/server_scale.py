@@ -28,8 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.merges import ratio
-from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.serving import through_server
 from dbsl.cluster.weights import FlatWeights

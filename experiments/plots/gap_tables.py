@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from dbsl.tools.compare.statistics import Interval, holm, interval
+from dbsl.tools.compare.statistics import Estimate, holm, interval
 from experiments.plots.rows import RESULTS, Rows, read, with_interval
 
 ARMS = {  # those of experiments/configs/gap, and what they are
@@ -69,7 +69,7 @@ HYPOTHESES = (
 )
 
 
-def tested(accuracy: Mapping[str, Mapping[int, float]]) -> list[tuple[Hypothesis, Interval, float]]:
+def tested(accuracy: Mapping[str, Mapping[int, float]]) -> list[tuple[Hypothesis, Estimate, float]]:
     """Return each hypothesis that two or more seeds tell of, its difference in points, and its p.
 
     The interval is that of the difference; p is that it is the margin, by a two-sided t-test, after

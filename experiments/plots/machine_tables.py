@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from decimal import Decimal
 
-from dbsl.extras.emulate import Link
+from dbsl.extras.emulate import EmulatedLink
 from experiments.benchmarks.demos import hybrid
 from experiments.plots.rows import RESULTS, fixed, read, with_interval
 
@@ -168,7 +168,7 @@ def server_limits(up: str) -> list[str]:
         cpu_s = max(float(row["server_cpu_s"]) for row in own)
         cells = [_in_millions(own[0]), f"{size / 1e6:.1f}", f"{1000 * merge_s:.2g}"]
         cells.append(f"{1000 * cpu_s:.2g}")
-        costs = (cpu_s, Link(10.0).message_s(size), Link(1.0).message_s(size))
+        costs = (cpu_s, EmulatedLink(10.0).message_s(size), EmulatedLink(1.0).message_s(size))
         cells += [f"{int(_ROUND_S / cost):,}" for cost in costs]
         lines.append(f"| {' | '.join(cells)} |")
     return lines

@@ -10,7 +10,7 @@ from PIL import Image
 
 import train
 from dbsl.config.parse import parse_config, parse_flags, read_settings
-from tests.helpers import ROOT, slow
+from tests.helpers import ROOT, short, summary_of
 
 CONFIGS = sorted(
     path.relative_to(ROOT)
@@ -44,7 +44,7 @@ def shrunk(config, tmp_path):
         "dataset": "digits",
         "image_column": None,
         "label_column": None,
-        "train_samples": 80,
+        "train_samples": 160,
         "eval_samples": 10,
         "eval_train": False,
         "model": "test_vit" if vit else "test_resnet",
@@ -91,14 +91,14 @@ def test_config_parses_and_sets_something(path):
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=[slow] * (not in_short_set(path))) for path in CONFIGS],
+    short(CONFIGS, *filter(in_short_set, CONFIGS)),
     ids=str,
 )
 def test_config_trains_a_few_steps(tmp_path, path):
     config = parse_config(train.Config, ["--config", str(ROOT / path)])
     train.main(shrunk(config, tmp_path))
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["samples_seen"] == 80 * summary["epochs"]
+    summary = summary_of(tmp_path / "run")
+    assert summary["samples_seen"] == 160 * summary["epochs"]
     if config.small_workers is not None:
         assert summary["small_workers"] == config.small_workers
     assert summary["sync"] == config.sync
@@ -140,10 +140,7 @@ def test_a_base_is_read_first_from_beside_its_file(tmp_path):
     ("first", "message"),
     [
         ("epocs: 3\n", "config must set what --help lists, such as epochs, got epocs in {}"),
-        (
-            "img_size: 3\n",
-            "config must set .* lists, got img_size in {}, which is --resolutions here",
-        ),
+        ("img_size: 3\n", "config must set .* got img_size in {}, which is --resolutions here"),
         ("base: nowhere.yaml\n", "config must be a readable YAML file, got .*nowhere.yaml"),
         ("base: second.yaml\n", "base must not lead back to its own file, got .*second.yaml"),
     ],

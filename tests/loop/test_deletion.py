@@ -18,6 +18,15 @@ FIRST = {name: value for name, value in TINY.items() if name != "report_to"} | {
     "large_batch_size": 3,
     "mixed_precision": "no",
 }
+# Each tool prints its help, in one process.
+HELP = """
+import contextlib, runpy, sys
+
+sys.argv[1:] = ["--help"]
+for tool in ("compare", "plan", "predict", "profile", "report", "study"):
+    with contextlib.suppress(SystemExit):
+        runpy.run_module(f"dbsl.{tool}", run_name="__main__", alter_sys=True)
+"""
 CORE = ("tests/unit/plan/test_stages.py", "tests/unit/cluster/test_server.py")
 
 
@@ -40,10 +49,12 @@ def test_a_checkout_without_an_extra_trains_and_names_the_file_that_a_flag_needs
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("train.py", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
-    if deleted != "charts.py":
-        shutil.rmtree(folder / "dbsl/tools")
     gone = folder / "dbsl/extras" / ("" if deleted == "all" else deleted)
     shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    helped = run(folder, "-c", HELP)
+    assert (helped.returncode, helped.stdout.count("usage: ")) == (0, 6), helped.stderr
+    if deleted != "charts.py":
+        shutil.rmtree(folder / "dbsl/tools")
     for flag in hooks._SETTINGS.get("hub.py" if deleted == "all" else deleted, ())[:1]:
         refused = run(folder, "train.py", f"--{flag.replace('_', '-')}", "1")
         (line,) = refused.stderr.strip().splitlines()

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from helpers import TINY, run, start_ranks, wait_all
 from safetensors.torch import load_file, save_file
 from torch.utils.data import TensorDataset
 
 from dbsl.checkpoint.disk import read_manifest, write_manifest
 from dbsl.data.sources import TensorData
 from dbsl.open import open_session
+from tests.helpers import TINY, run, start_ranks, summary_of, wait_all
 from train import Config, evaluate, loss_function, main, train
 
 
@@ -22,7 +22,7 @@ def finished(tmp_path_factory):
     """A run with a part of the training images held out."""
     folder = tmp_path_factory.mktemp("runs") / "first"
     run(folder, holdout=0.2, train_samples=40, epochs=2, checkpoint_every=1)
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = summary_of(folder)
     accuracy, loss = 100 * summary["final_accuracy"], summary["final_loss"]
     top5 = 100 * summary["final_top5_accuracy"]
     line = f"accuracy {accuracy:.2f} %, top-5 {top5:.2f} %, loss {loss:.3f}, 20 images"
@@ -91,9 +91,7 @@ def test_several_processes_share_the_images_and_print_one_line(finished, capfd):
         ({"resume": "", "model": "local-dir:x"}, "model must be left out with resume and eval_on"),
     ],
 )
-def test_an_evaluation_that_makes_no_sense_is_refused_in_one_line(
-    finished, settings, message, capsys
-):
+def test_an_evaluation_that_makes_no_sense_is_refused(finished, settings, message, capsys):
     if "resume" in settings:
         settings = {**settings, "resume": str(finished.folder)}
     with pytest.raises(ValueError, match=message):
@@ -114,7 +112,7 @@ def test_data_of_other_classes_than_the_weights_are_refused(finished, tmp_path, 
 
 
 @pytest.mark.parametrize("renamed", [True, False])
-def test_classes_of_other_names_are_told_and_of_another_order_refused(
+def test_other_names_of_classes_are_told_and_another_order_refused(
     finished, tmp_path, capsys, renamed
 ):
     path = shutil.copytree(finished.folder, tmp_path / "model")
@@ -139,14 +137,13 @@ def test_a_model_and_data_of_ones_own_are_evaluated_with_the_weights_of_their_ru
     sets = [TensorDataset(torch.randn(n, 4), torch.arange(n) % 2) for n in (30, 10)]
     own = {"data": TensorData(*sets, num_classes=2), "model": lambda: torch.nn.Linear(4, 2)}
     settings = {"epochs": 1, "slope": (0.001,), "intercept": (0.01,), "report_to": "none"}
-    folder = tmp_path / "run"
-    with open_session(
-        Config(output_dir=str(folder), cpu_threads=1, **settings), loss_function, **own
-    ) as session:
+    folder = str(tmp_path / "run")
+    config = Config(output_dir=folder, cpu_threads=1, **settings)
+    with open_session(config, loss_function, **own) as session:
         train(session)
-    found = json.loads((folder / "summary.json").read_text())
+    found = summary_of(tmp_path / "run")
     AcceleratorState._reset_state(True)
-    config = Config(resume=str(folder), eval_only=True, **settings)
+    config = Config(resume=folder, eval_only=True, **settings)
     with open_session(config, loss_function, **own) as session:
         result = evaluate(session)
     assert (result.accuracy, result.samples) == (found["final_accuracy"], 10)

@@ -1,7 +1,6 @@
 """What goes wrong in a run ends in one line, and costs nothing that was good."""
 
 import errno
-import json
 import time
 
 import numpy as np
@@ -10,26 +9,22 @@ import torch
 from safetensors.torch import load_file
 
 from dbsl.base.errors import SaveError, SyncError, one_line_errors
-from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.disk import checkpoints_in
 from dbsl.plan.machines import check_global_batch
 from experiments.benchmarks import fuzz
-from tests.helpers import slow
+from tests.helpers import each_step, rows, short, slow, summary_of
 from tests.loop.test_resume import MODES, ONE_SIDE, ROUNDS, run
 
 SHORT = {**ONE_SIDE, "epochs": 2, "lr_milestones": ()}
 
 
-@pytest.mark.parametrize(
-    "mode", ["bsp", pytest.param("asp", marks=slow), "step", pytest.param("gradients", marks=slow)]
-)
+@pytest.mark.parametrize("mode", short(["bsp", "asp", "step", "gradients"], "bsp", "step"))
 def test_rounds_that_are_not_finite_are_refused_and_too_many_stop_the_run(tmp_path, mode):
     bad = {"lr": 1e15, "warmup_epochs": 0, "epochs": 9, "lr_milestones": (8,), "max_bad_rounds": 3}
     with pytest.raises(ValueError, match=r"max_bad_rounds must be at least the \d+ rounds .*got 3"):
         run(tmp_path / "run", **{**MODES[mode], **ONE_SIDE, **bad})
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     if mode != "gradients":  # whose rounds are recorded by epoch
-        assert sum(row.get("refused", False) for row in rows if row["event"] == "round") > 3
+        assert sum(row.get("refused", False) for row in rows(tmp_path / "run", "round")) > 3
     for folder in checkpoints_in(tmp_path / "run"):
         state = load_file(folder / "model.safetensors")
         assert all(value.isfinite().all() for value in state.values() if value.is_floating_point())
@@ -44,18 +39,17 @@ def test_rounds_that_are_not_finite_are_refused_and_too_many_stop_the_run(tmp_pa
     ],
 )
 def test_one_bad_round_among_good_ones_is_told_at_once_and_does_not_stop_the_run(
-    tmp_path, monkeypatch, capsys, mode, said
+    tmp_path, capsys, mode, said
 ):
-    after_step, count = Checkpointer.after_step, iter(range(10**6))
+    first = iter([float("nan")])
 
-    def poisoned(self, *, round_over):
-        if round_over and next(count) == 0:
-            self._cluster.outgoing[0] = float("nan")
-        after_step(self, round_over=round_over)
+    def poison(saver, round_over):
+        if round_over:
+            saver._cluster.outgoing[0] = next(first, saver._cluster.outgoing[0])
 
-    monkeypatch.setattr(Checkpointer, "after_step", poisoned)
-    run(tmp_path / "run", **{**MODES[mode], **SHORT})
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    with each_step(poison):
+        run(tmp_path / "run", **{**MODES[mode], **SHORT})
+    summary = summary_of(tmp_path / "run")
     assert summary["refused_rounds"] == 1
     assert np.isfinite(summary["final_loss"])
     lines = capsys.readouterr().out.splitlines()

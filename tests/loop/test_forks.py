@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -33,9 +32,8 @@ from dbsl.optimizer import join_optimizers, load_optimizer
 from dbsl.plan.types import EpochEnd, Turn
 from dbsl.run.evaluation import Evaluation
 from tests import helpers
-from tests.helpers import fingerprint, rows
+from tests.helpers import ROOT, end_ranks, fingerprint, rows, short, start_ranks, summary_of
 
-ROOT = Path(train.__file__).resolve().parent
 FORKS = {path.stem: path for path in sorted((ROOT / "examples/forks").glob("*.diff"))}
 MOST_LINES = {"tabular": 18, "tokens": 27}  # added and removed; else 15
 OF_IMAGES = ("model", "train_samples", "eval_samples", "resolutions", "lr")
@@ -62,11 +60,6 @@ def patched(name, folder):
     return script
 
 
-def short(modes, *first):
-    """Return these modes, those that are not among the first for the slow tests."""
-    return [mode if mode in first else pytest.param(mode, marks=helpers.slow) for mode in modes]
-
-
 @pytest.fixture
 def fork(tmp_path, monkeypatch):
     """Return ``fork(name)``: the module that train.py becomes by a diff."""
@@ -82,14 +75,18 @@ def fork(tmp_path, monkeypatch):
     return load
 
 
-def run(module, folder, settings):
+def begin(module, folder, **settings):
     AcceleratorState._reset_state(True)
-    module.main(module.Config(**{**settings, "output_dir": str(folder)}))
-    return json.loads((folder / "summary.json").read_text())
+    module.main(module.Config(**settings, output_dir=str(folder)))
 
 
-def run_with(module, folder, **settings):
-    return run(module, folder, settings)
+def run(module, folder, **settings):
+    begin(module, folder, **settings)
+    return summary_of(folder)
+
+
+def start(module, ranks, folder, **settings):
+    return start_ranks(lambda: begin(module, folder, **settings | {"workers": None}), ranks)
 
 
 def goes_on_to_the_bits(folder, step, train_it, settings):
@@ -101,19 +98,10 @@ def goes_on_to_the_bits(folder, step, train_it, settings):
     assert fingerprint(broken) == fingerprint(whole)
 
 
-def launch(script, processes, folder, settings):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(processes), str(script), "--output-dir", str(folder)]
-    for name, value in settings.items():
-        if name == "workers":  # as many as processes
-            continue
-        values = value if isinstance(value, tuple) else (value,)
-        on = [] if value is True else map(str, values)
-        command += [f"--{name.replace('_', '-')}", *on]
-    own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env={**os.environ, **own}
-    )
+def weights_in(folder):
+    """Return the weights of a run, [P]. Counters of batches are each process's own, and unread."""
+    saved = sorted(load_file(folder / "model.safetensors").items())
+    return torch.cat([value.flatten() for _, value in saved if value.is_floating_point()])
 
 
 def changed_lines(path):
@@ -140,22 +128,20 @@ def test_every_fork_applies_is_short_and_says_what_it_does(tmp_path):
 
 @pytest.mark.parametrize("mode", short(MODES, "bsp", "step", "gradients"))
 def test_a_table_trains_by_every_sync_and_goes_on_to_the_same_bits(fork, tmp_path, mode, capsys):
-    tabular = fork("tabular")
+    train_it = partial(run, fork("tabular"))
     settings = {**COMMON, "lr": 0.05, **MODES[mode]}
-    summary = run(tabular, tmp_path / "whole", settings)
-    assert summary["classes"] == 3
-    assert summary["samples_seen"] == 2 * 142
+    summary = train_it(tmp_path / "whole", **settings)
+    assert (summary["classes"], summary["samples_seen"]) == (3, 2 * 142)
     printed = capsys.readouterr().out
     assert "build_mlp on wine: 142 training samples, 36 for evaluation" in printed
     assert " samples/s" in printed
     assert not re.search(r"\d px|image", printed)
-
-    goes_on_to_the_bits(tmp_path, 9, partial(run_with, tabular), settings)
+    goes_on_to_the_bits(tmp_path, 9, train_it, settings)
 
 
 def test_a_model_of_ones_own_is_saved_as_weights_and_the_card_says_how_to_read_them(fork, tmp_path):
     tabular, folder = fork("tabular"), tmp_path / "wine"
-    summary = run(tabular, folder, {**COMMON, **ROUNDS, "epochs": 8, "lr": 0.05})
+    summary = run(tabular, folder, **{**COMMON, **ROUNDS, "epochs": 8, "lr": 0.05})
     assert summary["final_accuracy"] > 0.8  # of three classes
     assert not list(folder.rglob("config.json"))
     model = tabular.build_mlp()
@@ -171,7 +157,7 @@ def test_a_model_of_ones_own_is_saved_as_weights_and_the_card_says_how_to_read_t
 
 def test_step_times_of_a_table_are_measured_with_its_own_inputs(fork, tmp_path, capsys):
     settings = {**COMMON, "slope": None, "intercept": None, "profile_seconds": 0.2, "epochs": 1}
-    run(fork("tabular"), tmp_path / "run", {**settings, "lr_milestones": ()})
+    run(fork("tabular"), tmp_path / "run", **{**settings, "lr": 0.05, "lr_milestones": ()})
     printed = capsys.readouterr().out
     assert "measuring steps of build_mlp-float32-inputs-13, 0.2 s at most" in printed
     assert re.search(r"^a step with x samples takes", printed, re.MULTILINE)
@@ -180,17 +166,15 @@ def test_step_times_of_a_table_are_measured_with_its_own_inputs(fork, tmp_path, 
 @helpers.slow
 def test_tokens_are_learnt_from_an_embedding(fork, tmp_path):
     settings = {**COMMON, "epochs": 6, "lr_milestones": (), "lr": 0.1, "small_workers": 1}
-    assert run(fork("tokens"), tmp_path / "run", settings)["final_accuracy"] > 0.8
+    assert run(fork("tokens"), tmp_path / "run", **settings)["final_accuracy"] > 0.8
 
 
 @helpers.slow
 @pytest.mark.parametrize(("name", "mode"), [("tabular", "step"), ("tokens", "bsp")])
-def test_two_processes_train_on_what_is_no_image(tmp_path, name, mode):
-    script = patched(name, tmp_path / name)
-    settings = {**COMMON, "sync": mode, "large_batch_size": 8, "lr": 0.05}
-    done = launch(script, 2, tmp_path / "run", settings)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "run/summary.json").read_text())["workers"] == 2
+def test_two_processes_train_on_what_is_no_image(fork, tmp_path, name, mode):
+    settings = {**COMMON, "sync": mode, "large_batch_size": (8,), "lr": 0.05}
+    end_ranks(start(fork(name), 2, tmp_path / "run", **settings))
+    assert summary_of(tmp_path / "run")["workers"] == 2
 
 
 def table(samples=30, width=4, classes=3):
@@ -209,9 +193,8 @@ def opened(folder, data, own, build=None, loop=train.train, also=None, module=tr
         (module.train if loop is train.train else loop)(session)
 
 
-def refused(folder, message, *given, module=None, **settings):
+def refused(folder, message, *given, train_it=opened, **settings):
     """Have a run refused in one line, with nothing written."""
-    train_it = partial(run_with, module) if module else opened
     with pytest.raises(SettingError, match=message) as error:
         train_it(folder / "run", *given, **settings)
     assert "\n" not in str(error.value)
@@ -236,38 +219,25 @@ def test_a_module_is_taken_as_it_is_and_images_keep_their_resolutions(tmp_path):
     assert "model: Net\n" in (folder / "config.yaml").read_text()
 
 
-WRONG = {
-    "dataset of two shapes": (
+WRONG = [
+    (
         lambda: TensorData([(torch.zeros(4), 0), (torch.zeros(5), 1)], table(), 3),
-        r"train must have inputs of one shape and type, float32 \[4\] as the first, "
-        r"got float32 \[5\] in sample 1",
+        r"train must have inputs of one shape .* float32 \[4\] as .*, got .* \[5\] in sample 1",
     ),
-    "evaluation of another shape": (
-        lambda: TensorData(table(), table(width=5), 3),
-        r"evaluation must have inputs of one shape .* got float32 \[5\] in sample 0",
-    ),
-    "label too large": (
-        lambda: TensorData(table(classes=4), table(), 3),
-        r"train must have labels in \[0, 3\), got 3 in sample 3",
-    ),
-    "no pairs": (
-        lambda: TensorData(torch.zeros(8, 4), table(), 3),
-        "train must give a pair of a tensor and a whole number .* got sample 0",
-    ),
-    "no samples": (
+    (lambda: TensorData(table(), table(width=5), 3), r"evaluation must have .* \[5\] in sample 0"),
+    (lambda: TensorData(table(classes=4), table(), 3), r"labels in \[0, 3\), got 3 in sample 3"),
+    (lambda: TensorData(torch.zeros(8, 4), table(), 3), "train must give a pair of a tensor and a"),
+    (
         lambda: TensorData([], table(), 3),
-        "train must be a map-style dataset with samples, got list without any",
+        "train must be a map-style dataset with samples, got list",
     ),
-    "no data": (lambda: (table(), table()), "data must have .* got tuple without 'name'"),
-}
+    (lambda: (table(), table()), "data must have .* got tuple without 'name'"),
+]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_data_that_cannot_be_trained_on_are_refused_in_one_line(tmp_path, case):
-    build, message = WRONG[case]
-    with pytest.raises(SettingError, match=message) as error:
-        opened(tmp_path / "run", build(), linear)
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize(("build", "message"), WRONG)
+def test_data_that_cannot_be_trained_on_are_refused_in_one_line(tmp_path, build, message):
+    refused(tmp_path, message, train_it=lambda folder: opened(folder, build(), linear))
 
 
 @pytest.mark.parametrize(
@@ -303,11 +273,6 @@ def test_a_fault_of_a_model_of_ones_own_keeps_its_traceback(tmp_path):
         opened(tmp_path / "run", TensorData(table(), table(), 3), lambda: Faulty(4, 3))
 
 
-def test_images_have_a_side(tmp_path):
-    message = "resolutions must be positive for images, got 0"
-    refused(tmp_path, message, module=train, **{**TINY, "resolutions": (0,)})
-
-
 # --- loss, schedule, metric, batch sizes
 
 
@@ -337,7 +302,7 @@ def test_a_metric_of_ones_own_is_in_the_metrics_the_epochs_line_and_the_summary(
     fork, tmp_path, capsys
 ):
     settings = {**TINY, "eval_train": True, "ema_decay": 0.5}
-    summary = run(fork("class_accuracy"), tmp_path / "run", settings)
+    summary = run(fork("class_accuracy"), tmp_path / "run", **settings)
     found = rows(tmp_path / "run", "eval")
     assert [row["epoch"] for row in found] == [0, 1]
     for row in found:  # 20 digits, two of each
@@ -352,17 +317,13 @@ def test_a_metric_of_ones_own_is_in_the_metrics_the_epochs_line_and_the_summary(
     assert f"  accuracy_of_7 {row['accuracy_of_7']:.3f}  (12 more)  " in line
 
 
-def test_a_metric_with_the_name_of_a_field_is_refused():
-    has = {
-        "accuracy": "Evaluation itself",
-        "ema_loss": "Evaluation itself",
-        "epoch": "a round's row",
-    }
-    for name, owner in has.items():
-        with pytest.raises(
-            SettingError, match=f"more of Evaluation .* got '{name}', which {owner}"
-        ):
-            Evaluation(0.5, 1.0, 10, 32, more={name: 0.25})
+@pytest.mark.parametrize(
+    ("name", "owner"),
+    [("accuracy", "Evaluation"), ("ema_loss", "Evaluation"), ("epoch", "a round's row")],
+)
+def test_a_metric_with_the_name_of_a_field_is_refused(name, owner):
+    with pytest.raises(SettingError, match=f"more of Evaluation .* got '{name}', which {owner}"):
+        Evaluation(0.5, 1.0, 10, 32, more={name: 0.25})
 
 
 CLASS_WEIGHTS = (0.2, 0.8, 2.0)
@@ -396,47 +357,31 @@ def test_gradients_of_weighted_parts_are_those_of_the_joined_batch(fork, name, e
     assert torch.allclose(*gradients, rtol=1e-9, atol=1e-12) == equal
 
 
-def cut_or_joined(folder, module, sizes):
-    """Train a network without batch norm by joint steps, and return its weights, [P]."""
+def with_class_weights(folder, module, sizes):
+    """Train a network without batch norm by joint steps."""
     torch.manual_seed(0)
     data = TensorData(table(120), table(), 3)
     settings = {"workers": len(sizes), "local_batch_sizes": sizes, "sync": "step", "lr": 0.05}
     settings |= {"epochs": 1, "lr_milestones": (), "class_weights": CLASS_WEIGHTS}
     opened(folder, data, hidden, module=module, **settings)
-    saved = load_file(folder / "model.safetensors")
-    return torch.cat([value.flatten() for _, value in sorted(saved.items())])
 
 
-def test_class_weights_in_joint_steps_train_as_on_the_joined_batch(fork, tmp_path):
-    module = fork("class_weights")
-    cut = cut_or_joined(tmp_path / "cut", module, (3, 5, 8, 4))
-    joined = cut_or_joined(tmp_path / "joined", module, (20,))
-    torch.testing.assert_close(cut, joined, rtol=1e-5, atol=1e-6)
-
-
-@helpers.slow
-def test_class_weights_in_two_processes_are_those_of_the_joined_batch(fork, tmp_path):
-    module = fork("class_weights")
-    joined = cut_or_joined(tmp_path / "joined", module, (20,))
-    port = str(helpers.free_port())
-    launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = [
-        helpers.Forked(
-            lambda: cut_or_joined(tmp_path / "cut", module, (5, 15)),
-            **{**launched, "RANK": rank, "LOCAL_RANK": rank},
-        )
-        for rank in "01"
-    ]
-    assert helpers.wait_all(processes) == [0, 0], [process.stderr for process in processes]
-    saved = load_file(tmp_path / "cut/model.safetensors")
-    cut = torch.cat([value.flatten() for _, value in sorted(saved.items())])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=helpers.slow)])
+def test_class_weights_in_joint_steps_train_as_on_the_joined_batch(fork, tmp_path, ranks):
+    train_it = partial(with_class_weights, module=fork("class_weights"))
+    train_it(tmp_path / "joined", sizes=(20,))
+    if ranks == 1:
+        train_it(tmp_path / "cut", sizes=(3, 5, 8, 4))
+    else:
+        end_ranks(start_ranks(lambda: train_it(tmp_path / "cut", sizes=(5, 15)), ranks))
+    cut, joined = weights_in(tmp_path / "cut"), weights_in(tmp_path / "joined")
     torch.testing.assert_close(cut, joined, rtol=1e-5, atol=1e-6)
 
 
 def test_distillation_learns_from_the_labels_and_from_a_teacher_that_stays_as_it_is(fork, tmp_path):
     teacher, module = tmp_path / "teacher", fork("distillation")
-    run(train, teacher, {**TINY, "epochs": 1, "lr_milestones": ()})
-    run(module, tmp_path / "run", {**TINY, "teacher": str(teacher)})
+    run(train, teacher, **TINY | {"epochs": 1, "lr_milestones": ()})
+    run(module, tmp_path / "run", **TINY, teacher=str(teacher))
     assert all(row["kd"] > 0 for row in rows(tmp_path / "run", "round"))
     device = torch.device("cpu")
     taught, saved = module.teacher(str(teacher), device), load_model(teacher)
@@ -457,7 +402,7 @@ def test_a_second_head_is_learnt_and_evaluation_is_of_the_first(fork, tmp_path, 
     module, create = fork("second_head"), timm.create_model
     monkeypatch.setattr(timm, "create_model", lambda _, **given: create("test_resnet", **given))
     settings = {name: value for name, value in TINY.items() if name != "model"}
-    run(module, tmp_path / "run", {**settings, "epochs": 4, "lr": 0.1, "train_samples": 120})
+    run(module, tmp_path / "run", **settings | {"epochs": 4, "lr": 0.1, "train_samples": 120})
     seconds = [row["second"] for row in rows(tmp_path / "run", "times")]
     assert seconds[-1] < 0.9 * seconds[0]
     net = module.two_heads()
@@ -467,10 +412,10 @@ def test_a_second_head_is_learnt_and_evaluation_is_of_the_first(fork, tmp_path, 
     assert [part.shape for part in net.train()(images)] == [(4, 10), (4, 2)]
 
 
-@pytest.mark.parametrize("mode", ["bsp", pytest.param("step", marks=helpers.slow)])
+@pytest.mark.parametrize("mode", short(["bsp", "step"], "bsp"))
 def test_a_step_has_figures_of_the_loss_function_and_of_the_loop(fork, tmp_path, mode):
     settings = {**TINY, "sync": mode, "log_every": 1}
-    run(fork("step_metric"), tmp_path / "run", settings)
+    run(fork("step_metric"), tmp_path / "run", **settings)
     for row in rows(tmp_path / "run", "step"):  # the metre measures the same gradients
         if mode == "bsp":
             assert row["slope"] == pytest.approx(row["gradient_norm"], rel=1e-4)
@@ -485,13 +430,13 @@ def test_a_step_has_figures_of_the_loss_function_and_of_the_loop(fork, tmp_path,
 def test_a_gradient_penalty_keeps_the_loss_flat_over_images(fork, tmp_path):
     module, last = fork("gradient_penalty"), {}
     for factor in (0.0, 10.0):
-        run(module, tmp_path / str(factor), {**TINY, "penalty": factor})
+        run(module, tmp_path / str(factor), **TINY, penalty=factor)
         last[factor] = rows(tmp_path / str(factor), "times")[-1]["penalty"]
     assert 0 < last[10.0] < last[0.0]
 
 
 def test_a_second_evaluation_set_is_a_flag(fork, tmp_path):
-    run(fork("second_evaluation"), tmp_path / "run", {**TINY, "also": ("digits",)})
+    run(fork("second_evaluation"), tmp_path / "run", **TINY, also=("digits",))
     found = rows(tmp_path / "run", "eval")
     assert all(row["samples"] == 20 and 0 <= row["digits_accuracy"] <= 1 for row in found)
     assert all(row["digits_loss"] != row["loss"] for row in found)  # of all of them, not of 20
@@ -501,7 +446,7 @@ def test_three_batch_sizes_are_a_setting(tmp_path):
     sizes = yaml.safe_load((ROOT / "examples/forks/three_batch_sizes.yaml").read_text())
     settings = {**TINY, **{name: tuple(value) for name, value in sizes.items()}}
     del settings["large_batch_size"]
-    run(train, tmp_path / "run", settings)
+    run(train, tmp_path / "run", **settings)
     found = {row["worker"]: row["local_batch_size"] for row in rows(tmp_path / "run", "round")}
     assert found == {0: 4, 1: 8, 2: 16, 3: 16}
 
@@ -609,6 +554,14 @@ def thawed_late(session):
 FREEZING = {**OWN_MODES, "bsp": {**OWN_MODES["bsp"], "ema_decay": 0.5}}
 
 
+def stays(path, begun):
+    """Return of each tensor in a file whether it is as it was."""
+    return {
+        name: torch.allclose(value.float(), begun[name].float(), rtol=0, atol=1e-7)
+        for name, value in load_file(path).items()
+    }
+
+
 @pytest.mark.parametrize("mode", short(FREEZING, "bsp", "step", "parts"))
 @pytest.mark.parametrize(
     ("build", "optimizer", "still"),
@@ -621,68 +574,61 @@ def test_what_an_optimizer_freezes_or_gives_a_rate_of_0_stays_where_it_is(
     tmp_path, build, optimizer, still, mode
 ):
     torch.manual_seed(0)
-    first = build()
-    begun = {name: value.clone() for name, value in first.state_dict().items()}
-    data = TensorData(table(120), table(), 3)
+    data, first = TensorData(table(120), table(), 3), build()
+    begun = copy.deepcopy(first.state_dict())
     opened(tmp_path / "run", data, first, optimizer, lr=0.05, **FREEZING[mode])
     for path in (tmp_path / "run").glob("model*.safetensors"):
-        for name, value in load_file(path).items():
-            stays = torch.allclose(value.float(), begun[name].float(), rtol=0, atol=1e-7)
-            assert stays == still(name), (path.name, name)
+        assert all(same == still(name) for name, same in stays(path, begun).items()), path
 
 
 @pytest.mark.parametrize("mode", short(FREEZING, "bsp", "step", "parts"))
 def test_layers_that_are_thawed_later_move_from_then_on(tmp_path, mode):
     torch.manual_seed(0)
-    data, begun = TensorData(table(120), table(), 3), Normed()
-    weights = {name: value.clone() for name, value in begun.state_dict().items()}
+    data, first = TensorData(table(120), table(), 3), Normed()
+    begun = copy.deepcopy(first.state_dict())
     settings = {**FREEZING[mode], "lr": 0.05, "lr_milestones": (), "checkpoint_every": 1}
     settings |= {"weight_decay": 0.1, "epochs": 3, "keep_checkpoints": 9}
-    opened(tmp_path / "run", data, begun, loop=thawed_late, **settings)
-    found = {}
-    for epoch in (2, 3):
-        place = tmp_path / f"run/checkpoints/epoch-{epoch:04d}/model.safetensors"
-        found[epoch] = {
-            name: torch.allclose(value.float(), weights[name].float(), rtol=0, atol=1e-7)
-            for name, value in load_file(place).items()
-        }
+    opened(tmp_path / "run", data, first, loop=thawed_late, **settings)
+    second, third = (
+        stays(tmp_path / f"run/checkpoints/epoch-000{n}/model.safetensors", begun) for n in (2, 3)
+    )
     if mode not in ("asp", "parts"):  # there others are in the next epoch already
-        assert all(stays == name.startswith("0.") for name, stays in found[2].items())
-    assert not any(found[3].values())
+        assert all(same == name.startswith("0.") for name, same in second.items())
+    assert not any(third.values())
 
 
-def dampened(model, config):
-    return torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9, dampening=0.5)
+UNUSABLE = [
+    (muon, {}, "lr must be the rate that muon builds its main parameters with"),
+    (muon, {"lr": 0.1, "opt_kwargs": ("eps=1",)}, "opt_kwargs must be left out with your"),
+    (muon, {"lr": 0.1, "optimizer": "adam"}, "optimizer must be left out or muon"),
+    (muon, {"lr": 0.1, **OWN_MODES["parts"]}, "push is part of a step, got Muon, AdamW of"),
+    (
+        lambda model, config: torch.optim.SGD(model.parameters(), momentum=0.9, dampening=0.5),
+        {"lr": 0.1, **OWN_MODES["parts"]},
+        "without dampening and maximize, Adam or",
+    ),
+    (lambda *_: None, {"lr": 0.1}, "optimizer must build an optimizer of torch"),
+    (lambda *_: [], {"lr": 0.1}, "optimizer must build an optimizer of torch"),
+    ("sgd", {"lr": 0.1}, "optimizer must be a function of model and settings, got str"),
+    (
+        lambda model, config: two_rates(model.requires_grad_(False), config),
+        {"lr": 0.1},
+        "optimizer must leave parameters that are trained, got all frozen",
+    ),
+    (
+        lambda *given: [two_rates(*given), two_rates(*given)],
+        {"lr": 0.1},
+        "optimizer must have each parameter once",
+    ),
+    (
+        lambda model, config: two_rates(model[1], config),
+        {"lr": 0.1},
+        r"optimizer must have all parameters that are trained .* none for 0.weight and 1 more",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "settings", "message"),
-    [
-        (muon, {}, "lr must be the rate that muon builds its main parameters with"),
-        (muon, {"lr": 0.1, "opt_kwargs": ("eps=1",)}, "opt_kwargs must be left out with your"),
-        (muon, {"lr": 0.1, "optimizer": "adam"}, "optimizer must be left out or muon"),
-        (muon, {"lr": 0.1, **OWN_MODES["parts"]}, "push is part of a step, got Muon, AdamW of"),
-        (dampened, {"lr": 0.1, **OWN_MODES["parts"]}, "without dampening and maximize, Adam or"),
-        (lambda model, config: None, {"lr": 0.1}, "optimizer must build an optimizer of torch"),
-        (lambda model, config: [], {"lr": 0.1}, "optimizer must build an optimizer of torch"),
-        ("sgd", {"lr": 0.1}, "optimizer must be a function of model and settings, got str"),
-        (
-            lambda model, config: two_rates(model.requires_grad_(False), config),
-            {"lr": 0.1},
-            "optimizer must leave parameters that are trained, got all frozen",
-        ),
-        (
-            lambda model, config: [two_rates(model, config), two_rates(model, config)],
-            {"lr": 0.1},
-            "optimizer must have each parameter once",
-        ),
-        (
-            lambda model, config: torch.optim.SGD(model[1].parameters(), lr=config.lr),
-            {"lr": 0.1},
-            r"optimizer must have all parameters that are trained .* none for 0.weight and 1 more",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("optimizer", "settings", "message"), UNUSABLE)
 def test_an_optimizer_that_cannot_be_used_is_refused_before_anything_is_written(
     tmp_path, optimizer, settings, message
 ):
@@ -714,36 +660,41 @@ def test_several_optimizers_share_their_state_also_when_loaded():
 LONG = {"epochs": 4, "lr": 0.05, "lr_milestones": ()}
 
 
-def ends_by(how, epochs=2, calls=lambda: True):
-    """Return a `train` of a fork that ends after so many epochs, in one of three ways."""
+def finishing(epochs):
+    """Return an `end_epoch` by which the main process ends the run after so many epochs."""
     end_epoch = train.end_epoch
 
     def ended(session, end):
         end_epoch(session, end)
-        if end.epoch + 1 == epochs and calls():
+        if end.epoch + 1 == epochs and session.accelerator.is_main_process:
             session.finish()
 
-    def loop(session):
-        with pytest.MonkeyPatch.context() as patch:
-            if how == "finish":
-                patch.setattr(train, "end_epoch", ended)
-                train.train(session)
-                return
-            turns = session.cluster.turns()
-            for turn in turns:
-                if isinstance(turn, Turn):
-                    train.train_round(session, turn)
-                    if how == "inside":
-                        return
-                for report in session.cluster.reports():
-                    session.log.round(report)
-                if isinstance(turn, EpochEnd):
-                    end_epoch(session, turn)
-                    session.checkpointer.after_epoch(turn)
-                    if turn.epoch + 1 == epochs:
-                        return
+    return ended
 
-    return loop
+
+def ends_by(how, epochs=2):
+    """Return a `train` of a fork that ends after so many epochs, in one of three ways."""
+
+    def finished(session):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train, "end_epoch", finishing(epochs))
+            train.train(session)
+
+    def returned(session):
+        for turn in session.cluster.turns():
+            if isinstance(turn, Turn):
+                train.train_round(session, turn)
+                if how == "inside":
+                    return
+            for report in session.cluster.reports():
+                session.log.round(report)
+            if isinstance(turn, EpochEnd):
+                train.end_epoch(session, turn)
+                session.checkpointer.after_epoch(turn)
+                if turn.epoch + 1 == epochs:
+                    return
+
+    return finished if how == "finish" else returned
 
 
 @pytest.mark.parametrize("mode", short([*OWN_MODES, "return"], "bsp", "step", "parts", "return"))
@@ -754,8 +705,7 @@ def test_a_run_that_ends_early_tells_what_it_trained_and_goes_on_to_the_same_bit
     settings = {**LONG, **OWN_MODES[mode], "checkpoint_every": 2}
     opened(tmp_path / "whole", data, hidden, **settings)
     opened(tmp_path / "early", data, hidden, loop=ends_by(how), **settings)
-    summary = json.loads((tmp_path / "early/summary.json").read_text())
-    evaluated = rows(tmp_path / "early", "eval")
+    summary, evaluated = summary_of(tmp_path / "early"), rows(tmp_path / "early", "eval")
     assert summary["epochs"] == len(evaluated) == 2
     assert summary["final_accuracy"] == evaluated[-1]["accuracy"]
     seen = sum(row["samples"] for row in rows(tmp_path / "early", "round"))
@@ -772,7 +722,7 @@ def test_a_run_that_ends_early_tells_what_it_trained_and_goes_on_to_the_same_bit
 
     opened(tmp_path / "early", data, hidden, resume=str(tmp_path / "early"), **settings)
     assert fingerprint(tmp_path / "early") == fingerprint(tmp_path / "whole")
-    assert json.loads((tmp_path / "early/summary.json").read_text())["epochs"] == 4
+    assert summary_of(tmp_path / "early")["epochs"] == 4
 
 
 def test_a_run_that_is_to_end_with_an_epoch_that_is_not_evaluated_takes_one_that_is(tmp_path):
@@ -780,7 +730,7 @@ def test_a_run_that_is_to_end_with_an_epoch_that_is_not_evaluated_takes_one_that
     loop = ends_by("finish", epochs=1)
     opened(tmp_path / "run", data, hidden, loop=loop, eval_every=3, **LONG)
     assert [row["epoch"] for row in rows(tmp_path / "run", "eval")] == [1]
-    assert json.loads((tmp_path / "run/summary.json").read_text())["epochs"] == 2
+    assert summary_of(tmp_path / "run")["epochs"] == 2
 
 
 @pytest.mark.parametrize(("how", "settings"), [("inside", {}), ("return", {"eval_every": 4})])
@@ -794,30 +744,20 @@ def test_a_return_that_leaves_no_result_is_refused_and_leaves_no_record(tmp_path
 
 @pytest.mark.parametrize(
     "settings",
-    [
+    short(
+        [{"sync": "asp"}, {"sync": "step"}, {}, {"sync": "ssp", "dedicated_server": True}],
         {"sync": "asp"},
-        pytest.param({"sync": "step"}, marks=helpers.slow),
-        pytest.param({}, marks=helpers.slow),
-        pytest.param({"sync": "ssp", "dedicated_server": True}, marks=helpers.slow),
-    ],
+    ),
 )
 def test_one_process_ends_the_run_early_and_all_leave_in_good_order(
     tmp_path, monkeypatch, settings
 ):
-    end_epoch = train.end_epoch
-
-    def ended(session, end):
-        end_epoch(session, end)
-        if end.epoch == 1 and session.accelerator.is_main_process:
-            session.finish()
-
-    monkeypatch.setattr(train, "end_epoch", ended)
+    monkeypatch.setattr(train, "end_epoch", finishing(2))
+    joint = settings.get("sync") == "step"
+    batch = {"global_batch_size": 20} if joint else {"large_batch_size": 10}
     ranks = 2 + settings.get("dedicated_server", False)
-    common = {"epochs": 4, "lr_milestones": (), "large_batch_size": 10, "workers": None, **settings}
-    if settings.get("sync") == "step":
-        common |= {"large_batch_size": None, "global_batch_size": 20}
-    helpers.run_in_ranks(tmp_path / "run", ranks, **common)
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    helpers.run_in_ranks(tmp_path / "run", ranks, **settings, **batch, epochs=4, lr_milestones=())
+    summary = summary_of(tmp_path / "run")
     assert (summary["epochs"], "lost_workers" in summary) == (2, False)
     assert summary["samples_seen"] >= 2 * 60
     assert (tmp_path / "run/checkpoints/epoch-0002/manifest.json").exists()
@@ -825,18 +765,17 @@ def test_one_process_ends_the_run_early_and_all_leave_in_good_order(
 
 def test_muon_early_stop_and_thaw_are_forks_that_run(fork, tmp_path):
     common = {**TINY, "epochs": 3, "rounds_per_epoch": 1, "checkpoint_every": 1}
-    summary = run(fork("muon"), tmp_path / "one", common)
+    summary = run(fork("muon"), tmp_path / "one", **common)
     assert summary["epochs"] == 3
     assert "optimizer: build_optimizers\n" in (tmp_path / "one/config.yaml").read_text()
-    summary = run(fork("early_stop"), tmp_path / "two", {**common, "target_accuracy": 0.001})
+    summary = run(fork("early_stop"), tmp_path / "two", **common, target_accuracy=0.001)
     assert (summary["epochs"], summary["samples_seen"]) == (1, 60)
-    run(fork("thaw"), tmp_path / "three", {**common, "frozen_epochs": 2, "keep_checkpoints": 9})
-    places = [f"checkpoints/epoch-000{n}/model.safetensors" for n in (1, 2, 3)]
-    first, second, third = (load_file(tmp_path / "three" / place) for place in places)
-    same = {name for name in first if torch.allclose(first[name], second[name], atol=1e-6)}
-    assert any("running_mean" in name for name in same)
-    assert first.keys() - same == {"fc.weight", "fc.bias"}
-    moved = {name for name in first if not torch.equal(second[name], third[name])}
+    run(fork("thaw"), tmp_path / "three", **common, frozen_epochs=2, keep_checkpoints=9)
+    places = [tmp_path / f"three/checkpoints/epoch-000{n}/model.safetensors" for n in (1, 2, 3)]
+    frozen = stays(places[1], load_file(places[0]))
+    assert any("running_mean" in name for name in frozen)
+    assert {name for name, same in frozen.items() if not same} == {"fc.weight", "fc.bias"}
+    moved = {name for name, same in stays(places[2], load_file(places[1])).items() if not same}
     assert {"conv1.0.weight", "fc.weight"} <= moved
     assert any("running_mean" in name for name in moved)
 
@@ -866,7 +805,8 @@ def test_a_rule_gets_all_at_a_barrier_and_else_each_push_alone(
         return rule(global_, pushed, factors)
 
     monkeypatch.setattr(module, "median", noted)
-    run(module, tmp_path / "run", {**TINY, **ROUNDS, "large_batch_size": (5,), **settings})
+    settings = {**TINY, **ROUNDS, "large_batch_size": (5,), **settings}
+    run(module, tmp_path / "run", **settings)
     pushes = 2 * 2 * 4  # epochs, rounds, workers
     assert seen == [(count, count)] * (pushes // count)
 
@@ -884,7 +824,7 @@ def test_where_a_rule_is_not_asked_it_is_refused_and_nothing_is_written(
     fork, tmp_path, settings, message
 ):
     settings = {name: v for name, v in {**TINY, **settings}.items() if name != "large_batch_size"}
-    refused(tmp_path, message, module=fork("median_merge"), **settings)
+    refused(tmp_path, message, train_it=partial(run, fork("median_merge")), **settings)
 
 
 @pytest.mark.parametrize(
@@ -899,54 +839,38 @@ def test_a_rule_that_returns_no_weights_is_refused_and_the_run_goes_on_with_a_ri
 ):
     module = fork("median_merge")
     monkeypatch.setattr(module, "median", merge)
-    with pytest.raises(
-        SettingError, match=rf"a merge rule must return weights \[\d+\], got {got}$"
-    ):
-        run(module, tmp_path / "run", TINY)
+    message = rf"a merge rule must return weights \[\d+\], got {got}$"
+    with pytest.raises(SettingError, match=message):
+        run(module, tmp_path / "run", **TINY)
     monkeypatch.setattr(module, "median", lambda global_, pushed, factors: pushed[0])
-    assert run(module, tmp_path / "run", {**TINY, "resume": "auto"})["epochs"] == 2
+    assert run(module, tmp_path / "run", **TINY, resume="auto")["epochs"] == 2
 
 
-@pytest.mark.parametrize("step", [9, *(pytest.param(n, marks=helpers.slow) for n in (3, 8, 11))])
-def test_a_run_with_a_rule_that_stops_inside_a_barrier_goes_on_to_the_same_bits(
-    fork, tmp_path, step
-):
-    module = fork("median_merge")
+@pytest.mark.parametrize("step", short([3, 8, 9, 11], 9))
+def test_a_run_with_a_rule_stopped_inside_a_barrier_goes_on_to_the_same_bits(fork, tmp_path, step):
+    train_it = partial(run, fork("median_merge"))
     settings = {**TINY, **ROUNDS, "large_batch_size": (4,), "small_workers": 1}
-    run(module, tmp_path / "whole", settings)
-    goes_on_to_the_bits(tmp_path, step, partial(run_with, module), settings)
+    train_it(tmp_path / "whole", **settings)
+    goes_on_to_the_bits(tmp_path, step, train_it, settings)
 
 
 @helpers.slow
-@pytest.mark.timeout(400)
 def test_a_rule_gives_the_same_weights_in_processes_and_with_a_server_of_their_own(fork, tmp_path):
-    module = fork("median_merge")
-    script = Path(module.__file__)
-    settings = {**TINY, **ROUNDS, "small_workers": 1}
-    run(module, tmp_path / "simulated", {**settings, "workers": 3})
-    run(train, tmp_path / "mean", {**settings, "workers": 3})
-    done = launch(script, 3, tmp_path / "three", settings)
-    assert done.returncode == 0, done.stderr
-    done = launch(script, 4, tmp_path / "server", {**settings, "dedicated_server": True})
-    assert done.returncode == 0, done.stderr
-    weights = {}
-    for name in ("simulated", "mean", "three", "server"):
-        saved = load_file(tmp_path / name / "model.safetensors")
-        # Counters of batches are each process's own, and nothing reads them.
-        floating = [
-            value.flatten() for _, value in sorted(saved.items()) if value.is_floating_point()
-        ]
-        weights[name] = torch.cat(floating)
+    module, settings = fork("median_merge"), {**TINY, **ROUNDS, "small_workers": 1}
+    run(module, tmp_path / "simulated", **settings | {"workers": 3})
+    run(train, tmp_path / "mean", **settings | {"workers": 3})
+    end_ranks(start(module, 3, tmp_path / "three", **settings))
+    end_ranks(start(module, 4, tmp_path / "server", **settings, dedicated_server=True))
+    expected = weights_in(tmp_path / "simulated")
     for name in ("three", "server"):
-        torch.testing.assert_close(weights[name], weights["simulated"], rtol=1e-5, atol=1e-6)
-    assert (weights["mean"] - weights["simulated"]).abs().max() > 1e-3
+        torch.testing.assert_close(weights_in(tmp_path / name), expected, rtol=1e-5, atol=1e-6)
+    assert (weights_in(tmp_path / "mean") - expected).abs().max() > 1e-3
 
 
-@helpers.slow
-def test_processes_refuse_a_rule_whose_pushes_are_rounded(tmp_path):
-    script = patched("median_merge", tmp_path / "fork")
-    done = launch(script, 2, tmp_path / "run", {**TINY, "wire": "bf16"})
-    assert done.returncode != 0
-    assert "wire must be float32 with a merge rule of your own, got bf16" in done.stderr
-    assert sum(line.startswith("error:") for line in done.stderr.splitlines()) == 1
+def test_processes_refuse_a_rule_whose_pushes_are_rounded(fork, tmp_path):
+    processes = start(fork("median_merge"), 2, tmp_path / "run", **TINY, wire="bf16")
+    assert helpers.wait_all(processes) == [2, 2]
+    said = "".join(process.stderr for process in processes)
+    assert said.startswith("error: wire must be float32 with a merge rule of your own, got bf16")
+    assert said.count("\n") == 1
     assert not (tmp_path / "run").exists()

@@ -19,12 +19,12 @@ from experiments.benchmarks.demos.slow_link import ADDRESSES, link
 from tests.helpers import (
     ROOT,
     TINY,
-    Forked,
+    end_ranks,
     free_port,
     rounds_of,
     slow,
+    start_rank,
     to_flags,
-    wait_all,
 )
 from train import Config, main
 
@@ -101,12 +101,10 @@ def run_on_nodes(tmp_path, network, sizes, flags):
             main(parse_config(Config, flags))
 
         for local_rank in range(size):
-            numbers = {"RANK": len(ranks), "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": size}
-            numbers |= {"WORLD_SIZE": sum(sizes), "MASTER_PORT": port}
-            environment = {name: str(number) for name, number in numbers.items()}
-            ranks.append(Forked(train, MASTER_ADDR=network[0][0], **environment))
-    assert wait_all(ranks) == [0] * sum(sizes), [rank.stderr for rank in ranks]
-    return ranks[0].stdout
+            place = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": size}
+            place["MASTER_ADDR"] = network[0][0]
+            ranks.append(start_rank(train, len(ranks), sum(sizes), port, **place))
+    return end_ranks(ranks)
 
 
 def samples_by_epoch(tmp_path, ranks=4):
@@ -157,10 +155,7 @@ def test_torchrun_starts_three_processes_on_one_node_and_one_on_the_other(tmp_pa
                 *("--master-addr", network[0][0], "--master-port", str(port)),
                 *(str(script), *to_flags(tmp_path / "run", **MODES["step"])),
             ],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            **{"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
         )
         for number, (size, (_, prefix)) in enumerate(zip(NODES, network, strict=True))
     ]
@@ -175,10 +170,8 @@ def test_torchrun_starts_three_processes_on_one_node_and_one_on_the_other(tmp_pa
 
 def threads_of_ranks(tmp_path, ranks):
     """Return the threads that each process had at last."""
-    lines = [
-        (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines()[-1] for rank in range(ranks)
-    ]
-    return [json.loads(line)[1] for line in lines]
+    files = (tmp_path / f"rank-{rank}.jsonl" for rank in range(ranks))
+    return [json.loads(file.read_text().splitlines()[-1])[1] for file in files]
 
 
 @slow

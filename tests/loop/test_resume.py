@@ -1,23 +1,20 @@
 """A run that was killed or stopped goes on to the bits of one that was not."""
 
-import itertools
 import json
 import os
 import shutil
 import signal
-import time
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
 from dbsl.checkpoint import disk, resume
-from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.disk import Found, newest, read_manifest
 from dbsl.checkpoint.resume import changed_settings
 from dbsl.cluster.simulated import SimulatedCluster
@@ -25,19 +22,28 @@ from dbsl.cluster.steps import Stepper
 from dbsl.config.complete import with_resolved
 from dbsl.config.hooks import found_extras
 from dbsl.config.parse import parse_config
-from dbsl.log.rows import in_code, read_metrics
+from dbsl.log.rows import in_code
 from dbsl.model import load_model
 from dbsl.open import _given_now
 from dbsl.plan.types import LostWorker
 from dbsl.run.evaluation import Evaluation
-from dbsl.run.folder import RunFolder
 from tests import helpers
 from tests.helpers import (
+    Forked,
+    at_step,
+    each_step,
+    end_ranks,
     fingerprint,
     metrics_of,
     rounds_of,
+    rows,
+    samples_by_epoch,
+    short,
     slow,
     start_ranks,
+    stopped_at_step,
+    stopped_when,
+    summary_of,
     to_flags,
     torchrun,
     wait_all,
@@ -87,57 +93,32 @@ def run(folder, **settings):
     return helpers.run(folder, **{**SETTINGS, **settings})
 
 
-def at_step(monkeypatch, number, act):
-    """Do something when a run has taken so many steps."""
-    after_step, count = Checkpointer.after_step, itertools.count(1)
-
-    def counted(self, **options):
-        if next(count) == number:
-            act()
-        after_step(self, **options)
-
-    monkeypatch.setattr(Checkpointer, "after_step", counted)
-
-
 def stopped(folder, step, **settings):
     """Run until a signal comes after so many steps, and saves."""
-    with helpers.stopped_at_step(step):
+    with stopped_at_step(step):
         run(folder, **settings)
 
 
-def killed(folder, monkeypatch, step, **settings):
+def killed(folder, step, **settings):
     """Run in a process of its own, and kill that after so many steps and a checkpoint."""
 
     def kill():
-        deadline = time.monotonic() + 30  # checkpoints are written beside the training
-        while not [*folder.glob("checkpoints/*/manifest.json")] and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: [*folder.glob("checkpoints/*/manifest.json")], 30, "a checkpoint")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    child = os.fork()
-    if child == 0:
-        try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            at_step(monkeypatch, step, kill)
-            run(folder, **settings)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
-    assert [*folder.glob("checkpoints/*/manifest.json")]  # else nothing would be resumed
+    with at_step(step, kill):
+        child = Forked(lambda: run(folder, **settings))
+    assert child.wait() == -signal.SIGKILL, child.stderr
     assert not (folder / "summary.json").exists()
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    folders = {}
-
+    @cache
     def of(mode, precision):
-        key = mode, precision
-        if key not in folders:
-            folders[key] = tmp_path_factory.mktemp("unbroken") / mode
-            run(folders[key], **MODES[mode], mixed_precision=precision)
-        return fingerprint(folders[key])
+        folder = tmp_path_factory.mktemp("unbroken") / mode
+        run(folder, **MODES[mode], mixed_precision=precision)
+        return fingerprint(folder)
 
     return of
 
@@ -162,79 +143,63 @@ def misaligned(monkeypatch):
     monkeypatch.setattr(disk, "read_shard", lambda *arguments: moved(read(*arguments)))
 
 
-KILLED = {"balance": "epochs-float32", "gradients": "in-rounds-bf16"}  # the rest is slow
+SAVED = {"epochs-float32": (1, "no"), "in-rounds-bf16": ("0.0001m", "bf16")}
 AT_STEP = {"step": 7, "link": 19, "gradients": 20, "gradients-asp": 20, "ssp": 45, "asp": 60}
 
 
 @pytest.mark.usefixtures("misaligned")
 @pytest.mark.parametrize(
-    ("mode", "every", "precision"),
-    [
-        pytest.param(
-            mode, every, precision, id=f"{mode}-{name}", marks=[slow] * (KILLED.get(mode) != name)
-        )
-        for mode in MODES
-        for name, every, precision in (
-            ("epochs-float32", 1, "no"),
-            ("in-rounds-bf16", "0.0001m", "bf16"),
-        )
-    ],
+    ("mode", "saved"),
+    short(
+        [(mode, saved) for mode in MODES for saved in SAVED],
+        *(("balance", "epochs-float32"), ("gradients", "in-rounds-bf16")),
+    ),
 )
-def test_killed_and_resumed_is_the_unbroken_run(
-    tmp_path, monkeypatch, unbroken, mode, every, precision
-):
-    expected = unbroken(mode, precision)
-    settings = {**MODES[mode], "checkpoint_every": every, "resume": "auto"}
-    settings["mixed_precision"] = precision
-    folder = tmp_path / "run"
-    with monkeypatch.context() as patches:
-        killed(folder, patches, AT_STEP.get(mode, 30), **settings)
-    run(folder, **settings)
-    assert fingerprint(folder) == expected
-
-
-STOPPED = {("step", "no"), ("asp", "bf16")}  # the rest is slow
+def test_killed_and_resumed_is_the_unbroken_run(tmp_path, unbroken, mode, saved):
+    every, precision = SAVED[saved]
+    settings = {**MODES[mode], "checkpoint_every": every, "mixed_precision": precision}
+    killed(tmp_path / "run", AT_STEP.get(mode, 30), **settings)
+    run(tmp_path / "run", **settings, resume="auto")
+    assert fingerprint(tmp_path / "run") == unbroken(mode, precision)
 
 
 @pytest.mark.usefixtures("misaligned", "usual_signals")
 @pytest.mark.parametrize(
     ("mode", "number", "precision"),
-    [
-        pytest.param(mode, number, precision, marks=[slow] * ((mode, precision) not in STOPPED))
-        for mode in ("bsp", "asp", "step", "gradients", "link")
-        for number, precision in ((signal.SIGTERM, "no"), (signal.SIGINT, "bf16"))
-    ],
+    short(
+        [
+            (mode, *how)
+            for mode in ("bsp", "asp", "step", "gradients", "link")
+            for how in ((signal.SIGTERM, "no"), (signal.SIGINT, "bf16"))
+        ],
+        *(("step", signal.SIGTERM, "no"), ("asp", signal.SIGINT, "bf16")),
+    ),
 )
 def test_a_signal_saves_after_the_step_and_says_how_to_go_on(
-    tmp_path, monkeypatch, capsys, unbroken, mode, number, precision
+    tmp_path, capsys, unbroken, mode, number, precision
 ):
-    expected = unbroken(mode, precision)
+    folder = tmp_path / "run"
     settings = {**MODES[mode], "checkpoint_every": 0, "mixed_precision": precision}
-    with monkeypatch.context() as patches:
-        at_step(
-            patches,
-            {"gradients": 9, "link": 14}.get(mode, 11),
-            lambda: os.kill(os.getpid(), number),
-        )
-        with pytest.raises(SystemExit) as stopped, one_line_errors():
-            run(tmp_path / "run", **settings)
-    assert stopped.value.code == EXIT_STOPPED == 75
-    assert signal.getsignal(number) is not None
+    with (
+        at_step({"gradients": 9, "link": 14}.get(mode, 11), lambda: os.kill(os.getpid(), number)),
+        pytest.raises(SystemExit) as ended,
+        one_line_errors(),
+    ):
+        run(folder, **settings)
+    assert ended.value.code == EXIT_STOPPED == 75
     said = capsys.readouterr().err
-    assert f"stopped ({number.name}) and saved as {tmp_path / 'run/checkpoints/save-'}" in said
-    assert f"--resume {tmp_path / 'run'}" in said
-    state = json.loads((tmp_path / "run/checkpoints/save-000001/rank-00000.json").read_text())
-    run(tmp_path / "run", **settings, resume=str(tmp_path / "run"))
-    assert fingerprint(tmp_path / "run") == expected
+    assert f"stopped ({number.name}) and saved as {folder / 'checkpoints/save-'}" in said
+    assert f"--resume {folder}" in said
+    state = json.loads((folder / "checkpoints/save-000001/rank-00000.json").read_text())
+    run(folder, **settings, resume=str(folder))
+    assert fingerprint(folder) == unbroken(mode, precision)
     if mode != "gradients":  # whose rounds are recorded by epoch
-        content = (tmp_path / "run/metrics.jsonl").read_bytes()[state["log"]["metrics_bytes"] :]
+        content = (folder / "metrics.jsonl").read_bytes()[state["log"]["metrics_bytes"] :]
         first = next(e for e in map(json.loads, content.splitlines()) if e["event"] == "round")
         assert 0 < state["progress"]["steps"] < first["steps"]  # in the middle of a round
 
 
-def test_a_worker_lost_until_the_state_is_copied_is_in_the_checkpoint_that_max_minutes_leaves(
-    tmp_path, monkeypatch
-):
+def test_a_worker_lost_until_the_state_is_copied_is_in_the_checkpoint(tmp_path, monkeypatch):
     @contextmanager
     def held(cluster):
         cluster._membership.append(LostWorker(1, 1, 0, 5, "its process died"))
@@ -302,13 +267,10 @@ def test_a_run_that_keeps_no_checkpoint_is_not_made_longer_by_starting_again(tmp
 def test_a_finished_run_that_is_made_longer_is_not_finished_until_it_ends(tmp_path):
     settings = {**ROUNDS, **ONE_SIDE, "lr_milestones": None}
     run(tmp_path / "run", **settings, epochs=1)
-    settings |= {"resume": "auto"}
-    stopped(tmp_path / "run", 40, **settings, epochs=3)
+    stopped(tmp_path / "run", 40, **settings, epochs=3, resume="auto")
     assert not (tmp_path / "run/summary.json").exists()
-    with pytest.raises(ValueError, match=r"^epochs must be above the 2 that are complete, got 1$"):
-        run(tmp_path / "run", **settings, epochs=1)
-    run(tmp_path / "run", **settings, epochs=3)
-    assert json.loads((tmp_path / "run/summary.json").read_text())["epochs"] == 3
+    run(tmp_path / "run", **settings, epochs=3, resume="auto")
+    assert summary_of(tmp_path / "run")["epochs"] == 3
 
 
 def test_a_changed_setting_is_listed_and_needs_consent_if_it_changes_the_training(
@@ -330,37 +292,23 @@ def test_a_changed_setting_is_listed_and_needs_consent_if_it_changes_the_trainin
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("inside", "settings", "message"),
     [
-        ({"model": "test_efficientnet"}, "model must stay test_resnet, whose weights the run has"),
-        (
-            {"optimizer": "adamw", "momentum": 0.8},
-            "optimizer must stay sgd, whose state the run has",
-        ),
-        ({"opt_kwargs": ("maximize=True",)}, "opt_kwargs must stay empty, whose state the run has"),
-        ({"lr": 0.01, "allow_config_change": False}, "allow_config_change must be given"),
-        ({"epochs": 2, "lr_milestones": (1,)}, "epochs must be above the 3 that are complete"),
+        (False, {"model": "test_efficientnet"}, "model must stay test_resnet, whose weights the r"),
+        (True, {"model": "test_vit"}, r"model must stay .* weights the run has, got test_vit$"),
+        (False, {"optimizer": "adamw", "momentum": 0.8}, "optimizer must stay sgd, whose state"),
+        (False, {"opt_kwargs": ("maximize=True",)}, "opt_kwargs must stay empty, whose state the"),
+        (False, {"epochs": 2, "lr_milestones": (1,)}, "epochs must be above the 3 that are com"),
     ],
-    ids=["model", "optimizer", "opt_kwargs", "lr", "epochs"],
 )
-def test_a_refused_resume_leaves_all_as_it_was(ended, tmp_path, settings, message):
-    folder = tmp_path / "run"
-    shutil.copytree(ended, folder)
+def test_a_refused_resume_leaves_all_as_it_was(ended, left, tmp_path, inside, settings, message):
+    folder = shutil.copytree(left("bsp", True) if inside else ended, tmp_path / "run")
     before = files_of(folder)
-    with pytest.raises(ValueError, match=message):
-        run(folder, **ROUNDS, resume="auto", **{"allow_config_change": True, **settings})
+    settings = {**ROUNDS, "train_samples": 90 if inside else 60, **settings}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        run(folder, **settings, resume="auto", allow_config_change=True)
     assert files_of(folder) == before
-    assert (folder / "checkpoints/epoch-0004").exists()
-
-
-def test_another_model_is_refused_inside_an_epoch_too(left, tmp_path):
-    """The weights lie elsewhere than those of an epoch's end."""
-    folder = shutil.copytree(left("bsp", True), tmp_path / "run")
-    before = files_of(folder)
-    settings = {**MODES["bsp"], "train_samples": 90, "resume": str(folder), "model": "test_vit"}
-    with pytest.raises(ValueError, match=r"^model must stay .* weights the run has, got test_vit$"):
-        run(folder, **settings, allow_config_change=True)
-    assert files_of(folder) == before
+    assert inside or (folder / "checkpoints/epoch-0004").exists()
 
 
 def test_a_checkpoint_of_other_classes_says_so(ended, tmp_path, monkeypatch):
@@ -383,12 +331,12 @@ def test_a_run_made_longer_is_one_that_was_that_long(tmp_path, mode):
     run(tmp_path / "whole", **settings, epochs=3)
     run(tmp_path / "longer", **settings, epochs=2)
     run(tmp_path / "longer", **settings, epochs=3, resume="auto")
-    rows = [fingerprint(tmp_path / name)[0] for name in ("whole", "longer")]
+    whole, longer = (fingerprint(tmp_path / name) for name in ("whole", "longer"))
     kinds = ("round", "eval", "noise")
-    assert [[r for r in of if r["event"] in kinds] for of in rows] == [
-        [r for r in rows[0] if r["event"] in kinds]
-    ] * 2
-    assert fingerprint(tmp_path / "whole")[1] == fingerprint(tmp_path / "longer")[1]
+    assert [r for r in whole[0] if r["event"] in kinds] == [
+        r for r in longer[0] if r["event"] in kinds
+    ]
+    assert whole[1] == longer[1]
 
 
 @pytest.mark.parametrize(
@@ -405,8 +353,7 @@ def test_an_epoch_under_way_keeps_its_resolution_where_a_run_is_made_longer(tmp_
         run(tmp_path / "run", **again, epochs=8)
     assert files_of(tmp_path / "run") == before
     run(tmp_path / "run", **again | {"lr_milestones": (1, 2)}, epochs=3)
-    rounds = rounds_of(tmp_path / "run")
-    assert [sum(e["samples"] for e in rounds if e["epoch"] == n) for n in range(3)] == [60] * 3
+    assert samples_by_epoch(tmp_path / "run") == [60] * 3
 
 
 def evaluating_to(monkeypatch, accuracies):
@@ -441,36 +388,32 @@ def test_the_best_weights_are_kept_and_go_with_a_resumed_run(tmp_path, monkeypat
     ],
 )
 def test_momentum_is_cleared_where_it_is_said_to_be(tmp_path, monkeypatch, when, expected):
-    forgotten, turns = [], []
+    cleared, seen = [], []
     begin, forget = Stepper.begin, Stepper.forget
 
     def forgets(self, worker):
-        forgotten.append((worker, bool(self.optimizers[worker].state)))
+        cleared.append((worker, bool(self.optimizers[worker].state)))
         forget(self, worker)
+        assert not self.optimizers[worker].state
 
     def begins(self, turn, **options):
-        turns.extend((worker, turn.epoch, turn.round) for worker, _ in forgotten)
-        assert not any(self.optimizers[worker].state for worker, _ in forgotten)
-        had_some.extend(had for _, had in forgotten)
-        forgotten.clear()
+        seen.extend((worker, (turn.epoch, turn.round), had) for worker, had in cleared)
+        cleared.clear()
         begin(self, turn, **options)
 
-    had_some = []
     monkeypatch.setattr(Stepper, "forget", forgets)
     monkeypatch.setattr(Stepper, "begin", begins)
     run(tmp_path / "run", **ROUNDS, reset_momentum=when, checkpoint_every=0)
-    for worker in range(4):
-        assert [turn[1:] for turn in turns if turn[0] == worker] == expected
-    assert had_some == [turn[1:] != (0, 0) for turn in turns]
+    for worker in range(4):  # the first has none yet
+        assert [s[1:] for s in seen if s[0] == worker] == [(at, at != (0, 0)) for at in expected]
 
 
 @pytest.mark.parametrize(
     ("mode", "workers"),
-    [
-        pytest.param(mode, workers, marks=[slow] * (workers != short))
-        for mode, short in (("bsp", 3), ("asp", 2), ("step", 6))
-        for workers in (2, 3, 6)
-    ],
+    short(
+        [(mode, workers) for mode in ("bsp", "asp", "step") for workers in (2, 3, 6)],
+        *(("bsp", 3), ("asp", 2), ("step", 6)),
+    ),
 )
 def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, mode, workers):
     settings = {**MODES[mode], "train_samples": 90, "large_batch_size": (3,)}
@@ -494,104 +437,82 @@ def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, mode, workers)
             seen += state["progress"]["steps"] * 15  # of the round that was under way
         assert seen == 90
     assert {e["worker"] for e in after} == set(range(workers))
-    assert json.loads((tmp_path / "run/summary.json").read_text())["samples_seen"] == 3 * 90
+    assert summary_of(tmp_path / "run")["samples_seen"] == 3 * 90
 
 
-def samples_by_epoch(folder, epochs=3):
-    """Return the samples that metrics.jsonl has of each epoch."""
-    rows = [r for r in read_metrics(folder / "metrics.jsonl") if r["event"] in ("round", "restart")]
-    return [sum(row["samples"] for row in rows if row["epoch"] == epoch) for epoch in range(epochs)]
-
-
-CHANGES = {  # of settings that plans are made from, or of how workers meet: by the mode they change
-    "bsp": {
-        "large_batch_size": {"large_batch_size": (5,)},
-        "by_hand": {"local_batch_sizes": (2, 3, 4, 5), "small_workers": None},
-        "train_samples": {"train_samples": 72},
-        "resolutions": {"resolutions": (8, 16, 32), "dropout": (0.1,)},
-        "rounds_per_epoch": {"rounds_per_epoch": 3},
-        "momentum": {"optimizer": "momentum", "momentum": 0.5},
-        "seed": {"seed": 5},
-        "asp": {"sync": "asp"},
-        "step": {**JOINT, "sync": "step", "small_workers": None, "rounds_per_epoch": 1},
-        "gradients": {**JOINT, "push": "gradients", "small_workers": None, "rounds_per_epoch": 1},
-    },
-    "step": {
-        "global_batch_size": {"local_batch_sizes": None, "global_batch_size": 24},
-        "drop_last": {"drop_last": True},
-        "bsp": {"sync": "bsp", "local_batch_sizes": None, **ROUNDS},
-        "gradients": {"sync": "bsp", "push": "gradients"},
-    },
-    "gradients": {
-        "global_batch_size": {"local_batch_sizes": (4, 4, 4, 8)},
-        "bsp": {"push": "weights", "push_every": 1, "local_batch_sizes": None, **ROUNDS},
-        "step": {"sync": "step", "push": "weights", "push_every": 1},
-    },
-    "balance": {"none": {"balance": "none"}, "dbs": {"balance": "dbs"}},
-    "asp": {
-        "small_workers": {"small_workers": 0},
-        "bsp": {"sync": "bsp"},
-        "step": {**JOINT, "sync": "step", "small_workers": None, "rounds_per_epoch": 1},
-    },
+BY_STEP = {**JOINT, "small_workers": None, "rounds_per_epoch": 1}
+BY_ROUND = {"sync": "bsp", "push": "weights", "local_batch_sizes": None, **ROUNDS}
+# What plans are made from, or how workers meet: what is refused inside an epoch, and how.
+CHANGES = {
+    ("bsp", "large_batch_size"): ({"large_batch_size": (5,)}, None),
+    ("bsp", "by_hand"): ({"local_batch_sizes": (2, 3, 4, 5), "small_workers": None}, None),
+    ("bsp", "train_samples"): ({"train_samples": 72}, "training images must stay 90"),
+    ("bsp", "resolutions"): ({"resolutions": (8, 16, 32), "dropout": (0.1,)}, None),
+    ("bsp", "rounds_per_epoch"): ({"rounds_per_epoch": 3}, None),
+    ("bsp", "momentum"): ({"optimizer": "momentum", "momentum": 0.5}, None),
+    ("bsp", "seed"): ({"seed": 5}, "seed must stay 0"),
+    ("bsp", "asp"): ({"sync": "asp"}, None),
+    ("bsp", "step"): ({**BY_STEP, "sync": "step"}, "sync must stay bsp"),
+    ("bsp", "gradients"): ({**BY_STEP, "push": "gradients"}, "push must stay weights"),
+    ("step", "global_batch_size"): (
+        {"local_batch_sizes": None, "global_batch_size": 24},
+        "global_batch_size at 32 px must stay 16",
+    ),
+    ("step", "drop_last"): ({"drop_last": True}, "drop_last must stay false"),
+    ("step", "bsp"): (BY_ROUND, "sync must stay step"),
+    ("step", "gradients"): ({"sync": "bsp", "push": "gradients"}, "sync must stay step"),
+    ("gradients", "global_batch_size"): (
+        {"local_batch_sizes": (4, 4, 4, 8)},
+        "global_batch_size at 16 px must stay 16",
+    ),
+    ("gradients", "bsp"): ({**BY_ROUND, "push_every": 1}, "push must stay gradients"),
+    ("gradients", "step"): (
+        {"sync": "step", "push": "weights", "push_every": 1},
+        "sync must stay bsp",
+    ),
+    ("balance", "none"): ({"balance": "none"}, None),
+    ("balance", "dbs"): ({"balance": "dbs"}, None),
+    ("asp", "small_workers"): ({"small_workers": 0}, None),
+    ("asp", "bsp"): ({"sync": "bsp"}, None),
+    ("asp", "step"): ({**BY_STEP, "sync": "step"}, "sync must stay asp"),
 }
-INSIDE = {  # what must stay inside an epoch, as the refusal has it
-    ("bsp", "train_samples"): "training images must stay 90",
-    ("bsp", "seed"): "seed must stay 0",
-    ("bsp", "step"): "sync must stay bsp",
-    ("bsp", "gradients"): "push must stay weights",
-    ("step", "global_batch_size"): "global_batch_size at 32 px must stay 16",
-    ("step", "drop_last"): "drop_last must stay false",
-    ("step", "bsp"): "sync must stay step",
-    ("step", "gradients"): "sync must stay step",
-    ("gradients", "global_batch_size"): "global_batch_size at 16 px must stay 16",
-    ("gradients", "bsp"): "push must stay gradients",
-    ("gradients", "step"): "sync must stay bsp",
-    ("asp", "step"): "sync must stay asp",
-}
-SHORT = {  # by where the run was stopped: what is refused inside an epoch, or trained by
-    True: {("bsp", "large_batch_size"), ("bsp", "step"), ("step", "bsp"), ("asp", "small_workers")},
-    False: {("bsp", "step"), ("step", "bsp"), ("bsp", "momentum")},
-}
-SHORT[True] |= {("bsp", "seed")}
 
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory):
     """Give a run that was stopped after its first epoch, or inside one; each is made once."""
-    folders = {}
 
+    @cache
     def left(mode, inside):
-        if (mode, inside) not in folders:
-            folder = folders[mode, inside] = tmp_path_factory.mktemp(mode) / "run"
-            step = {"step": 10, "gradients": 10}.get(mode, 21)
-            settings = {**MODES[mode], "train_samples": 90}
-            if inside:
-                stopped(folder, step, **settings)
-            else:
-                run(folder, **settings | {"epochs": 1, "lr_milestones": ()})
-        return folders[mode, inside]
+        folder = tmp_path_factory.mktemp(mode) / "run"
+        settings = {**MODES[mode], "train_samples": 90}
+        if inside:
+            stopped(folder, 10 if mode in ("step", "gradients") else 21, **settings)
+        else:
+            run(folder, **settings | {"epochs": 1, "lr_milestones": ()})
+        return folder
 
     return left
 
 
 @pytest.mark.parametrize(
-    ("mode", "name", "inside"),
-    [
-        pytest.param(mode, name, inside, marks=() if (mode, name) in SHORT[inside] else slow)
-        for mode, names in CHANGES.items()
-        for name in names
-        for inside in (False, True)
-    ],
+    ("inside", "mode", "name"),
+    short(
+        [(inside, *change) for change in CHANGES for inside in (False, True)],
+        *((False, "bsp", "step"), (False, "step", "bsp"), (False, "bsp", "momentum")),
+        *((True, "bsp", "step"), (True, "step", "bsp"), (True, "bsp", "large_batch_size")),
+        *((True, "bsp", "seed"), (True, "asp", "small_workers")),
+    ),
 )
 def test_a_run_trains_by_what_was_changed_and_takes_each_sample_once(
-    left, tmp_path, mode, name, inside
+    left, tmp_path, inside, mode, name
 ):
     folder = shutil.copytree(left(mode, inside), tmp_path / "run")
-    before = files_of(folder)
-    settings = {**MODES[mode], "train_samples": 90, **CHANGES[mode][name]}
+    before, (change, refusal) = files_of(folder), CHANGES[mode, name]
+    settings = {**MODES[mode], "train_samples": 90, **change}
     settings |= {"resume": str(folder), "allow_config_change": True}
-    if inside and (mode, name) in INSIDE:
-        with pytest.raises(ValueError, match=f"{INSIDE[mode, name]} inside an epoch, got "):
+    if inside and refusal:
+        with pytest.raises(ValueError, match=f"{refusal} inside an epoch, got "):
             run(folder, **settings)
         assert files_of(folder) == before
         return
@@ -601,32 +522,29 @@ def test_a_run_trains_by_what_was_changed_and_takes_each_sample_once(
     if settings.get("drop_last"):
         samples[1:] = [80, 80]
     assert samples_by_epoch(folder) == samples
-    assert json.loads((folder / "summary.json").read_text())["samples_seen"] == sum(samples)
+    assert summary_of(folder)["samples_seen"] == sum(samples)
     plans = json.loads((folder / "plan.json").read_text())
     trained = {e["worker"]: e["local_batch_size"] for e in rounds if e["epoch"] == 2}
     assert trained == {
         worker: row["local_batch_size"] for worker, row in enumerate(plans["32 px"]["workers"])
     }
-    told = [row for row in read_metrics(folder / "metrics.jsonl") if row["event"] == "plan"]
+    told = rows(folder, "plan")
     of_epoch = [row for row in told if row["first_epoch"] <= 2 < row["end_epoch"]]
     assert {w["worker"]: w["local_batch_size"] for w in of_epoch[-1]["workers"]} == trained
     assert all(row["end_epoch"] > row.get("from_epoch", 0) for row in told)
 
 
 def test_a_change_that_was_allowed_stays_allowed_where_the_run_is_killed_before_it_saves(
-    left, tmp_path, monkeypatch, capsys
+    left, tmp_path, capsys
 ):
     folder = shutil.copytree(left("bsp", True), tmp_path / "run")
-    resumed = ["--resume", str(folder)]
 
     def resume(*flags):
         AcceleratorState._reset_state(True)
-        helpers.main(parse_config(Config, [*resumed, *flags]))
+        helpers.main(parse_config(Config, ["--resume", str(folder), *flags]))
 
-    with monkeypatch.context() as patches:
-        at_step(patches, 1, lambda: {}["killed"])
-        with pytest.raises(KeyError):
-            resume("--lr", "0.01", "--large-batch-size", "4", "--allow-config-change")
+    with at_step(1, lambda: {}["killed"]), pytest.raises(KeyError):
+        resume("--lr", "0.01", "--large-batch-size", "4", "--allow-config-change")
     with pytest.raises(ValueError, match=r"got lr 0.02 -> 0.03$"):
         resume("--lr", "0.03")
     resume()
@@ -639,8 +557,7 @@ def test_a_change_that_was_allowed_stays_allowed_where_the_run_is_killed_before_
 def test_settings_of_other_workers_are_written_as_they_are_trained_with(left):
     """config.yaml repeats the run: what was given for three workers is no setting of one of two."""
     folder = left("step", False)
-    checkpoint = newest(folder)
-    found = Found(folder, *checkpoint)
+    found = Found(folder, *newest(folder))
     given = Config(**{**SETTINGS, **MODES["step"]}, workers=4)
     now = resume.adapt_to_processes(given, found, 2, given)
     written = _given_now(given, given, now)
@@ -649,84 +566,55 @@ def test_settings_of_other_workers_are_written_as_they_are_trained_with(left):
     assert _given_now(replace(given, workers=None), given, now).workers is None
 
 
-def test_joint_steps_that_other_workers_took_are_counted_once_however_often_workers_change(
-    tmp_path,
-):
+def test_joint_steps_are_counted_once_however_often_workers_change(tmp_path):
     settings = {**MODES["step"], "train_samples": 90}
     stopped(tmp_path / "run", 1, **settings)
     settings |= {"local_batch_sizes": None, "global_batch_size": 16, "allow_config_change": True}
     settings |= {"resume": str(tmp_path / "run")}
     stopped(tmp_path / "run", 1, **settings, workers=3)  # all in the first round
     run(tmp_path / "run", **settings, workers=2)
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["samples_seen"] == 3 * 90
+    assert summary_of(tmp_path / "run")["samples_seen"] == 3 * 90
     assert samples_by_epoch(tmp_path / "run") == [90] * 3
 
 
-def test_joint_steps_that_other_workers_took_to_the_last_are_an_epoch_without_a_loss(
-    tmp_path, capsys
-):
+def test_joint_steps_that_others_took_to_the_last_are_an_epoch_without_a_loss(tmp_path, capsys):
     settings = {**MODES["step"], "train_samples": 90}
     stopped(tmp_path / "run", 6, **settings)
     other = {"workers": 2, "local_batch_sizes": None, "global_batch_size": 16}
     capsys.readouterr()
     run(tmp_path / "run", **{**settings, **other}, resume="auto", allow_config_change=True)
     assert samples_by_epoch(tmp_path / "run") == [90] * 3
-    rows = read_metrics(tmp_path / "run/metrics.jsonl")
-    assert [row["steps"] for row in rows if row["event"] == "round" and row["epoch"] == 0] == [0, 0]
-    first = next(row for row in rows if row["event"] == "eval")
+    assert [row["steps"] for row in rows(tmp_path / "run", "round") if row["epoch"] == 0] == [0, 0]
+    first = rows(tmp_path / "run", "eval")[0]
     assert (first["epoch"], first["learning_rate"] > 0) == (0, True)
     line = next(line for line in capsys.readouterr().out.splitlines() if "epoch 1/3" in line)
     assert "nan" not in line
 
 
-def test_a_run_is_not_made_shorter_than_a_worker_has_come(tmp_path, monkeypatch):
+def test_a_run_is_not_made_shorter_than_a_worker_has_come(tmp_path):
+    folder = tmp_path / "run"
     settings = {**MODES["asp"], "slowdown": ("3:9.0",), "train_samples": 90}
-
-    def leave():
-        path = tmp_path / "run/metrics.jsonl"
-        epochs = [r["epoch"] for r in read_metrics(path) if r["event"] == "round"]
-        if {0, 1} <= set(epochs):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    after_step = Checkpointer.after_step
-    with monkeypatch.context() as patches:
-        patches.setattr(
-            Checkpointer, "after_step", lambda self, **o: (leave(), after_step(self, **o))[1]
-        )
-        with pytest.raises(RunStopped):
-            run(tmp_path / "run", **settings)
-    before = files_of(tmp_path / "run")
-    with pytest.raises(
-        ValueError, match=r"^epochs must be at least [23], as many as workers may have begun"
-    ):
-        run(
-            *(tmp_path / "run",),
-            **{**settings, "epochs": 1, "lr_milestones": ()},
-            resume="auto",
-            allow_config_change=True,
-        )
-    assert files_of(tmp_path / "run") == before
+    with stopped_when(lambda _: {0, 1} <= {row["epoch"] for row in rows(folder, "round")}):
+        run(folder, **settings)
+    before = files_of(folder)
+    settings |= {"epochs": 1, "lr_milestones": (), "resume": "auto", "allow_config_change": True}
+    message = r"^epochs must be at least [23], as many as workers may have begun"
+    with pytest.raises(ValueError, match=message):
+        run(folder, **settings)
+    assert files_of(folder) == before
 
 
-@pytest.mark.parametrize("to", ["none", pytest.param("dbs", marks=slow)])
-def test_samples_of_epochs_with_several_plans_come_once_where_plans_follow_no_longer(
-    tmp_path, monkeypatch, to
-):
+@pytest.mark.parametrize("to", short(["none", "dbs"], "none"))
+def test_samples_of_epochs_with_several_plans_come_once_where_plans_follow_no_longer(tmp_path, to):
     settings = {**MODES["asp"], **ONE_SIDE, "balance": "dynamic", "train_samples": 90}
     settings |= {"epochs": 4, "lr_milestones": (), "slowdown": ("3:2.5",)}
-    after_step = Checkpointer.after_step
 
-    def stop_between_plans(self, **options):
-        planner = self._session.run.planner
-        if len({s[-1].plan.workers for s in planner.ledger.segments.values()}) > 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        after_step(self, **options)
+    def between_plans(saver):
+        segments = saver._session.run.planner.ledger.segments.values()
+        return len({segment[-1].plan.workers for segment in segments}) > 1
 
-    with monkeypatch.context() as patches:
-        patches.setattr(Checkpointer, "after_step", stop_between_plans)
-        with pytest.raises(RunStopped):
-            run(tmp_path / "run", **settings)
+    with stopped_when(between_plans):
+        run(tmp_path / "run", **settings)
     again = {"resume": "auto", "allow_config_change": True}
     run(tmp_path / "run", **{**settings, "balance": to}, **again)
     assert samples_by_epoch(tmp_path / "run", 4) == [90] * 4
@@ -737,9 +625,8 @@ def test_what_was_found_for_other_workers_is_found_anew(left):
     folder = left("bsp", False)
     found = Found(folder, *newest(folder))
     config = {**MODES["bsp"], "small_workers": None, "small_ratio": 0.5, "workers": 4}
-    given = Config(
-        **config, resolved={"small_workers": 2, "small_batch_size": (2,), "processes": 1}
-    )
+    before = {"small_workers": 2, "small_batch_size": (2,), "processes": 1}
+    given = Config(**config, resolved=before)
     now = resume.adapt_to_processes(with_resolved(given), found, 2, given)
     assert (now.workers, now.small_workers, now.small_batch_size) == (2, None, None)
 
@@ -753,25 +640,23 @@ def test_batches_of_two_workers_are_no_batches_of_two_resolutions(left):
     assert now.local_batch_sizes is None
 
 
-def test_rounds_that_were_not_finite_are_counted_on_with_other_workers(left, tmp_path):
+def test_rounds_that_were_not_finite_are_counted_on_with_other_workers(left, tmp_path, monkeypatch):
     folder = shutil.copytree(left("bsp", False), tmp_path / "run")
-    planned = resume.plan_restart
+    planned = resume.make_handover
 
     def with_refused(saved, *rest):
-        saved.state["cluster"]["server"]["refused"] = 7
+        saved.state["cluster"]["refused"] = 7
         return planned(saved, *rest)
 
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(resume, "plan_restart", with_refused)
-        again = {"epochs": 2, "lr_milestones": (), "resume": "auto", "allow_config_change": True}
-        run(folder, **ROUNDS, **again, train_samples=90, workers=3)
-    assert json.loads((folder / "summary.json").read_text())["refused_rounds"] == 7
+    monkeypatch.setattr(resume, "make_handover", with_refused)
+    again = {"epochs": 2, "lr_milestones": (), "resume": "auto", "allow_config_change": True}
+    run(folder, **ROUNDS, **again, train_samples=90, workers=3)
+    assert summary_of(folder)["refused_rounds"] == 7
 
 
 def test_a_rest_of_fewer_samples_than_workers_and_rounds_is_trained_on_once(tmp_path):
-    settings = {"sync": "asp", "rounds_per_epoch": 3, "train_samples": 72, "epochs": 2}
-    settings |= {"intercept": (0.01,), "large_batch_size": (4,), "lr_milestones": ()}
-    settings |= {"resolutions": (16,), "dropout": (0.0,)}
+    settings = {"sync": "asp", "rounds_per_epoch": 3, "train_samples": 72, "epochs": 2, **ONE_SIDE}
+    settings |= {"large_batch_size": (4,), "lr_milestones": ()}
     slow_first = {"slope": (0.5, 0.001), "workers": 2}
     stopped(tmp_path / "run", 38, **settings, **slow_first)  # the other has done all its rounds
     resumed = {"workers": 6, "slope": (0.001,), "resume": str(tmp_path / "run")}
@@ -790,20 +675,6 @@ def metrics_before(folder, state):
 def test_a_checkpoint_of_before_a_setting_was_there_has_its_default():
     config = Config(epochs=3, mixup=0.2)
     assert changed_settings({"epochs": 2}, config) == {"epochs": (2, 3), "mixup": (0.0, 0.2)}
-
-
-def test_a_folder_in_use_is_refused_and_goes_on(tmp_path, monkeypatch):
-    def second():
-        with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on ") as error:
-            RunFolder(tmp_path / "run", Accelerator(cpu=True), new=False)
-        refused.append(error)
-
-    refused = []
-    at_step(monkeypatch, 3, second)
-    run(tmp_path / "run", **ROUNDS, **ONE_SIDE, epochs=1, lr_milestones=None)
-    assert refused
-    assert (tmp_path / "run/summary.json").exists()
-    assert not (tmp_path / "run/.lock").exists()
 
 
 @pytest.mark.parametrize(
@@ -864,23 +735,22 @@ def test_of_several_processes_one_is_killed_the_rest_name_it_and_all_resume_to_t
     assert fingerprint(tmp_path / "run") == fingerprint(tmp_path / "whole")
 
 
-def test_a_round_whose_steps_are_all_taken_asks_again_after_a_resume(tmp_path, monkeypatch):
+def test_a_round_whose_steps_are_all_taken_asks_again_after_a_resume(tmp_path):
     """Others, in processes of their own, may have steps left, and ask when these are taken."""
-    asked, after_step = [], Checkpointer.after_step
+    asked = []
 
-    def stops(self, *, round_over):
-        asked.append((round_over, self._progress.steps))
+    def stops(saver, round_over):
+        asked.append((round_over, saver._progress.steps))
         if round_over and len(asked) < 10:
-            self._stop()
-        after_step(self, round_over=round_over)
+            saver._stop()
 
-    monkeypatch.setattr(Checkpointer, "after_step", stops)
     settings = {**ROUNDS, **ONE_SIDE, "epochs": 1, "lr_milestones": None}
-    with pytest.raises(RunStopped):
-        run(tmp_path / "run", **settings)
-    *_, last = asked
-    asked[:] = [None] * 10
-    run(tmp_path / "run", **settings, resume="auto")
+    with each_step(stops):
+        with pytest.raises(RunStopped):
+            run(tmp_path / "run", **settings)
+        *_, last = asked
+        asked[:] = [None] * 10
+        run(tmp_path / "run", **settings, resume="auto")
     assert asked[10] == last
     assert asked[11][1] == 1
 
@@ -889,13 +759,7 @@ def test_a_round_whose_steps_are_all_taken_asks_again_after_a_resume(tmp_path, m
 def test_a_run_stopped_while_some_wait_at_the_barrier_goes_on(tmp_path):
     """The others are through with their steps, and the first one asks them at its round's end."""
     unlike = {"local_batch_sizes": (1, 40, 40), "slope": (0.01,), "intercept": (0.0,)}
-    settings = {
-        **unlike,
-        "epochs": 4,
-        "resolutions": (16,),
-        "dropout": (0.1,),
-        "train_samples": 120,
-    }
+    settings = {**unlike, **ONE_SIDE, "epochs": 4, "train_samples": 120}
     running = start(tmp_path / "run", **settings, worker_timeout=60)
     wait_for(tmp_path / "run/checkpoints/epoch-0002/manifest.json", running)
     running[0].terminate()
@@ -907,50 +771,35 @@ def test_a_run_stopped_while_some_wait_at_the_barrier_goes_on(tmp_path):
         steps.append(progress["steps"] if progress else 0)
     assert 0 < steps[0] < 40, steps
     assert steps[1:] == [1, 1]
-    again = start(tmp_path / "run", **settings, worker_timeout=30)
-    assert wait_all(again) == [0, 0, 0], again[0].stderr
-
-
-LONG = {**ROUNDS, "epochs": 16, "resolutions": (16,), "dropout": (0.1,), "train_samples": 120}
+    end_ranks(start(tmp_path / "run", **settings, worker_timeout=30))
 
 
 @slow
-def test_a_worker_that_dies_without_a_barrier_is_dropped_and_the_run_ends(tmp_path):
-    settings = {**LONG, "sync": "asp", "worker_timeout": 30}
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_worker_that_dies_without_a_barrier_is_dropped_and_is_back_after_a_resume(tmp_path, stop):
+    settings = {**ROUNDS, **ONE_SIDE, "epochs": 16, "train_samples": 120, "sync": "asp"}
+    settings |= {"worker_timeout": 30}
     folder = tmp_path / "run"
     processes = start(folder, **settings)
     wait_for(folder / "checkpoints/epoch-0002/manifest.json", processes)
     processes[2].kill()
-    assert wait_all(processes)[:2] == [0, 0], processes[0].stderr
-    assert "warning: rank 2 (worker 2) was lost after" in processes[0].stdout + processes[0].stderr
-    assert json.loads((folder / "summary.json").read_text())["lost_workers"] == [2]
-    events = read_metrics(folder / "metrics.jsonl")
-    (lost,) = [e for e in events if e["event"] == "lost"]
-    trained = {
-        epoch: sum(e["samples"] for e in events if e["event"] == "round" and e["epoch"] == epoch)
-        for epoch in range(16)
-    }
-    assert trained[15] == 120  # the others have taken its share over
-    assert sum(trained.values()) + lost["samples"] == 16 * 120
-
-
-@slow
-def test_a_lost_worker_is_back_after_the_next_resume(tmp_path):
-    settings = {**LONG, "sync": "asp", "worker_timeout": 30}
-    folder = tmp_path / "run"
-    processes = start(folder, **settings)
-    wait_for(folder / "checkpoints/epoch-0002/manifest.json", processes)
-    processes[2].kill()
-    wait_until(lambda: '"lost"' in (folder / "metrics.jsonl").read_text())
-    for process in processes[:2]:
-        process.send_signal(signal.SIGTERM)
-    assert wait_all(processes)[:2] == [EXIT_STOPPED] * 2, processes[0].stderr
-    again = start(folder, **settings)
-    assert wait_all(again) == [0, 0, 0], again[0].stderr
-    rounds = [e for e in rounds_of(folder) if e["epoch"] == 15]
-    assert {e["worker"] for e in rounds} == {0, 1, 2}
-    assert min(e["samples"] for e in rounds) > 0
-    assert sum(e["samples"] for e in rounds) == 120
+    if stop:
+        wait_until(lambda: rows(folder, "lost"), what="the loss")
+        for process in processes[:2]:
+            process.send_signal(signal.SIGTERM)
+        assert wait_all(processes)[:2] == [EXIT_STOPPED] * 2, processes[0].stderr
+        end_ranks(start(folder, **settings))
+    else:
+        assert wait_all(processes)[:2] == [0, 0], processes[0].stderr
+        said = processes[0].stdout + processes[0].stderr
+        assert "warning: rank 2 (worker 2) was lost after" in said
+        assert summary_of(folder)["lost_workers"] == [2]
+    (lost,) = rows(folder, "lost")
+    trained = samples_by_epoch(folder, 16)
+    assert trained[15] == 120  # without the third the others have taken its share over
+    assert sum(trained) + lost["samples"] == 16 * 120
+    last = [row for row in rounds_of(folder) if row["epoch"] == 15 and row["samples"]]
+    assert {row["worker"] for row in last} == ({0, 1, 2} if stop else {0, 1})
 
 
 @slow

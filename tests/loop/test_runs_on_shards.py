@@ -29,12 +29,10 @@ def on_disk(tmp_path):
     return sum(file.stat().st_size for file in files)
 
 
-def test_a_killed_run_goes_on_through_a_smaller_cache_to_the_same_bits(
-    settings, tmp_path, monkeypatch
-):
+def test_a_killed_run_goes_on_through_a_smaller_cache_to_the_same_bits(settings, tmp_path):
     run(tmp_path / "whole", cache_gib=1.0, **settings)
     folder = tmp_path / "killed"
-    killed(folder, monkeypatch, 45, cache_gib=1.0, **settings)
+    killed(folder, 45, cache_gib=1.0, **settings)
     run(folder, resume=str(folder), cache_gib=LITTLE, **settings)
     assert on_disk(tmp_path) <= LITTLE * 2**30
     assert fingerprint(folder) == fingerprint(tmp_path / "whole")

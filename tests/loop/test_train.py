@@ -1,6 +1,7 @@
 """The whole script: on digits in one process and in two, twice the same, and refusing bad input."""
 
 import json
+import os
 import re
 import time
 from dataclasses import asdict
@@ -23,14 +24,18 @@ from dbsl.plan.sampler import evaluation_batches
 from dbsl.profile.cache import Profiler
 from dbsl.profile.memory import MemoryModel
 from dbsl.profile.timing import StepProfile
+from dbsl.run.folder import holder_of
 from tests import helpers
 from tests.helpers import (
     TINY,
     fingerprint,
     metrics_of,
     rounds_of,
-    slow,
+    rows,
+    samples_by_epoch,
+    short,
     start_ranks,
+    summary_of,
     to_flags,
     torchrun,
     wait_all,
@@ -56,16 +61,17 @@ def run_in_ranks(folder, **settings):
     return helpers.run_in_ranks(folder, **{**SETTINGS, **settings})
 
 
-def flags(folder, **settings):
-    return to_flags(folder, **{**SETTINGS, **settings})
-
-
 @pytest.mark.usefixtures("pictures")
 def test_one_process_leaves_a_whole_run_folder(tmp_path, monkeypatch, capsys):
-    folder, began = tmp_path / "run", time.perf_counter()
-    # What a run waits for before its first batch is start-up, and no training.
-    monkeypatch.setattr(PixelStore, "start", lambda _: time.sleep(0.4), raising=False)
+    folder, began, held = tmp_path / "run", time.perf_counter(), []
+
+    def start(_):  # what a run waits for before its first batch is start-up, and no training
+        time.sleep(0.4)
+        held.append(holder_of(folder))
+
+    monkeypatch.setattr(PixelStore, "start", start, raising=False)
     run(folder, checkpoint_every=2)
+    assert all(holder.startswith(f"process {os.getpid()} on ") for holder in held)
     spent, printed = time.perf_counter() - began, capsys.readouterr().out
     assert printed.index("\nstart-up ") < printed.index("\nepoch 1/3 ")
     assert " and start-up " in printed
@@ -76,14 +82,11 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, monkeypatch, capsys):
         *("model.safetensors", "model_best.safetensors", "config.json", "README.md"),
         *("checkpoints", "plots", "code"),
     }
-    assert {p.name for p in (folder / "plots").iterdir()} == {
-        "plan.png",
-        "accuracy.png",
-        "workers.png",
-    }
+    pictures = {"plan.png", "accuracy.png", "workers.png"}
+    assert {p.name for p in (folder / "plots").iterdir()} == pictures
     assert [p.name for p in (folder / "checkpoints").iterdir()] == ["epoch-0002", "epoch-0003"]
 
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = summary_of(folder)
     assert set(summary) - {"noise_advice"} == {  # which is there if the noise scale is known
         *("final_accuracy", "final_top5_accuracy", "best_accuracy", "final_loss"),
         *("train_time_s", "start_up_time_s", "total_time_s"),
@@ -95,17 +98,13 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, monkeypatch, capsys):
     assert summary["start_up_time_s"] > 0.8  # training and evaluation images
     assert summary["start_up_time_s"] + summary["train_time_s"] < summary["total_time_s"] < spent
 
-    events = metrics_of(folder)
-    assert [e["resolution"] for e in events if e["event"] == "plan"] == [16, 32, 32]
-    rounds = [e for e in events if e["event"] == "round"]
+    assert [event["resolution"] for event in rows(folder, "plan")] == [16, 32, 32]
+    rounds, evals = rows(folder, "round"), rows(folder, "eval")
     assert len(rounds) == 3 * 4
     assert {e["resolution"] for e in rounds if e["epoch"] == 0} == {16}
-    for epoch in range(3):  # every sample once an epoch
-        assert sum(e["samples"] for e in rounds if e["epoch"] == epoch) == 60
-    evals = [e for e in events if e["event"] == "eval"]
-    assert [(e["epoch"], e["resolution"], e["samples"]) for e in evals] == [
-        (epoch, 32, 40) for epoch in range(3)
-    ]
+    assert samples_by_epoch(folder) == [60] * 3  # every sample once an epoch
+    told = [(e["epoch"], e["resolution"], e["samples"]) for e in evals]
+    assert told == [(epoch, 32, 40) for epoch in range(3)]
     assert evals[-1]["accuracy"] == summary["final_accuracy"]
     data = load_data(ImageConfig("digits", train_samples=60, eval_samples=40))
     transform, correct = Transform(32, "none", data.mirror, data.mean, data.std, 0), 0
@@ -115,34 +114,36 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, monkeypatch, capsys):
     assert correct / 40 == pytest.approx(summary["final_accuracy"])
 
 
-@pytest.mark.parametrize(
-    "sync", ["asp", pytest.param("bsp", marks=slow), pytest.param("ssp", marks=slow)]
-)
+@pytest.mark.parametrize("sync", short(["asp", "bsp", "ssp"], "asp"))
 def test_same_config_twice_gives_the_same_bits(tmp_path, sync):
     settings = {"dropout": (0.1, 0.3), "rounds_per_epoch": 2, "large_batch_size": (6,)}
-    settings |= {"epochs": 2, "lr_milestones": ()}
     for name in ("one", "two"):
-        run(tmp_path / name, sync=sync, **settings)
+        run(tmp_path / name, sync=sync, **settings, epochs=2, lr_milestones=())
     assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (
-            {},
-            "1 worker in one process (unset --workers is 1, which learns most per sample); cpu",
-        ),
+        ({}, ["1 worker in one process (unset --workers is 1, which learns most per sample); cpu"]),
         (
             {"small_ratio": 0.25},
-            "4 workers simulated in one process, 1 on small batches (unset --workers is 4, for",
+            ["4 workers simulated in one process, 1 on small batches (unset --workers is 4, for"],
         ),
-        ({"workers": 2}, "2 workers simulated in one process, 0 on small batches, sync"),
+        ({"workers": 2}, ["2 workers simulated in one process, 0 on small batches, sync"]),
+        (
+            {"lr_schedule": "cosine", "warmup_epochs": 2, "epochs": 20},
+            ["16 px, epochs 1-20, lr 0.0002 to 0.02 to 0.01, 0.01 to 0.00134, 0.00134 to 0"],
+        ),
+        (SETTINGS, ["|SSSS", "predicted for all 3 epochs", "one equal batch"]),
     ],
 )
-def test_one_worker_unless_asked_and_the_plan_says_why(tmp_path, capsys, settings, words):
-    helpers.run(tmp_path / "run", **{"plan_only": True, "workers": None} | settings)
-    assert words in capsys.readouterr().out
+def test_plan_only_prints_the_plan_and_why_and_leaves_nothing(tmp_path, capsys, settings, words):
+    helpers.run(tmp_path / "run", plan_only=True, **settings)
+    printed = capsys.readouterr().out
+    for word in ("plan only: nothing is trained or written", *words):
+        assert word in printed
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_card_and_the_lines_of_one_worker_are_those_of_a_plain_training(tmp_path, capsys):
@@ -155,45 +156,43 @@ def test_the_card_and_the_lines_of_one_worker_are_those_of_a_plain_training(tmp_
     assert "predicted for all 1 epochs, without evaluation: " in printed
 
 
-def test_the_plan_tells_the_rates_of_a_cosine_not_those_of_milestones(tmp_path, capsys):
-    helpers.run(tmp_path / "run", plan_only=True, lr_schedule="cosine", warmup_epochs=2, epochs=20)
-    rates = "lr 0.0002 to 0.02 to 0.01, 0.01 to 0.00134, 0.00134 to 0"
-    assert f"16 px, epochs 1-20, {rates}" in capsys.readouterr().out
-
-
-def test_plan_only_prints_plan_and_timeline_and_leaves_nothing(tmp_path, capsys):
-    run(tmp_path / "run", plan_only=True)  # two resolutions
-    printed = capsys.readouterr().out
-    assert "plan only: nothing is trained or written" in printed
-    assert "|SSSS" in printed
-    assert "predicted for all 3 epochs" in printed
-    assert "one equal batch" in printed
-    assert not (tmp_path / "run").exists()
-
-
 def test_unequal_workers_get_shares_by_their_own_times(tmp_path):
     slopes = (0.001, 0.001, 0.001, 0.004, 0.002, 0.002, 0.002, 0.008)  # two resolutions, 4 workers
     settings = {"epochs": 1, "lr_milestones": (), "small_workers": 0}
-    config = run(tmp_path / "run", slope=slopes, intercept=(0.0,), **settings)
+    run(tmp_path / "run", slope=slopes, intercept=(0.0,), **settings)
     plan = json.loads((tmp_path / "run/plan.json").read_text())
     for resolution in ("16 px", "32 px"):
         assert [w["samples"] for w in plan[resolution]["workers"]] == [19, 18, 18, 5]
-    again = parse_config(Config, ["--config", str(tmp_path / "run/config.yaml")])
-    assert (again.slope, config.slope) == (slopes, slopes)
-    assert "slope" not in again.resolved
 
 
 MEMORY = MemoryModel(1e6, 2e7, 12e9, 0.05, 1e9, "a test's")
 
 
-def test_auto_large_batch_is_found_and_written_down(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("dbsl.profile.cache.profile_memory", lambda *_: MEMORY)
-    run(tmp_path / "run", large_batch_size="auto", epochs=1, lr_milestones=())
+@pytest.mark.parametrize(
+    ("name", "target", "patch", "found", "said"),
+    [
+        (
+            *("large_batch_size", "profile_memory", lambda *_: MEMORY),
+            *(
+                (15, 15),
+                "a larger one would leave a round too few steps",
+            ),  # of digits any would fit
+        ),
+        (
+            *("micro_batch_size", "Profiler.largest_batch", lambda *_, at_most, **__: at_most - 6),
+            *((4, 4), "note: workers 1, 2, 3: batches of 10 in 3 micro-batches of at most 4"),
+        ),
+    ],
+)
+def test_auto_is_what_fits_and_is_written_down(
+    tmp_path, capsys, monkeypatch, name, target, patch, found, said
+):
+    monkeypatch.setattr(f"dbsl.profile.cache.{target}", patch)
+    run(tmp_path / "run", **{name: "auto"}, epochs=1, lr_milestones=())
     config = parse_config(Config, ["--config", str(tmp_path / "run/config.yaml")])
-    assert config.large_batch_size == "auto"
-    # of digits 15 samples a worker fit easily
-    assert config.resolved["large_batch_size"] == (15, 15)
-    assert "a larger one would leave a round too few steps" in capsys.readouterr().out
+    assert getattr(config, name) == "auto"
+    assert config.resolved[name] == found
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -207,15 +206,14 @@ def test_two_processes_at_a_barrier_repeat_to_the_bit_however_they_are_launched(
     assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
     rounds = rounds_of(tmp_path / "one")
     assert [(e["epoch"], e["worker"]) for e in rounds] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert sum(e["samples"] for e in rounds) == 120
+    assert samples_by_epoch(tmp_path / "one", 2) == [60] * 2
 
 
-@pytest.mark.parametrize("sync", ["asp", pytest.param("ssp", marks=slow)])
+@pytest.mark.parametrize("sync", short(["asp", "ssp"], "asp"))
 def test_two_processes_through_the_server_finish_with_everything_counted(tmp_path, sync):
     run_in_ranks(tmp_path / "run", sync=sync)
-    events = metrics_of(tmp_path / "run")
-    assert [e["epoch"] for e in events if e["event"] == "eval"] == [0, 1, 2]
-    assert sum(e["samples"] for e in events if e["event"] == "round") == 180
+    assert [event["epoch"] for event in rows(tmp_path / "run", "eval")] == [0, 1, 2]
+    assert samples_by_epoch(tmp_path / "run") == [60] * 3
 
 
 def test_an_outer_step_in_processes_is_that_of_one_process(tmp_path):
@@ -243,7 +241,7 @@ JOINT = {"small_workers": 0, "large_batch_size": None, "train_samples": 63, **SH
 
 
 def eval_losses(folder):
-    return [e["loss"] for e in metrics_of(folder) if e["event"] == "eval"]
+    return [event["loss"] for event in rows(folder, "eval")]
 
 
 def test_joint_steps_in_processes_repeat_to_the_bit_and_equal_one_process_and_the_server(tmp_path):
@@ -264,64 +262,53 @@ def test_joint_steps_in_processes_repeat_to_the_bit_and_equal_one_process_and_th
     assert [e["samples"] for e in rounds[:2]] == [42, 21]
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param({"balance": "dynamic"}, marks=slow),
-        {"balance": "dbs", "rounds_per_epoch": 2, "balance_every": 1},
-        {"balance": "dynamic", "sync": "step", "rounds_per_epoch": 3, "balance_every": 1},
-        pytest.param({"balance": "dbs", "push": "gradients", "balance_every": 2}, marks=slow),
-        pytest.param({"balance": "dynamic", "sync": "asp"}, marks=slow),
-    ],
-    ids=["rounds", "rounds-dbs-half-epochs", "step-thirds-of-epochs", "pushes-dbs", "asp"],
-)
+FOLLOWING = {
+    "rounds": {"balance": "dynamic"},
+    "rounds-dbs-half-epochs": {"balance": "dbs", "rounds_per_epoch": 2, "balance_every": 1},
+    "step-thirds-of-epochs": {
+        **{"balance": "dynamic", "sync": "step", "rounds_per_epoch": 3, "balance_every": 1},
+        "small_workers": 0,
+    },
+    "pushes-dbs": {"balance": "dbs", "push": "gradients", "balance_every": 2, "small_workers": 0},
+    "asp": {"balance": "dynamic", "sync": "asp", "epochs": 4},  # later, since nobody waits
+}
+
+
+@pytest.mark.parametrize("how", short(FOLLOWING, "rounds-dbs-half-epochs", "step-thirds-of-epochs"))
 def test_plans_that_follow_simulated_times_repeat_to_the_bit(tmp_path, capsys, how):
-    joint = how.get("sync") == "step" or "push" in how
+    settings = {"slowdown": ("3:2.5",), "time_noise": 0.05, "epochs": 3, "train_samples": 200}
+    settings |= {"resolutions": (16,), **FOLLOWING[how]}
     for name in ("one", "two"):
-        run(
-            tmp_path / name,
-            slowdown=("3:2.5",),
-            time_noise=0.05,
-            epochs=3,
-            train_samples=200,
-            resolutions=(16,),
-            small_workers=0 if joint else 1,
-            **how,
-        )
+        run(tmp_path / name, **settings)
     assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
     assert " px: batches " in capsys.readouterr().out
-    events = metrics_of(tmp_path / "one")
-    changed = [e for e in events if e["event"] == "plan" and "from_epoch" in e]
+    changed = [event for event in rows(tmp_path / "one", "plan") if "from_epoch" in event]
     assert changed[-1]["workers"][3]["samples"] < changed[-1]["workers"][2]["samples"] * 0.6
-    for epoch in range(3):
-        rounds = [e for e in events if e["event"] == "round" and e["epoch"] == epoch]
-        assert sum(e["samples"] for e in rounds) == 200
+    epochs = settings["epochs"]
+    assert samples_by_epoch(tmp_path / "one", epochs) == [200] * epochs
 
 
 SLOW = {"train_samples": 80, "slowdown": "1:100", "global_batch_size": 20}
+HARD = {
+    "one-sample-more": {"train_samples": 41, "local_batch_sizes": (30, 10)},  # than a global batch
+    "100-times-slower": {**SLOW, "balance": "dynamic"},
+    "100-times-slower-dbs": {**SLOW, "balance": "dbs"},
+    "ssp-gradients": {
+        **{"train_samples": 80, "push": "gradients", "sync": "ssp", "local_batch_sizes": (17, 3)}
+    },
+}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"train_samples": 41, "local_batch_sizes": (30, 10)},  # one more than the global batch
-        pytest.param({**SLOW, "balance": "dynamic"}, marks=slow),
-        pytest.param({**SLOW, "balance": "dbs"}, marks=slow),
-        {"train_samples": 80, "push": "gradients", "sync": "ssp", "local_batch_sizes": (17, 3)},
-    ],
-    ids=["one-sample-more", "100-times-slower", "100-times-slower-dbs", "ssp-gradients"],
-)
-def test_no_joint_step_hangs(tmp_path, settings):
-    run_in_ranks(tmp_path / "run", **{**JOINT, "sync": "step", **settings})
-    rounds = rounds_of(tmp_path / "run")
-    epochs = 1 + max(e["epoch"] for e in rounds)
-    assert sum(e["samples"] for e in rounds) == epochs * settings["train_samples"]
+@pytest.mark.parametrize("case", short(HARD, "one-sample-more", "ssp-gradients"))
+def test_no_joint_step_hangs(tmp_path, case):
+    run_in_ranks(tmp_path / "run", **{**JOINT, "sync": "step", **HARD[case]})
+    assert samples_by_epoch(tmp_path / "run", 2) == [HARD[case]["train_samples"]] * 2
 
 
 def test_an_existing_run_folder_stops_every_process_and_stays_as_it_was(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/precious.txt").write_text("kept")
-    processes = start_ranks(flags(tmp_path / "run"), 2)
+    processes = start_ranks(to_flags(tmp_path / "run"), 2)
     assert wait_all(processes) == [2, 2]
     said = "".join(process.stderr for process in processes)
     assert said.startswith("error: output_dir must be a new folder")
@@ -329,14 +316,14 @@ def test_an_existing_run_folder_stops_every_process_and_stays_as_it_was(tmp_path
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["precious.txt"]
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        {"large_batch_size": (15,), "workers": 2},
-        pytest.param({"sync": "step", "local_batch_sizes": (10, 20)}, marks=slow),
-        pytest.param({"push": "gradients", "local_batch_sizes": (10, 20)}, marks=slow),
-    ],
-)
+CLIPPED = [
+    {"large_batch_size": (15,)},
+    {"sync": "step", "local_batch_sizes": (10, 20)},
+    {"push": "gradients", "local_batch_sizes": (10, 20)},
+]
+
+
+@pytest.mark.parametrize("mode", short(CLIPPED, CLIPPED[0]))
 def test_a_clipped_step_is_as_long_as_the_bound_and_the_log_has_the_norm_before(
     tmp_path, monkeypatch, mode
 ):
@@ -356,7 +343,7 @@ def test_a_clipped_step_is_as_long_as_the_bound_and_the_log_has_the_norm_before(
     helpers.run(tmp_path / "run", epochs=2, lr_milestones=(1,), **settings)
     del moves[0]  # it tried the optimizer before the run
     assert moves == pytest.approx([1e-3] * len(moves), rel=1e-2)
-    lines = [event for event in metrics_of(tmp_path / "run") if event["event"] == "step"]
+    lines = rows(tmp_path / "run", "step")
     assert len(lines) >= len(moves) > 0
     assert all(line["gradient_norm"] > 0.1 for line in lines)
 
@@ -369,9 +356,7 @@ MICRO = {
 }
 
 
-@pytest.mark.parametrize(
-    "mode", ["bsp", "step", *(pytest.param(m, marks=slow) for m in ("gradients", "asp"))]
-)
+@pytest.mark.parametrize("mode", short(MICRO, "bsp", "step"))
 def test_micro_batches_train_as_whole_batches_do_without_batch_norm(tmp_path, monkeypatch, mode):
     sizes = []
     monkeypatch.setattr(
@@ -397,25 +382,6 @@ def test_micro_batches_train_as_whole_batches_do_without_batch_norm(tmp_path, mo
             assert (ours.get(name) or 0) == pytest.approx(theirs.get(name) or 0, rel=2e-3), name
 
 
-def test_auto_micro_batches_are_what_fits_and_are_written_down(tmp_path, monkeypatch, capsys):
-    asked = {}
-
-    def fitting(self, resolution, *, at_most, **options):
-        asked[resolution] = at_most
-        return min(4, at_most)
-
-    monkeypatch.setattr(Profiler, "largest_batch", fitting)
-    folder = tmp_path / "run"
-    settings = {"workers": 2, "large_batch_size": (10,), "micro_batch_size": "auto"}
-    config = helpers.run(folder, **settings, epochs=1, lr_milestones=())
-    assert asked == {16: 10}
-    again = parse_config(Config, ["--config", str(folder / "config.yaml")])
-    assert again.micro_batch_size == config.micro_batch_size == "auto"
-    assert again.resolved["micro_batch_size"] == (4,)
-    note = "note: workers 0, 1: batches of 10 in 3 micro-batches of at most 4"
-    assert note in capsys.readouterr().out
-
-
 def test_a_batch_by_hand_that_does_not_fit_is_said_in_the_plan(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(MemoryModel, "fits", lambda model, limit: 7)
     profile = StepProfile(16, (2, 10), (0.1, 0.3), (0.0, 0.0), 0.1, 0.1, 1.0, 0.0, 2, memory=MEMORY)
@@ -430,67 +396,60 @@ STEP = ("--sync", "step", "--small-workers", "0")
 PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--small-ratio", "1.5"], "small_ratio must be in [0, 1], got 1.5"),
-        (
-            ["--sync", "asp", "--merge", "delta"],
-            "merge must be ratio or half with sync ssp, asp or step, got de",
-        ),
-        (["--outer-momentum", "1"], "outer_momentum must be in [0, 1), got 1"),
-        (["--mixup", "-1"], "mixup must be at least 0, got -1"),
-        ([*STEP, "--lr-scaling", "sqrt"], "lr_scaling must be none with sync step"),
-        (["--resolutions", "32,16"], "resolutions must ascend, got 32,16"),
-        (["--resolutions"], "resolutions must have a value, got none"),
-        (["--time-ratio", "nan"], "time_ratio must be above 1, got nan"),
-        (["--dataset", "./no-such-folder"], "dataset must be"),
-        (["--dataset", "no-such-name-on/the-hub"], "dataset must be"),
-        (["--train-samples", "5000"], "train_samples must be in [1, 1437], got 5000"),
-        (["--model", "resnet1"], "model must be a name that timm.list_models() knows"),
-        (["--optimizer", "sdg"], "optimizer must be a name that timm.optim.list_optimizers()"),
-        (["--sync", "asp", "--merge", "mean"], "merge must be ratio or half with sync ssp, asp or"),
-        (["--slope", "0.1", "0.2", "0.3"], "slope must have 1 value, one per resolution (2) or"),
-        (["--profile", "no-such.json"], "profile must be unset with slope"),
-        (["--small-share", "0.9"], "small_share must be in (0, 0.25)"),
-        ([*STEP, "--local-batch-sizes", "2,2,2"], "local_batch_sizes must have one value per wor"),
-        ([*STEP, "--local-batch-sizes", "20,20,20,2"], "local_batch_sizes must sum to at most"),
-        ([*STEP, "--global-batch-size", "61"], "global_batch_size must be in [8, 40], 2 a worker"),
-        ([*STEP, "--rounds-per-epoch", "9"], "rounds_per_epoch must be at most the 2 joint steps"),
-        ([*STEP, "--push", "gradients"], "push must be weights with sync step"),
-        ([*PUSH, "--clip-grad", "1"], "clip_grad must be unset with push gradients and sync ssp"),
-        (["--micro-batch-size", "1"], "micro_batch_size must be at least 2, since batch norm"),
-        (["--micro-batch-size", "2,2,2"], "micro_batch_size must have 1 value, one per resolution"),
-        (
-            ["--large-batch-size", "auto", "--micro-batch-size", "4"],
-            "large_batch_size must not be auto with micro_batch_size",
-        ),
-        (
-            [*STEP, "--sync-batch-norm", "--micro-batch-size", "4"],
-            "sync_batch_norm must be false with micro_batch_size",
-        ),
-        (
-            ["--lr-schedule", "cosine", "--schedule", "fixed", "--lr-milestones", "1,2"],
-            "lr_milestones must be left out with lr_schedule cosine, unless resolutions climb",
-        ),
-        (["--lr-schedule", "poly", "--lr-gamma", "0.1"], "lr_gamma must be 0.2 except with lr_sch"),
-        (["--clip-mode", "agc"], "clip_mode must be norm except with clip_grad, got agc"),
-        ([*PUSH, "--optimizer", "lion"], "optimizer must be one of sgd, nesterov, momentum, adam"),
-        ([*STEP, "--sync-batch-norm", "--compile"], "compile must be false with sync_batch_norm"),
-        (["--balance", "dbs", "--compile"], "compile must be false with balance"),
-        ([*STEP, "--sync-batch-norm"], "sync_batch_norm must be false except with a process per"),
-        (["--sync", "step"], "small_workers must be unset with sync step or push gra"),
-        (["--push-every", "2"], "push_every must be 1 except with push gradients, got 2"),
-        (["--slowdown", "0:0.5"], "slowdown of worker 0 must be at least 1, got 0.5"),
-        (["--slowdown", "7:2"], "slowdown must name a worker in [0, 3], got 7"),
-        (["--disturb", "2:4-20"], "disturb must have a probability in [0, 1]"),
-        (["--report-to", ABSENT], f"report_to must name an installed tracker, got {ABSENT!r}"),
-    ],
-)
+MICRO_4 = ("--micro-batch-size", "4")
+COSINE = ("--lr-schedule", "cosine")
+REFUSED = [
+    (["--small-ratio", "1.5"], "small_ratio must be in [0, 1], got 1.5"),
+    (
+        ["--sync", "asp", "--merge", "delta"],
+        "merge must be ratio or half with sync",
+    ),
+    (["--outer-momentum", "1"], "outer_momentum must be in [0, 1), got 1"),
+    (["--mixup", "-1"], "mixup must be at least 0, got -1"),
+    ([*STEP, "--lr-scaling", "sqrt"], "lr_scaling must be none with sync step"),
+    (["--resolutions", "32,16"], "resolutions must ascend, got 32,16"),
+    (["--resolutions", "0"], "resolutions must be positive for images, got 0"),
+    (["--resolutions"], "resolutions must have a value, got none"),
+    (["--time-ratio", "nan"], "time_ratio must be above 1, got nan"),
+    (["--dataset", "./no-such-folder"], "dataset must be"),
+    (["--dataset", "no-such-name-on/the-hub"], "dataset must be"),
+    (["--train-samples", "5000"], "train_samples must be in [1, 1437], got 5000"),
+    (["--model", "resnet1"], "model must be a name that timm.list_models() knows"),
+    (["--optimizer", "sdg"], "optimizer must be a name that timm.optim.list_optimizers()"),
+    (["--slope", "0.1", "0.2", "0.3"], "slope must have 1 value, one per resolution (2) or"),
+    (["--profile", "no-such.json"], "profile must be unset with slope"),
+    (["--small-share", "0.9"], "small_share must be in (0, 0.25)"),
+    ([*STEP, "--local-batch-sizes", "2,2,2"], "local_batch_sizes must have one value per wor"),
+    ([*STEP, "--local-batch-sizes", "20,20,20,2"], "local_batch_sizes must sum to at most"),
+    ([*STEP, "--global-batch-size", "61"], "global_batch_size must be in [8, 40], 2 a worker"),
+    ([*STEP, "--rounds-per-epoch", "9"], "rounds_per_epoch must be at most the 2 joint steps"),
+    ([*STEP, "--push", "gradients"], "push must be weights with sync step"),
+    ([*PUSH, "--clip-grad", "1"], "clip_grad must be unset with push gradients and sync ssp"),
+    (["--micro-batch-size", "1"], "micro_batch_size must be at least 2, since batch norm"),
+    (["--micro-batch-size", "2,2,2"], "micro_batch_size must have 1 value, one per resolution"),
+    ([*MICRO_4, "--large-batch-size", "auto"], "large_batch_size must not be auto with micro_b"),
+    ([*STEP, *MICRO_4, "--sync-batch-norm"], "sync_batch_norm must be false with micro_batch_s"),
+    ([*COSINE, "--schedule", "fixed", "--lr-milestones", "1,2"], "lr_milestones must be left out"),
+    (["--lr-schedule", "poly", "--lr-gamma", "0.1"], "lr_gamma must be 0.2 except with lr_sch"),
+    (["--clip-mode", "agc"], "clip_mode must be norm except with clip_grad, got agc"),
+    ([*PUSH, "--optimizer", "lion"], "optimizer must be one of sgd, nesterov, momentum, adam"),
+    ([*STEP, "--sync-batch-norm", "--compile"], "compile must be false with sync_batch_norm"),
+    (["--balance", "dbs", "--compile"], "compile must be false with balance"),
+    ([*STEP, "--sync-batch-norm"], "sync_batch_norm must be false except with a process per"),
+    (["--sync", "step"], "small_workers must be unset with sync step or push gra"),
+    (["--push-every", "2"], "push_every must be 1 except with push gradients, got 2"),
+    (["--slowdown", "0:0.5"], "slowdown of worker 0 must be at least 1, got 0.5"),
+    (["--slowdown", "7:2"], "slowdown must name a worker in [0, 3], got 7"),
+    (["--disturb", "2:4-20"], "disturb must have a probability in [0, 1]"),
+    (["--report-to", ABSENT], f"report_to must name an installed tracker, got {ABSENT!r}"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, capsys, arguments, message):
     folder = tmp_path / "run"
     with pytest.raises(SystemExit) as stopped, one_line_errors():
-        main(parse_config(Config, [*flags(folder), *arguments]))
+        main(parse_config(Config, [*to_flags(folder, **SETTINGS), *arguments]))
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert f"error: {message}" in error
@@ -503,34 +462,21 @@ def test_a_setting_of_a_file_that_is_refused_is_told_with_its_file(tmp_path):
     path.write_text("warmup_epochs: 5\n")
     given = ["--config", str(path), "--epochs", "3"]
     least = "warmup_epochs must be at most the 3 epochs of the run"
-    with pytest.raises(ValueError, match=f"{least}, got 5 .{path} sets warmup_epochs; a flag wins"):
+    with pytest.raises(ValueError, match=f"{least}, got 5 .{path} sets warmup_epochs"):
         parse_config(Config, given)
     with pytest.raises(ValueError, match=f"^{least}, got 4$"):
         parse_config(Config, [*given, "--warmup-epochs", "4"])
     path.write_text("lr: abc\n")
-    with pytest.raises(ValueError, match=f"--lr must be a number, got 'abc' .{path} sets lr; a f"):
+    with pytest.raises(ValueError, match=f"--lr must be a number, got 'abc' .{path} sets lr"):
         parse_config(Config, given)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "lr: yes\n",
-            "lr must be a number, got true, as which YAML reads an unquoted yes or on .*({} sets",
-        ),
-        (
-            "lr: no\n",
-            "lr must be a number, got false, as which YAML reads an unquoted no or off .*({} sets",
-        ),
-        (
-            "mixed-precision: no\n",
-            "mixed-precision must be auto, no, .*got false, as which .*({} sets",
-        ),
-        (
-            "lr: 1\nepochs: 2\nlr: 3\n",
-            "config must .*, got {} (lr is given twice, in lines 1 and 3)",
-        ),
+        ("lr: yes\n", "lr must be a number, got true (YAML's yes, no, .*; {} sets"),
+        ("mixed-precision: no\n", "mixed-precision must be auto, no, .*got false (.*; {} sets"),
+        ("lr: 1\nlr: 3\n", "config must .*, got {} (lr is given twice, in lines 1 and 2)"),
     ],
 )
 def test_yaml_that_says_other_than_it_seems_is_refused_in_one_line(tmp_path, text, message):
@@ -545,30 +491,25 @@ def test_yaml_that_says_other_than_it_seems_is_refused_in_one_line(tmp_path, tex
     assert (config.compile, config.mixed_precision, config.lr) == (True, "no", 1.0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"staleness": 3}, "staleness must be 1 except with sync ssp, got 3"),
-        ({"staleness": 0, "sync": "asp"}, "staleness must be 1 except with sync ssp, got 0"),
-        ({"outer_lr": 0.5}, "outer_lr must be 0.7 except with merge delta, got 0.5"),
-        (
-            {"outer_momentum": 0.5, "merge": "mean"},
-            "outer_momentum must be 0.9 except with mer",
-        ),
-        ({"balance_every": 3}, "balance_every must be unset except with balance, got 3"),
-        ({"workers": 1, "small_workers": 1}, "small_workers must be 0 with one worker, .* got 1"),
-        ({"workers": 1, "small_ratio": 0.1}, "small_ratio must be 0 with one worker, .* got 0.1"),
-    ],
-)
+EFFECTS = [
+    ({"staleness": 3}, "staleness must be 1 except with sync ssp, got 3"),
+    ({"staleness": 0, "sync": "asp"}, "staleness must be 1 except with sync ssp, got 0"),
+    ({"outer_lr": 0.5}, "outer_lr must be 0.7 except with merge delta, got 0.5"),
+    ({"outer_momentum": 0.5, "merge": "mean"}, "outer_momentum must be 0.9 except with mer"),
+    ({"balance_every": 3}, "balance_every must be unset except with balance, got 3"),
+    ({"workers": 1, "small_workers": 1}, "small_workers must be 0 with one worker, .* got 1"),
+    ({"workers": 1, "small_ratio": 0.1}, "small_ratio must be 0 with one worker, .* got 0.1"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), EFFECTS)
 def test_a_setting_that_changes_nothing_is_refused_in_a_new_run(settings, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         check_effects(Config(**settings))
 
 
 def test_settings_that_have_their_default_or_an_effect_are_taken():
-    check_effects(Config(staleness=1, outer_lr=0.7, outer_momentum=0.9))
-    check_effects(Config(staleness=3, sync="ssp"))
-    check_effects(Config(balance_every=3, balance="dbs"))
+    check_effects(Config(staleness=3, sync="ssp", balance_every=3, balance="dbs"))
     check_effects(Config(outer_lr=0.5, outer_momentum=0.5, merge="delta"))
     check_effects(Config(workers=1, small_workers=0, small_ratio=0.1))
     check_effects(Config(workers=1, small_workers=1), processes=2)  # their number wins
@@ -586,31 +527,28 @@ def test_milestones_of_a_cosine_are_taken_where_something_changes_at_them():
             check_effects(Config(**cosine, **others))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--lr", "abc"], "--lr must be a number, got 'abc'"),
-        (["--lr", "0.1", "0.2"], "--lr must be a number, got '0.1 0.2'"),
-        (["--lr"], "--lr must be a number, got nothing"),
-        (["--epochs", "1.5"], "--epochs must be a whole number, got '1.5'"),
-        (["--small_workers", "x"], "--small-workers must be a whole number, got 'x'"),
-        (["--sync", "bps"], "--sync must be bsp, ssp, asp or step, got 'bps'"),
-        (["--resolutions", "24,x"], "--resolutions must be whole numbers, got '24,x'"),
-        (["--large-batch-size", "big"], "--large-batch-size must be whole numbers or auto, got 'b"),
-        (["--compile", "yes"], "values must come behind a flag that takes them, got 'yes'"),
-        (
-            ["--batch-size=3"],
-            "flag must be one that --help lists, got --batch-size, which is --large-batch-size or "
-            "--local-batch-sizes here",
-        ),
-        (
-            ["--class_weights", "1", "2"],
-            "flag must be one that --help lists, got --class-weights, which is a line of loss_func",
-        ),
-        (["--lrr", "1"], "flag must be one that --help lists, such as --lr, got --lrr"),
-        (["lr", "1"], "values must come behind a flag that takes them, got 'lr'"),
-    ],
-)
+HELP = "flag must be one that --help lists"
+WRONG = [
+    (["--lr", "abc"], "--lr must be a number, got 'abc'"),
+    (["--lr", "0.1", "0.2"], "--lr must be a number, got '0.1 0.2'"),
+    (["--lr"], "--lr must be a number, got nothing"),
+    (["--epochs", "1.5"], "--epochs must be a whole number, got '1.5'"),
+    (["--small_workers", "x"], "--small-workers must be a whole number, got 'x'"),
+    (["--sync", "bps"], "--sync must be bsp, ssp, asp or step, got 'bps'"),
+    (["--resolutions", "24,x"], "--resolutions must be whole numbers, got '24,x'"),
+    (["--large-batch-size", "big"], "--large-batch-size must be whole numbers or auto, got 'big'"),
+    (["--compile", "yes"], "values must come behind a flag that takes them, got 'yes'"),
+    (
+        ["--batch-size=3"],
+        f"{HELP}, got --batch-size, which is --large-batch-size or --local-batch-",
+    ),
+    (["--class_weights", "1"], f"{HELP}, got --class-weights, which is a line of loss_function"),
+    (["--lrr", "1"], f"{HELP}, such as --lr, got --lrr"),
+    (["lr", "1"], "values must come behind a flag that takes them, got 'lr'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG)
 def test_a_value_of_the_wrong_type_is_one_line(capsys, arguments, message):
     with pytest.raises(SystemExit) as stopped, one_line_errors():
         parse_config(Config, arguments)
@@ -626,30 +564,18 @@ def test_errors_of_other_code_keep_their_traceback():
 
 
 def test_config_parses_back_from_its_yaml(tmp_path):
-    config = Config(
-        **{
-            **TINY,
-            **SETTINGS,
-            "resolutions": (24, 32),
-            "dropout": (0.1, 0.2),
-            "lr": 1e-5,
-            "pretrained": True,
-        }
-    )
+    settings = {**TINY, **SETTINGS, "resolutions": (24, 32), "dropout": (0.1, 0.2)}
+    config = Config(**{**settings, "lr": 1e-5, "pretrained": True, "slope": (0.1, 0.2)})
     (tmp_path / "config.yaml").write_text(config_to_yaml(asdict(config)))
     assert parse_config(Config, ["--config", str(tmp_path / "config.yaml")]) == config
 
 
 def test_flags_win_over_the_file_and_lists_take_commas_or_spaces(tmp_path):
-    (tmp_path / "config.yaml").write_text(
-        "lr: 0.5\nepochs: 7\nresolutions: [24, 32]\nlr_gamma: 1e-1\n"
-    )
-    config = parse_config(
-        Config, ["--config", str(tmp_path / "config.yaml"), "--epochs", "9", "--dropout", "0.1,0.2"]
-    )
+    path = tmp_path / "config.yaml"
+    path.write_text("lr: 0.5\nepochs: 7\nresolutions: [24, 32]\nlr_gamma: 1e-1\n")
+    config = parse_config(Config, ["--config", str(path), "--epochs", "9", "--dropout", "0.1,0.2"])
     assert (config.lr, config.epochs, config.lr_gamma) == (0.5, 9, 0.1)
-    assert config.resolutions == (24, 32)
-    assert config.dropout == (0.1, 0.2)
+    assert (config.resolutions, config.dropout) == ((24, 32), (0.1, 0.2))
     assert parse_config(Config, ["--resolutions=24,32"]).resolutions == (24, 32)
     assert parse_config(Config, ["--resolutions", "24", "32"]).resolutions == (24, 32)
 

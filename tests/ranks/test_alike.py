@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dbsl.base.errors import SettingError
 from dbsl.run.folder import Code, check_alike
-from tests.helpers import free_port, slow, start_rank, to_flags, wait_all
+from tests.helpers import free_port, short, start_rank, to_flags, wait_all
 from train import Config
 
 CODE = Code("train.py", {}, {"train.py": "a", "dbsl/open.py": "b"})
@@ -60,14 +60,17 @@ def test_every_process_ends_with_the_line_that_names_what_is_not_the_same(run_ra
     ("own", "other", "said"),
     [
         ({"lr": 0.2}, {"lr": 0.3}, "lr must be the same in all processes, got 0.2 on"),
-        pytest.param({"sync": "step"}, {"sync": "asp"}, "sync must be the same", marks=slow),
-        pytest.param({"sync": "ssp"}, {"sync": "asp"}, "", marks=slow),
-        pytest.param({}, {"plan_only": True}, "plan_only must be the same", marks=slow),
-        pytest.param(
-            {"mixed_precision": "auto"},
-            {"mixed_precision": "bf16"},
-            "mixed_precision must be the same",
-            marks=slow,
+        *short(
+            [
+                ({"sync": "step"}, {"sync": "asp"}, "sync must be the same"),
+                ({"sync": "ssp"}, {"sync": "asp"}, ""),
+                ({}, {"plan_only": True}, "plan_only must be the same"),
+                (
+                    {"mixed_precision": "auto"},
+                    {"mixed_precision": "bf16"},
+                    "mixed_precision must be",
+                ),
+            ]
         ),
     ],
 )

@@ -224,3 +224,32 @@ def test_weights_that_are_not_finite_are_left_out_and_said(run_ranks):
 def test_a_weight_of_zero_is_refused_on_every_process(run_ranks):
     for error in run_ranks(broken_round, "weight", expect_errors=True):
         assert "weight must be above 0 on every process, got [0.0, 0.0]" in error
+
+
+def resumed_rounds(rank, stop):
+    """Take five steps in rounds of three; after `stop` of them model and round are loaded again."""
+    saved, draw = None, torch.Generator().manual_seed(rank)
+    for begin, end in ((0, stop), (stop, 5)):
+        torch.manual_seed(rank)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rounds = dbsl.Rounds(model, optimizer, every=3, outer=(0.7, 0.9))
+        if saved:
+            model.load_state_dict(saved[0])
+            rounds.load_state_dict(saved[1])
+        rounds.__enter__()
+        for _ in range(begin, end):
+            model(torch.randn(4, 3, generator=draw)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            rounds.step()
+        saved = {k: v.clone() for k, v in model.state_dict().items()}, rounds.state_dict()
+    rounds.__exit__(None, None, None)
+    return model.weight.tolist(), rounds.merges
+
+
+def test_rounds_go_on_inside_a_round_to_the_same_bits(run_ranks):
+    whole = run_ranks(resumed_rounds, 0)
+    assert whole[0] == whole[1]
+    for stop in (2, 3, 4):
+        assert run_ranks(resumed_rounds, stop) == whole

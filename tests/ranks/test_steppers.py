@@ -118,6 +118,7 @@ def train(cluster, stepper, case):
             cluster.load(turn)
             continue
         case.begin(stepper.model, turn.epoch)
+        cluster.segment(turn)
         cluster.pull(turn)
         stepper.begin(turn)
         pushing = isinstance(stepper, PushedGradients)
@@ -525,34 +526,3 @@ def test_a_barrier_of_gradients_goes_on_without_a_lost_worker(monkeypatch, lost)
 def test_gradients_without_a_barrier_are_pushed_and_stepped_on(train_ranks, tiny_model, staleness):
     found, _ = train_ranks(tiny_model, Case("gradients", staleness=staleness))
     assert 0.01 < (found - vector_of(tiny_model)).norm() < 10
-
-
-def decayed(rank, sync, sizes=(1, 3), rounds=60):
-    """Return the weights' norm after pushes of zeros, in one process or over real ones."""
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2).double()
-    planner, _ = make_planner(sizes, sum(sizes) * rounds)
-    staleness, decaying = 0 if sync == "bsp" else None, partial(build, weight_decay=0.005)
-    server = GradientServer(model, CPU, decaying, 2, staleness=staleness, rounds_per_epoch=rounds)
-    weights = FlatWeights(model)
-    common = {"planner": planner, "epochs": 1, "outgoing": torch.zeros_like(weights.vector)}
-    common |= {"workers": (0, 1) if rank is None else (rank,), "rounds_per_epoch": rounds}
-    if rank is None:
-        times = ((1.0, 0.0), (1.3, 0.0))
-        cluster = SimulatedCluster(weights, server, times=lambda w, *_: times[w], **common)
-    else:
-        cluster = through_server(weights, None if rank else server, timeout_s=20.0, **common)
-    for turn in cluster.turns():
-        if not isinstance(turn, EpochEnd):
-            cluster.segment(turn)
-            cluster.pull(turn)
-            (w,) = turn.workers
-            cluster.push([report_of(w, turn.round, sizes[w] / sum(sizes))])
-    cluster.close()
-    return server.snapshot().norm().item()
-
-
-def test_weights_decay_alike_in_every_cluster(run_ranks):
-    barrier, simulated = decayed(None, "bsp"), decayed(None, "asp")
-    real = run_ranks(decayed, "asp")[0]
-    assert [simulated, real] == pytest.approx([barrier] * 2, rel=0.02)

@@ -8,12 +8,7 @@ from dbsl.cluster.steps import take_fraction, take_step
 from dbsl.config.fields import parse_kwargs
 from dbsl.config.parse import config_to_yaml, parse_config
 from dbsl.config.settings import OptimizerConfig, RunConfig
-from dbsl.optimizer import (
-    build_optimizer,
-    check_optimizer,
-    default_learning_rate,
-    load_optimizer,
-)
+from dbsl.optimizer import build_optimizer, check_optimizer, default_learning_rate, load_optimizer
 from train import Config
 
 
@@ -91,21 +86,9 @@ def test_a_resumed_run_may_change_eps_and_betas():
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        (
-            "sgd",
-            {"betas": (0.9, 0.9)},
-            "opt_kwargs must name arguments such as .*, got betas$",
-        ),
-        (
-            "adamw",
-            {"eps": 1e-8, "beta": 1},
-            "opt_kwargs must name arguments such as betas, got beta$",
-        ),
-        (
-            "adamw",
-            {"layer_decay_min_scale": 0.1},
-            "such as .*layer_decay, got layer_decay_min_scale",
-        ),
+        ("sgd", {"betas": (0.9, 0.9)}, "opt_kwargs must name arguments such as .*, got betas$"),
+        ("adamw", {"eps": 1e-8, "beta": 1}, "must name arguments such as betas, got beta$"),
+        ("adamw", {"layer_decay_min_scale": 0.1}, "as .*layer_decay, got layer_decay_min_scale"),
         ("adamw", {"betas": (0.9,)}, "betas"),
         ("sgd", {"nesterov": "banana"}, "take the settings .* sgd with nesterov=banana"),
         ("sgd", {"maximize": "maybe"}, "take the settings .* sgd with maximize=maybe"),

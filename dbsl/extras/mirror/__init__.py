@@ -304,7 +304,8 @@ class Mirror(Extra):
                 for name in NEEDED:  # they may change meanwhile
                     files[f"{RUN}/{name}"] = Path(shutil.copy(self._folder / name, scratch))
                 listed |= {name: describe(files[name]) for name in files.keys() - listed}
-                self._bucket.forget(there)  # another of that name, of before the run went back
+                # One of that name may be of before the run went back.
+                self._bucket.remove_file(there, LISTING)
                 self._bucket.put(there, files, Listing(self._own.run, listed, manifest.sequence))
         except (FileNotFoundError, CheckpointError):
             if (folder / MANIFEST).exists():  # else it was removed, and there is a newer one
@@ -320,8 +321,7 @@ class Mirror(Extra):
             for rank in self.saving(manifest.sequence)
             if rank in late
         ):
-            limit = _LAST_SHARDS_S if self._ending else _SHARDS_S
-            if time.monotonic() - began > limit:
+            if time.monotonic() - began > (_LAST_SHARDS_S if self._ending else _SHARDS_S):
                 break
             time.sleep(0.1)
         files = {}
@@ -332,7 +332,6 @@ class Mirror(Extra):
         return files
 
     def _put_results(self, own: Listing) -> Listing:
-        """Upload what has changed of the run's own files; remove what is gone."""
         paths = [path for pattern in (*RESULTS, CODE) for path in self._folder.glob(pattern)]
         files = {p.relative_to(self._folder).as_posix(): p for p in paths if p.is_file()}
         with tempfile.TemporaryDirectory() as scratch:
@@ -376,7 +375,6 @@ def _claim(
 
 
 def _remember_mirror(folder: Path, bucket: Bucket, listing: Listing, passed_over: int = 0) -> None:
-    """Note in a run folder where it is mirrored, and as which run."""
     kept = {"mirror": bucket.url, "run": listing.run, "passed_over": passed_over}
     write_text(folder / OWN_FILE, json.dumps(kept, indent=2))
 
@@ -427,7 +425,6 @@ def _pull(url: str, config: RunConfig, say: Callable[[str], Any]) -> str:
 
 
 def _get_checkpoint(bucket: Bucket, name: str, listing: Listing, into: Path) -> None:
-    """Download a checkpoint to where it belongs below `into`'s run folder."""
     needed = {MANIFEST, *(f"{RUN}/{file}" for file in NEEDED)}
     bucket.get(f"{CHECKPOINTS}/{name}", listing, {*listing.files} | needed, into / name)
     os.replace(into / name / RUN, into / RUN)

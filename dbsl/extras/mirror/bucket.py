@@ -116,12 +116,9 @@ class Bucket:
         except FileNotFoundError as error:
             raise DamagedError(f"{where} is damaged: a file is missing ({error})") from None
 
-    def forget(self, folder: str) -> None:
-        self.remove_file(folder, LISTING)
-
     def remove(self, folder: str) -> None:
         """Remove a folder; it counts no more as soon as that begins."""
-        self.forget(folder)
+        self.remove_file(folder, LISTING)
         with suppress(FileNotFoundError):
             self._fs.rm(self._at(folder), recursive=True)
 

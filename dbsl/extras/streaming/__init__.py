@@ -273,7 +273,6 @@ class Prefetch:
         self._cache.release(*(self._split.names[place] for place in held), holder=self)
 
     def _check_room(self, batches: int, ahead: int) -> None:
-        """Raise ``SettingError`` unless what batches need at a time may be held."""
         change = np.zeros(batches + ahead + 2, np.int64)
         np.add.at(change, self._first[self._queue], self._split.weights[self._queue])
         np.add.at(change, self._last[self._queue] + ahead + 1, -self._split.weights[self._queue])
@@ -282,7 +281,6 @@ class Prefetch:
             raise _too_small(needed, self._cache)
 
     def _work(self) -> None:
-        """Bring one row group after the other."""
         try:
             while (number := self._next()) is not None:
                 place = int(self._queue[number])
@@ -321,7 +319,6 @@ class Prefetch:
         return bool(gone) or self._taken == len(self._queue)
 
     def _hold(self, count: int) -> None:
-        """Hold the next row groups of the queue."""
         split, end = self._split, self._holding + count
         new, rest = self._queue[self._holding : end], self._queue[end:]
         self._cache.hold(
@@ -338,7 +335,6 @@ class Prefetch:
 
 
 def _fetch(cache: GroupCache, split: ShardedSplit, place: int) -> None:
-    """Bring the file of the place-th row group into the cache."""
     named = split.shards.named(int(split.groups[place]))
     cache.fetch(split.names[place], lambda path: split.write(place, path), named)
 

@@ -195,7 +195,6 @@ class GroupCache:
 
 
 def _leave(folder: Path, name: str, alive: FileLock | None = None, process: int = 0) -> None:
-    """Remove what says that a process is there."""
     if process not in (0, os.getpid()):
         return  # a fork of it
     for ending in (_HELD, ".new", _ALIVE):

@@ -180,7 +180,10 @@ def open_shards(config: ImageConfig, folder: Path, keep: Keep) -> Splits:
         if train_name not in files:
             raise SettingError(f"there is no split 'train', but {', '.join(files)}")
         wanted = [name for name in (train_name, *EVAL_SPLITS) if name in files]
-        features = {name: _read_features(files[name][0]) for name in dict.fromkeys(wanted)}
+        features = {}
+        for name in dict.fromkeys(wanted):
+            with _opened(*files[name][0]) as shard:
+                features[name] = datasets.Features.from_arrow_schema(shard.schema_arrow)
     except Exception as error:  # no network, no such name, a broken file: libraries raise all kinds
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise SettingError(
@@ -234,11 +237,6 @@ def _find_files(dataset: str) -> dict[str, list[File]]:
     return files
 
 
-def _read_features(file: File) -> datasets.Features:
-    with _opened(*file) as shard:
-        return datasets.Features.from_arrow_schema(shard.schema_arrow)
-
-
 def _read_index(
     files: Sequence[File], image_column: str, label_column: str, keep: Keep
 ) -> tuple[Shards, pa.Table]:
@@ -254,7 +252,6 @@ def _read_index(
 
 
 def _write_index(files: Sequence[File], image_column: str, label_column: str, path: Path) -> None:
-    """Read the metadata and the label column of all shards, and write what they say."""
     with ThreadPoolExecutor(min(_READERS, len(files))) as pool:
         found = list(pool.map(lambda file: _read_one(file, image_column, label_column), files))
     described = (datasets.Features.from_arrow_schema(labels.schema) for _, labels in found)
@@ -294,7 +291,6 @@ def _read_one(
 
 @contextmanager
 def _opened(url: str, origin: str) -> Iterator[parquet.ParquetFile]:
-    """Open a shard; its metadata are read once."""
     system, path = fsspec.core.url_to_fs(url)
     metadata = _metadata(url, origin)
     if isinstance(system, local.LocalFileSystem):

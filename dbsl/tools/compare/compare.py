@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 
@@ -28,7 +28,7 @@ from dbsl.base.errors import SettingError, one_line_errors
 from dbsl.base.files import write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.base.words import as_given, plural
-from dbsl.config.fields import in_range
+from dbsl.config.fields import Count, Within, check_fields
 from dbsl.config.hooks import file_of
 from dbsl.config.parse import (
     POSITIONAL,
@@ -55,18 +55,18 @@ class CompareConfig:  # every field is a flag, its comment the help
 
     # YAML files, configs of train.py; each is an arm
     arms: tuple[str, ...] = field(metadata=POSITIONAL)
-    seeds: int = 3  # runs of each arm, with seeds first_seed, first_seed + 1, ...
+    seeds: Count = 3  # runs of each arm, with seeds first_seed, first_seed + 1, ...
     first_seed: int = 0  # tune with other seeds than are reported: 100
     baseline: str | None = None  # arm that the others are compared with; unset: the first
     # accuracy whose time is reported, in (0, 1]; unset: a point below the baseline's last epoch
-    target: float | None = None
+    target: Annotated[float, Within(0, 1, open_low=True)] | None = None
     # train every arm again, with as many epochs as fit into the baseline's time
     equal_time: bool = False
     # setting of all arms as name=value, say dataset=FOLDER; may be given again
     set: tuple[str, ...] = field(default=(), metadata=REPEATED)
     # values of a setting as name=value,value; makes an arm of each; may be given again
     vary: tuple[str, ...] = field(default=(), metadata=REPEATED)
-    jobs: int = 1  # runs at a time
+    jobs: Count = 1  # runs at a time
     # folder of the runs; each is in <folder of the arms>-<arm>-s<seed>
     runs_dir: str = "runs"
     # folder of tables and pictures; unset: results/<folder of the arms>
@@ -74,11 +74,8 @@ class CompareConfig:  # every field is a flag, its comment the help
     report_only: bool = False  # write tables of the finished runs, train nothing
 
     def __post_init__(self) -> None:
-        in_range("seeds", self.seeds, 1)
-        in_range("first_seed", self.first_seed, 0, 2**63 - self.seeds)
-        in_range("jobs", self.jobs, 1)
-        if self.target is not None:
-            in_range("target", self.target, 0, 1, open_low=True)
+        check_fields(self)
+        Within(0, 2**63 - self.seeds).check("first_seed", self.first_seed)
         names = [Path(arm).stem for arm in self.arms]
         if not names or len(set(names)) < len(names):
             raise SettingError(
@@ -316,13 +313,11 @@ def _command(argv: Sequence[str], arms: Sequence[str]) -> str:
 
 
 def _pairs(settings: Sequence[str]) -> list[tuple[str, str]]:
-    """Return name=value settings as pairs, the names as in YAML files."""
     pairs = (setting.split("=", 1) for setting in settings)
     return [(name.replace("-", "_"), value) for name, value in pairs]
 
 
 def _as_yaml(settings: Iterable[tuple[str, str]]) -> dict[str, bool | str]:
-    """Return settings as a YAML file would have them."""
     return {name: {"true": True, "false": False}.get(v, v) for name, v in settings}
 
 
@@ -355,7 +350,6 @@ def _note_of(folder: Path) -> Path:
 
 
 def _check_same(arm: Arm, folder: Path) -> None:
-    """Refuse a run that was begun with other settings than its arm has now."""
     note = _note_of(folder)
     if not folder.exists():
         return

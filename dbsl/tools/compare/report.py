@@ -17,9 +17,8 @@ from filelock import FileLock, Timeout
 from matplotlib.figure import Figure
 
 from dbsl.base.errors import SettingError
-from dbsl.base.files import write_table
+from dbsl.base.files import save_figure, write_table
 from dbsl.base.words import short_loss
-from dbsl.extras.pictures import DPI, save_figure
 from dbsl.tools.compare.statistics import MADE_ON, ArmRun, averaged, interval, table
 
 _LOCK = ".lock"  # in the folder, while one of several commands writes there
@@ -64,28 +63,20 @@ def write_comparison(
     ]
     write_table(folder / f"{name}.csv", arms)
     save_figure(arms_figure(runs), folder / f"{name}.png")
-    width = max(len(row["arm"]) for row in rows)
+    width, goal = max(len(row["arm"]) for row in rows), f"{rows[0]['target']:.1f} %"
+    late = [row for row in rows if row["time_to_target_s"] == math.inf]
+    missed = ", ".join(f"{row['arm']}: {row['reached']} of {row['seeds']} seeds" for row in late)
     lines = [
         f"{'arm':<{width}}  seeds  accuracy %   95 %  over {baseline}   loss   time s  "
-        f"to {rows[0]['target']:.1f} %  s/point",
+        f"to {goal}  s/point",
         *(_line(row, width, len(baseline)) for row in rows),
         "accuracy and loss at the last epoch; differences are paired by seed; *: p below 0.05, "
         "corrected for the number of arms (Holm); s/point: worker seconds more than "
         f"{baseline}'s for each point over it; {folder}",
-        *_unreached(rows),
+        *[f"- below 'to {goal}': not every seed has reached it ({missed})"] * bool(missed),
         *_undetected(rows),
     ]
     return "\n".join(lines)
-
-
-def _unreached(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line on what "-" stands for in the column of the times to an accuracy."""
-    missed = [row for row in rows if row["time_to_target_s"] == math.inf]
-    if not missed:
-        return []
-    arms = ", ".join(f"{row['arm']}: {row['reached']} of {row['seeds']}" for row in missed)
-    target = f"{rows[0]['target']:.1f} %"
-    return [f"- below 'to {target}': not every seed has reached {target} (seeds that have: {arms})"]
 
 
 def _undetected(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -230,7 +221,7 @@ def _line(row: Mapping[str, Any], width: int, baseline: int) -> str:
 def arms_figure(arms: Mapping[str, Sequence[ArmRun]]) -> Figure:
     """Return mean accuracy over mean training time, and last-epoch accuracy with 95 % intervals."""
     finished = {name: runs for name, runs in arms.items() if runs}
-    figure = Figure(figsize=(13, max(5.5, 0.32 * len(finished))), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(13, max(5.5, 0.32 * len(finished))), layout="constrained")
     left, right = figure.subplots(1, 2)
     palette = matplotlib.color_sequences["tab20"]
     goes_on = False

@@ -60,7 +60,7 @@ class ArmRun:
 
 
 @dataclass(frozen=True)
-class Interval:
+class Estimate:
     """A mean over seeds with Student's 95 % interval; NaN is what fewer than two do not tell."""
 
     mean: float
@@ -103,17 +103,17 @@ def read_run(folder: Path) -> ArmRun:
         raise SettingError(f"run must be finished and readable, got {folder} ({error})") from None
 
 
-def interval(values: Sequence[float]) -> Interval:
+def interval(values: Sequence[float]) -> Estimate:
     """Return mean, standard deviation and 95 % t-interval of one or more independent values."""
     if not values:
         raise SettingError("values must be one or more, got none")
     if len(values) < 2:
-        return Interval(values[0], math.nan, math.nan, 1)
+        return Estimate(values[0], math.nan, math.nan, 1)
     freedom, mean, sd = len(values) - 1, fmean(values), stdev(values)
     error = float(stats.sem(values))
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
     p = 2 * float(stats.t.sf(abs(mean) / error, freedom)) if error else float(mean == 0)
-    return Interval(mean, sd, half, len(values), p)
+    return Estimate(mean, sd, half, len(values), p)
 
 
 @cache
@@ -146,7 +146,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def paired(runs: Sequence[ArmRun], baseline: Sequence[ArmRun]) -> Interval | None:
+def paired(runs: Sequence[ArmRun], baseline: Sequence[ArmRun]) -> Estimate | None:
     """Return the difference in accuracy to a baseline, seed by seed; None where no seed is in both.
 
     Arms with one seed share the split, the order and the initial weights, so that a pair differs

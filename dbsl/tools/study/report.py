@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from dbsl.base.errors import SettingError
-from dbsl.base.files import write_table, write_text
-from dbsl.extras.pictures import DPI, save_figure
+from dbsl.base.files import save_figure, write_table, write_text
 from dbsl.tools.study.scaling import (
     CRITICAL_RULE,
     EDGE_RULE,
@@ -38,6 +38,7 @@ _REGIONS = (
     ("diminishing returns", "#e69f00"),
     ("no gain", "#999999"),
 )
+_COLORS = matplotlib.color_sequences["tab10"]
 Budgets = tuple[int | None, int | None]  # steps, examples
 Results = Mapping[str, Sequence[Result]]  # by workload, batch sizes ascending; none is empty
 
@@ -73,14 +74,19 @@ def write_report(
                 f"its goal is kept, not {goal:g}: its trials ended at it (--no-early-stopping "
                 "measures for any goal)"
             )
-        lines += [*_edge_warnings(found), ""]
+        lines += [
+            f"warning: at batch {result.batch_size} the best trial's {', '.join(result.at_edge)} "
+            f"lies {EDGE_RULE}: a wider one may give fewer steps"
+            for result in found.values()
+            if result and result.at_edge
+        ]
+        lines.append("")
     folder.mkdir(parents=True, exist_ok=True)
     write_table(folder / TABLE, rows)
     write_text(folder / REPORT, json.dumps(report, indent=2) + "\n")
     drawn = {name: own for name, own in results.items() if own}
     if drawn:
         save_figure(steps_figure(drawn, goals), folder / "plots/steps.png")
-        save_figure(examples_figure(drawn, goals), folder / "plots/examples.png")
         save_figure(rates_figure(drawn), folder / "plots/learning_rate.png")
         lines.append(f"pictures in {folder / 'plots'}, all numbers in {folder / TABLE}")
     else:
@@ -132,7 +138,6 @@ def _row(study: Study, result: Result | None, goal: float) -> dict[str, Any]:
 
 
 def _endings(study: Study) -> dict[str, int]:
-    """Return how many trials came to which end."""
     statuses = [trial.status for trial in study.trials]
     return {status: statuses.count(status) for status in _ENDINGS}
 
@@ -178,15 +183,6 @@ def _describe(
     return lines
 
 
-def _edge_warnings(found: Mapping[int, Result | None]) -> list[str]:
-    return [
-        f"warning: at batch {result.batch_size} the best trial's {', '.join(result.at_edge)} lies "
-        f"{EDGE_RULE}: a wider one may give fewer steps"
-        for result in found.values()
-        if result and result.at_edge
-    ]
-
-
 def steps_figure(results: Results, goals: Mapping[str, float]) -> Figure:
     """Return steps to result against batch size, a panel per workload, the three regions shaded."""
     figure, panels = _panels(len(results))
@@ -218,21 +214,6 @@ def steps_figure(results: Results, goals: Mapping[str, float]) -> Figure:
     return figure
 
 
-def examples_figure(results: Results, goals: Mapping[str, float]) -> Figure:
-    """Return samples to result against batch size, all workloads in one panel."""
-    figure, (axes,) = _panels(1)
-    for (name, own), color in zip(results.items(), _colors(len(results)), strict=True):
-        sizes, steps = _columns(own)
-        label = f"{name}, error < {goals[name]:g}"
-        axes.plot(sizes, sizes * steps, "o-", color=color, label=label)
-    sizes = np.array(sorted({r.batch_size for own in results.values() for r in own}))
-    _finish(axes, sizes, "", "samples to the goal")
-    title = "Samples that the fewest steps cost: level where scaling is perfect"
-    axes.set_title(title, fontsize=10)
-    axes.legend(fontsize=8)
-    return figure
-
-
 def rates_figure(results: Results) -> Figure:
     """Return the best trial's learning rate, alone and over 1 - momentum, with both rules."""
     figure, panels = _panels(2)
@@ -241,7 +222,7 @@ def rates_figure(results: Results) -> Figure:
         ("learning rate / (1 - momentum)", effective_rate),
     )
     for axes, (label, rate) in zip(panels, kinds, strict=True):
-        for (name, own), color in zip(results.items(), _colors(len(results)), strict=True):
+        for (name, own), color in zip(results.items(), cycle(_COLORS)):
             sizes, _ = _columns(own)
             rates = [rate(result.trial.parameters) for result in own]
             growth = sizes / sizes[0]
@@ -261,7 +242,7 @@ def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:
     columns = min(count, 3)
     rows = -(-count // columns)
     size = (max(7.5, 5.2 * columns), 4.6 * rows)
-    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for unused in panels[count:]:
         unused.remove()
@@ -271,11 +252,6 @@ def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:
 def _columns(own: Sequence[Result]) -> tuple[np.ndarray, np.ndarray]:
     steps = [max(r.steps, 1) for r in own]  # 0 steps (met by the initial weights) have no log
     return np.array([r.batch_size for r in own]), np.array(steps)
-
-
-def _colors(count: int) -> Sequence[str]:
-    palette = matplotlib.color_sequences["tab10"]
-    return [palette[index % len(palette)] for index in range(count)]
 
 
 def _finish(axes: Axes, sizes: np.ndarray, title: str, label: str) -> None:

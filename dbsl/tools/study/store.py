@@ -45,12 +45,6 @@ def dataset_name(dataset: str) -> str:
     return path.resolve().stem if path.exists() else dataset.replace("/", "--")
 
 
-def study_folder(root: Path, dataset: str, model: str, optimizer: str, batch_size: int) -> Path:
-    """Return where a study lies under `root`; `dataset` as the user gave it."""
-    workload = Path(dataset_name(dataset), model.replace("/", "--"), optimizer)
-    return root / workload / str(batch_size)
-
-
 def write_study(folder: Path, values: Mapping[str, Any]) -> None:
     """Write a study's ``study.json``, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,6 @@ from dbsl.config.settings import MachineConfig, RunConfig
 from dbsl.data.dataset import load_data
 from dbsl.model import check_sides
 from dbsl.optimizer import check_optimizer
-from dbsl.plan.sampler import evaluation_batch_size
 from dbsl.plan.stages import default_resolutions
 from dbsl.run.accelerator import start_accelerator
 from dbsl.run.folder import LOCK
@@ -48,7 +47,6 @@ from dbsl.tools.study.store import (
     Claims,
     dataset_name,
     read_workloads,
-    study_folder,
     write_study,
     write_trial,
 )
@@ -260,7 +258,6 @@ class _Work:
 
 
 def _run_all(work: _Work, stopping: Stopping) -> None:
-    """Run trials until none is left."""
     parent = os.environ.get(_PARENT)
 
     def may_go_on() -> None:
@@ -286,7 +283,6 @@ def _run_all(work: _Work, stopping: Stopping) -> None:
 
 
 def _outcome(trial: Trial, goal: float) -> str:
-    """Return in words what a trial came to."""
     if trial.status == "INFEASIBLE":
         return f"diverged before step {trial.steps}"
     if trial.status == "INCOMPLETE":
@@ -344,16 +340,7 @@ def _load(config: StudyConfig, accelerator: Any) -> Images:
         in_range("batch_sizes", size, 1, len(data.train))
     resolution = config.resolution or default_resolutions(data.image_side)[-1]
     transform = data.transform(resolution, config.augmentation, config.seed)
-    kind, largest = accelerator.device.type, max(config.batch_sizes)
-    images = Images(
-        data,
-        config.model,
-        transform,
-        config.dropout,
-        config.label_smoothing,
-        evaluation_batch_size(config.eval_batch_size, kind, largest),
-        accelerator,
-    )
+    images = Images(config, data, transform, accelerator)
     least = check_sides(config.model, images.build(config.seed), data, (resolution,))
     in_range("batch_sizes", min(config.batch_sizes), least)
     return images
@@ -415,7 +402,8 @@ def _studies(config: StudyConfig) -> dict[str, tuple[str, int]]:
 
 
 def _folder_of(config: StudyConfig, folder: Path, optimizer: str, batch_size: int) -> Path:
-    return study_folder(folder, config.dataset, config.model, optimizer, batch_size)
+    model = config.model.replace("/", "--")
+    return folder / dataset_name(config.dataset) / model / optimizer / str(batch_size)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,9 +25,12 @@ from dbsl.data.dataset import Data
 from dbsl.data.transforms import Transform
 from dbsl.model import build_model, set_dropout
 from dbsl.optimizer import build_optimizer
-from dbsl.plan.sampler import StepSampler, evaluation_batches
+from dbsl.plan.sampler import StepSampler, evaluation_batch_size, evaluation_batches
 from dbsl.tools.study.scaling import Trial
 from dbsl.tools.study.store import COLUMNS
+
+if TYPE_CHECKING:
+    from dbsl.tools.study.study import StudyConfig
 
 qmc = lazy_import("scipy.stats.qmc")
 
@@ -170,6 +173,7 @@ class ImageTask:
 
     def _advance(self, epoch: int, first: int, last: int, rates: list[float]) -> Tensor:
         images, stepper = self._images, self._stepper
+        smoothing = images.config.label_smoothing
         offset = epoch * self._sampler.steps_per_epoch
         steps = self._sampler.steps((0,), epoch, first - offset, last - offset, [self._batch_size])
         batches = images.data.train.batches(
@@ -182,7 +186,7 @@ class ImageTask:
             with stepper.micro_batch(step, part) as weight:
                 with images.accelerator.autocast():
                     logits = stepper.model(pixels)
-                    loss = F.cross_entropy(logits, labels, label_smoothing=images.label_smoothing)
+                    loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
                 images.accelerator.backward(loss * weight)
             stepper.step(step, rate)
             total += loss.detach()
@@ -207,27 +211,22 @@ class ImageTask:
 class Images:
     """Data and settings that a study's trials share."""
 
+    config: StudyConfig
     data: Data
-    model: str  # name in timm's registry
     transform: Transform  # of training images
-    dropout: float  # before the classifier
-    label_smoothing: float  # of the training loss
-    eval_batch_size: int
     accelerator: Accelerator
 
     def __post_init__(self) -> None:
-        self._batches = evaluation_batches(len(self.data.evaluation), self.eval_batch_size)
+        config, kind = self.config, self.accelerator.device.type
+        size = evaluation_batch_size(config.eval_batch_size, kind, max(config.batch_sizes))
+        self._batches = evaluation_batches(len(self.data.evaluation), size)
         self._kept: list[tuple[Tensor, Tensor]] | None = None
 
     def build(self, seed: int) -> torch.nn.Module:
         """Return the model with fresh weights, on its device."""
-        model = build_model(
-            self.model,
-            self.data.num_classes,
-            final_resolution=self.transform.resolution,
-            seed=seed,
-        )
-        set_dropout(model, self.dropout)
+        name, side = self.config.model, self.transform.resolution
+        model = build_model(name, self.data.num_classes, final_resolution=side, seed=seed)
+        set_dropout(model, self.config.dropout)
         return model.to(self.accelerator.device, memory_format=torch.channels_last)
 
     def evaluation(self) -> Any:

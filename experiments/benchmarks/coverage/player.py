@@ -15,8 +15,8 @@ import torch
 
 from dbsl.base.errors import SyncError
 from dbsl.checkpoint.disk import pack, unpack
-from dbsl.checkpoint.restart import Saved, plan_restart, with_lost_workers
-from dbsl.plan.types import EpochEnd, JoinedWorker, Restart, Segment, Turn
+from dbsl.checkpoint.handover import Saved, make_handover, with_lost_workers
+from dbsl.plan.types import EpochEnd, Handover, JoinedWorker, Segment, Turn
 from dbsl.run.connect import connect
 from dbsl.run.session import Progress, make_reports
 from dbsl.run.training import Run
@@ -150,7 +150,7 @@ class _Player:
             np.add.at(self._counts[turn.epoch], part.indices, 1)
             self._collected.append((version, turn, part.indices))
         if server is not None:
-            lead = server.clocks[turn.workers[0]] - server.slowest()
+            lead = server.clocks[turn.workers[0]] - server.members.slowest()
             played.ahead = max(played.ahead, lead)
         cluster.pull(turn)
         cluster.outgoing.fill_(-float(sum(own.values())))  # descent adds it to the weight
@@ -203,7 +203,7 @@ class _Player:
     def _workers(self) -> int:
         return self._case.options["workers"]
 
-    def _resized(self, workers: int | None, state: Any) -> tuple[Case, Run, Restart] | None:
+    def _resized(self, workers: int | None, state: Any) -> tuple[Case, Run, Handover] | None:
         """Return how the run goes on with so many workers; None: it does with those it has."""
         if workers in (None, self._workers):
             return None
@@ -214,7 +214,7 @@ class _Player:
             return None
         try:
             saved = Saved(state, asdict(before), len(run.data.train), run)
-            return case, run, plan_restart(saved, {}, run)
+            return case, run, make_handover(saved, {}, run)
         except ValueError as error:
             if "workers must stay" not in str(error):
                 raise
@@ -230,7 +230,7 @@ class _Player:
         self._run.planner.load_state_dict(state["planner"])
         self._cluster.load_state_dict(state["cluster"])
 
-    def _restart(self, case: Case, run: Run, start: Restart) -> None:
+    def _restart(self, case: Case, run: Run, start: Handover) -> None:
         """Go on with other workers; what a barrier had collected is trained on again."""
         self.played.resized += 1
         for version, turn, indices in self._collected:
@@ -240,8 +240,8 @@ class _Player:
         self._joined.clear()
         self._case = case
         self._connect(run)
-        self._cluster.restart(start)
-        run.planner.restart(start)
+        self._cluster.take_over(start)
+        run.planner.take_over(start)
 
     def _result(self) -> Played:
         run, played, counts = self._run, self.played, self._counts

@@ -8,13 +8,11 @@ from types import SimpleNamespace
 from torch import nn
 
 from dbsl.optimizer import build_optimizer
-from dbsl.plan.follow import PlanMaker
-from dbsl.plan.ledger import TurnSampler
-from dbsl.plan.machines import Workers
+from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.sampler import Order
 from dbsl.plan.stages import make_stages
 from dbsl.plan.types import TimeModel
-from dbsl.run.prepare import make_planner, rounds_of_epoch
+from dbsl.run.prepare import plan_run
 from dbsl.run.training import Run
 from experiments.benchmarks.coverage.cases import Case
 
@@ -43,7 +41,7 @@ def prepare(case: Case) -> Run:
     )
     resolutions = config.resolutions
     # Where all are equal, a batch and a share of a round for each is known to fit.
-    known = Workers(
+    known = KnownWorkers(
         models={
             r: TimeModel.of(
                 [TimeModel(m.slope * r / 8, m.intercept) for m in case.models], len(case.models)
@@ -54,10 +52,6 @@ def prepare(case: Case) -> Run:
         limits=dict.fromkeys(resolutions),
         measured=True,
     )
-    maker = PlanMaker(config, known, case.samples, case.least)
-    plans = {r: maker.first(r, lambda line: None) for r in resolutions}
-    rounds = rounds_of_epoch(plans, config)
-    sampler = TurnSampler(config, case.samples, rounds, case.least, case.blocks)
     stages = make_stages(
         config.epochs,
         resolutions,
@@ -67,6 +61,8 @@ def prepare(case: Case) -> Run:
         milestones=(),
         gamma=1.0,
     )
+    given = (config, known, stages, case.samples, case.least)
+    config, plans, planner, sampler = plan_run(*given, blocks=case.blocks, say=lambda line: None)
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     return Run(
@@ -75,7 +71,7 @@ def prepare(case: Case) -> Run:
         stages=tuple(stages),
         model=model,
         plans=plans,
-        planner=make_planner(maker, known, plans, stages, sampler),
+        planner=planner,
         known=known,
         sampler=sampler,
         machine=case.emulation,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dbsl.extras.emulate import Link
+from dbsl.extras.emulate import EmulatedLink
 from experiments.benchmarks.demos.arms import run_train
 from experiments.benchmarks.demos.slow_link import ADDRESSES, BATCH, link
 from experiments.benchmarks.link_costs import bytes_of
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def exchanges_s(way: str, model: str, megabits: float) -> float:
     """Return the seconds of an epoch's exchanges between two workers by `dbsl.extras.emulate`."""
-    (gradients, weights), where = bytes_of(model, CLASSES, SIDE), Link(megabits / 1e3)
+    (gradients, weights), where = bytes_of(model, CLASSES, SIDE), EmulatedLink(megabits / 1e3)
     if way == "step":
         return -(-SAMPLES // (2 * BATCH)) * where.joint_step_s(gradients, 2, 0.0)
     return WAYS[way]["rounds-per-epoch"] * where.barrier_s(weights, 2, at_server=False)

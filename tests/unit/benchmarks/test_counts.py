@@ -62,10 +62,7 @@ def count_rounds(folder, monkeypatch, steps, **settings):
     train_round, found = train.train_round, []
 
     def counted(session, turn):
-        with (
-            Count(session.cluster.weights.vector.numel()) as count,
-            monkeypatch.context() as patch,
-        ):
+        with Count(session.cluster.weights.vector.numel()) as count, monkeypatch.context() as patch:
             for name in READS:
                 patch.setattr(torch.Tensor, name, waiting(getattr(torch.Tensor, name), count))
             train_round(session, turn)

@@ -17,7 +17,6 @@ from dbsl.checkpoint.disk import (
     prune,
     read_manifest,
     read_shard,
-    remove_incomplete,
     set_aside_after,
     sums_name,
     vouch_for_shard,
@@ -159,7 +158,7 @@ def test_pruning_keeps_the_newest_good_ones(tmp_path):
     names = [f"save-{sequence:06d}" for sequence in range(1, 6)]
     left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert left == names[1:]  # the last two may be under way
-    remove_incomplete(tmp_path)
+    assert set_aside_after(tmp_path, 9) == []
     left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert left == names[1:3]
 

@@ -9,7 +9,7 @@ import torch
 
 from dbsl.checkpoint import disk, resume
 from dbsl.checkpoint.disk import Found, MissingShardError
-from dbsl.checkpoint.restart import Saved, plan_restart, with_lost_workers
+from dbsl.checkpoint.handover import Saved, make_handover, with_lost_workers
 from dbsl.cluster.server import Server
 from dbsl.plan.follow import Planner
 from dbsl.plan.ledger import Ledger, Members, TurnSampler
@@ -33,7 +33,7 @@ def state_of(clocks, plan=None, *, active=None, **server):
     ledger = Ledger({8: plan or dual(len(clocks))}, lambda epoch: 8)
     server = NOTHING | COUNTS | {"clocks": clocks, "active": active} | server
     return {
-        "cluster": {"clock": 0, "waited_s": 0.5, "server": server},
+        "cluster": {"clock": 0, "refused": 0, "time_s": None, "waited_s": 0.5, "server": server},
         "planner": ledger.state_dict(),
         "stepper": {"optimizers": {0: "own"}},
         "progress": {"steps": 4},
@@ -146,7 +146,7 @@ def test_other_workers_than_those_of_a_server_go_on_from_its_clocks(lost):
     state = state_of([5, 6, 1 if lost else 4], plan, **there)
     config = Config(seed=3, workers=2, sync="asp")
     run = run_of(config, rounds=2)
-    restart = plan_restart(saved_as(state, config, run, rounds_per_epoch=2, workers=3), {}, run)
+    restart = make_handover(saved_as(state, config, run, rounds_per_epoch=2, workers=3), {}, run)
     assert restart.clock == (5 if lost else 4)
     sampler = run.sampler.sampler(Segment(plan))
     rest = [(0, 1)] if lost else [(0, 1), (2, 0), (2, 1)]
@@ -160,14 +160,15 @@ def test_what_nobody_has_been_told_of_is_told_by_the_workers_that_go_on():
         RoundReport(worker, 2, round_, 8, 4, 10, 3, 1.0, 0.5, 1.0)
         for worker, round_ in ((0, 0), (1, 0), (1, 1))  # the last is done again
     ]
-    server = {"refused": 4, "reports": [asdict(report) for report in reports]}
+    server = {"reports": [asdict(report) for report in reports]}
     server["finished"] = [{"epoch": 1, "weights": torch.zeros(1), "ended_at": 1.0}]
     state = state_of([5, 6, 5], dual(3, rounds=2), weights=torch.ones(1), **server)
+    state["cluster"]["refused"] = 4
     config = Config(seed=3, workers=2)
     run = run_of(config, rounds=2)
-    start = plan_restart(saved_as(state, config, run, rounds_per_epoch=2, workers=3), {}, run)
+    start = make_handover(saved_as(state, config, run, rounds_per_epoch=2, workers=3), {}, run)
     other = Server(torch.zeros(1), 2, rule="mean", staleness=0, rounds_per_epoch=2)
-    other.restart(start)
+    other.take_over(start)
     assert list(start.reports) == reports[:2]  # the log takes them; nobody else tells of them
     assert not other.reports
     assert other.refused == 4
@@ -185,9 +186,9 @@ def test_pushes_of_more_batches_begin_where_an_epoch_does(clock, expected):
     saved = saved_as(state_of([clock] * 2, SIX_STEPS, optimizer={}), config, run, push_every=2)
     if expected is None:
         with pytest.raises(ValueError, match="push_every must stay 2 inside an epoch, got 3"):
-            plan_restart(saved, {}, run)
+            make_handover(saved, {}, run)
     else:
-        assert plan_restart(saved, {}, run).clock == expected
+        assert make_handover(saved, {}, run).clock == expected
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_what_one_optimizer_kept_for_all_goes_to_each(before, sync, push, expect
     state["cluster"] |= {"clock": 1, "time_s": 3.0, "refused": 0}
     state |= {"progress": None, "model": {"weights": None}}
     run = run_of(Config(workers=2, sync=sync, push=push))
-    restart = plan_restart(saved_as(state, Config(**before), run), {0: "of all"}, run)
+    restart = make_handover(saved_as(state, Config(**before), run), {0: "of all"}, run)
     assert {name: getattr(restart, name) for name in expected} == expected
     assert restart.clock == 1
 
@@ -214,4 +215,4 @@ def test_what_workers_kept_for_themselves_does_not_become_that_of_all(sync, expe
     run = run_of(Config(workers=2, sync=sync))
     saved = saved_as(state_of([1, 1]), Config(workers=2), run)
     # Joint steps must be alike in all processes.
-    assert plan_restart(saved, {0: "a", 1: "b"}, run).optimizers == expected
+    assert make_handover(saved, {0: "a", 1: "b"}, run).optimizers == expected

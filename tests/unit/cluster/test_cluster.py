@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dbsl.cluster.launch import _interface_to
 from dbsl.cluster.merges import mean, ratio
 from dbsl.cluster.server import Server
 from dbsl.cluster.simulated import SimulatedCluster
@@ -153,3 +154,7 @@ def test_a_thousand_workers_are_scheduled_without_training(tiny_model):
     cluster, server = make_cluster(tiny_model, durations, sync="ssp", epochs=2)
     assert len(rounds_of(play(cluster))) == 2000
     assert set(server.clocks) == {2}
+
+
+def test_processes_talk_on_the_interface_that_reaches_the_launcher():
+    assert _interface_to("127.0.0.1") == "lo"

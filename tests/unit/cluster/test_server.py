@@ -10,7 +10,7 @@ from dbsl.cluster.merges import Delta, choose_rule, half, mean, ratio
 from dbsl.cluster.server import Server
 from dbsl.cluster.serving import ServingCluster
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.types import Restart, RoundReport, Turn
+from dbsl.plan.types import Handover, RoundReport, Turn
 
 
 def report(worker, merge_weight=1.0, round_=0, epoch=0):
@@ -84,7 +84,7 @@ def test_delta_is_a_nesterov_step_on_what_the_workers_changed():
         elif round_ == 3:  # and where workers of another number go on
             state = s.state_dict()
             s = new()
-            s.restart(Restart(state["weights"], 3, 3, outer=state["outer"]))
+            s.take_over(Handover(state["weights"], 3, 3, outer=state["outer"]))
         for worker, (pushed, factor) in enumerate(pushes):
             s.push(torch.tensor(pushed), report(worker, factor))
         mean = (torch.tensor([3.0, 2.0, 1.0]) + 0.5 * torch.tensor([0.0, 5.0, 4.0])) / 1.5
@@ -264,8 +264,34 @@ def test_state_goes_through_json_and_goes_on_alike():
 
 def test_other_workers_take_over_at_one_clock():
     s = server(ratio, workers=3, rounds_per_epoch=2)
-    s.restart(Restart(torch.tensor([7.0, 8.0]), version=9, clock=5))
+    s.take_over(Handover(torch.tensor([7.0, 8.0]), version=9, clock=5))
     assert s.snapshot().tolist() == [7.0, 8.0]
     assert (s.clocks, s.version) == ([5, 5, 5], 9)
     pushes(s, *range(3))
     assert [end.epoch for end in s.finished] == [2]  # not the two before, once more
+
+
+class Halving:
+    """A forker's rule that counts its merges: each moves half as far as the one before."""
+
+    def __init__(self):
+        self.merges = 0
+
+    def __call__(self, global_, pushed, factors):
+        self.merges += 1
+        return torch.lerp(global_, pushed.mean(0), 0.5**self.merges)
+
+    def state_dict(self):
+        return {"merges": self.merges}
+
+    def load_state_dict(self, state):
+        self.merges = state["merges"]
+
+
+def test_what_a_forkers_rule_keeps_is_saved_and_goes_on():
+    first, again = (server(choose_rule(None, None, Halving()), staleness=0) for _ in range(2))
+    pushes(first, 0, 1, numbers=(3.0, 4.0))
+    again.load_state_dict(unpack(*pack(first.state_dict())))
+    for one in (first, again):
+        pushes(one, 0, 1, numbers=(3.0, 4.0))
+    assert first.snapshot().tolist() == again.snapshot().tolist() == [2.25, 3.25]

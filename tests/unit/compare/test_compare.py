@@ -14,7 +14,6 @@ import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import train
-from dbsl.base.errors import one_line_errors
 from dbsl.config.parse import parse_config, parse_flags
 from dbsl.tools import jobs
 from dbsl.tools.compare import compare
@@ -30,7 +29,7 @@ from dbsl.tools.compare.statistics import (
     read_run,
     table,
 )
-from tests.helpers import ROOT, Forked
+from tests.helpers import ROOT, Forked, refused
 
 ARM = {
     "model": "test_resnet",
@@ -126,26 +125,17 @@ def test_what_so_few_seeds_can_find_has_the_published_sizes():
 
 
 def test_cost_per_point_is_worker_seconds_over_points_gained():
-    def arm(accuracy, time_s, workers):
-        return [replace(run_of(seed, accuracy, time_s), workers=workers) for seed in (0, 1)]
-
-    rows = {
-        row["arm"]: row
-        for row in table(
-            {
-                "base": arm(0.50, 10.0, 4),
-                "dear": arm(0.52, 15.0, 4),
-                "alone": arm(0.55, 30.0, 1),
-                "worse": arm(0.49, 5.0, 4),
-            },
-            "base",
-        )
+    arms = {"base": (0.50, 10.0, 4), "dear": (0.52, 15.0, 4), "alone": (0.55, 30.0, 1)}
+    arms["worse"] = (0.49, 5.0, 4)
+    runs = {
+        name: [replace(run_of(seed, accuracy, time_s), workers=workers) for seed in (0, 1)]
+        for name, (accuracy, time_s, workers) in arms.items()
     }
+    rows = {row["arm"]: row for row in table(runs, "base")}
     assert rows["base"]["worker_time_s"] == pytest.approx(40)
-    assert rows["dear"]["cost_per_point_s"] == pytest.approx(20 / 2)
-    assert rows["alone"]["cost_per_point_s"] == pytest.approx(-10 / 5)  # better and cheaper
-    assert math.isnan(rows["worse"]["cost_per_point_s"])
-    assert math.isnan(rows["base"]["cost_per_point_s"])
+    costs = [rows[name]["cost_per_point_s"] for name in arms]
+    expected = [math.nan, 20 / 2, -10 / 5, math.nan]  # alone is better and cheaper
+    assert costs == pytest.approx(expected, nan_ok=True)
 
 
 def test_equal_time_is_never_above_the_baselines_in_whole_epochs():
@@ -188,10 +178,7 @@ def test_figure_hides_no_point_and_ends_where_accuracy_does():
 def test_a_time_that_not_every_seed_has_is_explained_below_the_table(tmp_path):
     arms = {"base": [run_of(0, 0.5), run_of(1, 0.6)], "fast": [run_of(0, 0.4), run_of(1, 0.9)]}
     printed = write_comparison(arms, "base", 0.5, tmp_path, "")
-    assert (
-        "- below 'to 50.0 %': not every seed has reached 50.0 % (seeds that have: fast: 1 of 2)"
-        in (printed)
-    )
+    assert "- below 'to 50.0 %': not every seed has reached it (fast: 1 of 2 seeds)" in (printed)
     assert "- below" not in write_comparison(arms, "base", 0.3, tmp_path, "")
 
 
@@ -330,12 +317,7 @@ def test_runs_have_their_comparison_arm_and_seed_in_trackers_which_move_no_resul
 )
 def test_bad_input_is_one_line(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended, one_line_errors():
-        compare.main(arguments)
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {message}")
-    assert error.count("\n") == 1
+    assert refused(capsys, compare.main, arguments).startswith(message)
 
 
 def test_equal_time_trains_again_with_other_epochs_and_moved_milestones(
@@ -408,43 +390,71 @@ def test_runs_of_other_settings_are_not_taken_for_the_arms(arms, tmp_path, optio
         compare.main([arms[0], "--seeds", "1"])
 
 
-def test_set_may_be_given_again_and_take_lists_and_booleans(tmp_path):
-    (tmp_path / "arm.yaml").write_text("epochs: 2\n")
-    flags = ["--set", "lr=0.01", "--set", "resolutions=24,32", "--set", "compile=false"]
-    config = parse_flags(compare.CompareConfig, [str(tmp_path / "arm.yaml"), *flags])
-    assert config.set == ("lr=0.01", "resolutions=24,32", "compile=false")
-    arm = compare._read_arm(tmp_path / "arm.yaml", "", compare._as_yaml(compare._pairs(config.set)))
-    flags = arm.flags(3, tmp_path / "none", 1)
-    parsed = parse_config(train.Config, list(flags))
-    assert (parsed.lr, parsed.resolutions, parsed.compile, parsed.seed) == (
-        0.01,
-        (24, 32),
-        False,
-        3,
+@pytest.fixture
+def read_arm(tmp_path):
+    """Return what reads an arm of two epochs with settings as they are given to --set."""
+    path = tmp_path / "arm.yaml"
+    path.write_text("epochs: 2\ndataset: uoft-cs/cifar100\n")
+    config = compare.CompareConfig
+    return lambda *given: compare._read_arm(
+        path, "", compare._as_yaml(compare._pairs(config((str(path),), set=given).set))
     )
 
 
-def test_without_the_extra_of_trackers_arms_leave_its_setting_out(tmp_path, monkeypatch):
-    (tmp_path / "arm.yaml").write_text("epochs: 2\n")
-    arm = compare._read_arm(tmp_path / "arm.yaml", "", {})
-    assert "--report-to" in arm.flags(0, tmp_path / "none", 1)
+def parsed(arm):
+    return parse_config(train.Config, list(arm.flags(3, Path("none"), 1)))
+
+
+def test_set_may_be_given_again_and_take_lists_and_booleans(tmp_path, read_arm):
+    given = ("lr=0.01", "resolutions=24,32", "compile=false")
+    flags = [text for each in given for text in ("--set", each)]
+    assert parse_flags(compare.CompareConfig, [str(tmp_path / "arm.yaml"), *flags]).set == given
+    found = parsed(read_arm(*given))
+    assert (found.lr, found.resolutions, found.compile) == (0.01, (24, 32), False)
+    assert found.seed == 3
+
+
+def test_varied_booleans_are_flags_that_train_knows(tmp_path, read_arm):
+    read_arm()
+    for (end, values), expected in zip(
+        compare._variations(["save-best=true,false"]), (True, False), strict=True
+    ):
+        assert end == f"-save_best{str(expected).lower()}"
+        assert parsed(compare._read_arm(tmp_path / "arm.yaml", end, values)).save_best is expected
+
+
+def test_another_dataset_is_another_setting_and_a_local_copy_is_not(tmp_path, read_arm):
+    own, copy = read_arm(), read_arm(f"dataset={tmp_path}")
+    assert own.hash == copy.hash != read_arm("dataset=uoft-cs/cifar10").hash
+
+
+def test_without_the_extra_of_trackers_arms_leave_its_setting_out(read_arm, monkeypatch):
+    assert "--report-to" in read_arm().flags(0, Path("none"), 1)
     monkeypatch.setattr(compare, "file_of", lambda name: name == "report_to")
-    assert "--report-to" not in arm.flags(0, tmp_path / "none", 1)
+    assert "--report-to" not in read_arm().flags(0, Path("none"), 1)
 
 
-@pytest.mark.parametrize("more", [[], ["--report-only"]])
-def test_rows_of_other_settings_are_neither_counted_nor_replaced(arms, tmp_path, more):
-    other = replace(run_of(0, 0.5), settings="another")
-    write_runs({"large": [other]}, tmp_path / "results/tiny")
-    before = (tmp_path / "results/tiny/arms_runs.csv").read_bytes()
+@pytest.mark.parametrize("when", ["before", "before a report", "meanwhile"])
+def test_rows_of_other_settings_are_neither_counted_nor_replaced(arms, tmp_path, monkeypatch, when):
+    output, other = tmp_path / "results/tiny", replace(run_of(0, 0.5), settings="another")
+
+    def launch_all(launches, jobs, stopping, on_finished):
+        write_runs({"large": [other]}, output)
+        on_finished()
+
+    monkeypatch.setattr(compare, "launch_all", launch_all)
+    for folder in (tmp_path / "same", *[output] * (when != "meanwhile")):
+        write_runs({"large": [other]}, folder)
     refused = (
         r"output_dir must have no rows of arm large with other settings, got 1 row of other "
         r"settings in results/tiny/arms_runs.csv; take another output_dir, or remove them"
     )
     with pytest.raises(ValueError, match=refused):
-        compare.main([*arms, "--seeds", "1", *more])
-    assert (tmp_path / "results/tiny/arms_runs.csv").read_bytes() == before
-    assert not (tmp_path / "runs").exists()
+        compare.main([*arms, "--seeds", "1", *["--report-only"] * (when == "before a report")])
+    left, same = (folder / "arms_runs.csv" for folder in (output, tmp_path / "same"))
+    assert left.read_bytes() == same.read_bytes()
+    assert (tmp_path / "runs").exists() == (when == "meanwhile")
+    assert not (output / ".lock").exists()
 
 
 def test_rows_that_another_command_writes_meanwhile_stay_and_count(arms, tmp_path, monkeypatch):
@@ -467,21 +477,6 @@ def test_rows_that_another_command_writes_meanwhile_stay_and_count(arms, tmp_pat
     assert [*rows_of(output / "arms.csv")] == ["large"]
 
 
-def test_rows_of_other_settings_that_come_meanwhile_are_not_replaced(arms, tmp_path, monkeypatch):
-    output = tmp_path / "results/tiny"
-    theirs = [replace(run_of(seed, 0.4), settings="theirs") for seed in range(3)]
-
-    def launch_all(launches, jobs, stopping, on_finished):
-        write_runs({"large": theirs}, output)
-        on_finished()
-
-    monkeypatch.setattr(compare, "launch_all", launch_all)
-    with pytest.raises(ValueError, match="arm large with other settings, got 3 rows"):
-        compare.main([arms[0], "--seeds", "1"])
-    assert [run.settings for run in read_runs(output)["large"]] == ["theirs"] * 3
-    assert not (output / ".lock").exists()
-
-
 def test_differences_that_are_all_equal_have_no_p():
     """Three seeds with one image more each would else be told with certainty."""
     baseline = [run_of(seed, 0.5 + seed / 360) for seed in range(3)]
@@ -490,34 +485,12 @@ def test_differences_that_are_all_equal_have_no_p():
     assert all(math.isnan(each) for each in (found.half, found.p, found.detectable))
 
 
-def test_varied_booleans_are_flags_that_train_knows(tmp_path):
-    (tmp_path / "arm.yaml").write_text(yaml.safe_dump(ARM))
-    ends = [end for end, _ in compare._variations(["save-best=true,false"])]
-    assert ends == ["-save_besttrue", "-save_bestfalse"]
-    for (end, values), expected in zip(
-        compare._variations(["save-best=true,false"]), (True, False), strict=True
-    ):
-        arm = compare._read_arm(tmp_path / "arm.yaml", end, values)
-        parsed = parse_config(train.Config, list(arm.flags(0, tmp_path / "none", 1)))
-        assert parsed.save_best is expected
-
-
-def test_another_dataset_is_another_setting_and_a_local_copy_is_not(tmp_path):
-    path = tmp_path / "arm.yaml"
-    path.write_text(yaml.safe_dump({**ARM, "dataset": "uoft-cs/cifar100"}))
-    own, copy, other = (
-        compare._read_arm(path, "", compare._as_yaml(compare._pairs(given))).hash
-        for given in ([], [f"dataset={tmp_path}"], ["dataset=uoft-cs/cifar10"])
-    )
-    assert own == copy != other
-
-
 def test_varied_settings_are_arms_of_their_own(arms, tmp_path, launched):
     options = ["--seeds", "1", "--set", "epochs=1", "--vary", "lr=0.1,0.05", "--vary", "seed=1"]
     (tmp_path / "configs/tiny/dual.yaml").write_text("seed: 3\n")
-    for refused in ([arms[0], *options], [arms[1], *options[:-2]]):
+    for arguments in ([arms[0], *options], [arms[1], *options[:-2]]):
         with pytest.raises(ValueError, match="an arm must leave seed to the comparison"):
-            compare.main(refused)
+            compare.main(arguments)
     options[-1] = "momentum=0.5"
     compare.main([arms[0], *options, "--baseline", "large-lr0.05-momentum0.5"])
     found = [*rows_of(tmp_path / "results/tiny/arms.csv")]
@@ -530,17 +503,13 @@ def test_varied_settings_are_arms_of_their_own(arms, tmp_path, launched):
         (["--vary", "lrr=1,2"], "--lr, got --lrr (arm large-lrr1)"),
         (["--set", "momentun=0.5"], "--momentum, got --momentun (arm large)"),
         (["--vary", "lr=0.1,fast"], "--lr must be a number, got 'fast' (arm large-lrfast)"),
+        (["--report-only"], "a finished run at least, got none"),
     ],
 )
-def test_a_setting_that_train_refuses_is_refused_before_any_run(arms, tmp_path, options, message):
+def test_what_train_refuses_or_has_not_finished_is_refused(arms, tmp_path, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         compare.main([arms[0], *options])
     assert not (tmp_path / "runs").exists()
-
-
-def test_nothing_finished_is_refused(arms):
-    with pytest.raises(ValueError, match="a finished run at least, got none"):
-        compare.main([*arms, "--report-only"])
 
 
 def test_rows_of_before_settings_were_recorded_stay_and_count_for_nothing(arms, tmp_path, launched):

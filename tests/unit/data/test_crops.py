@@ -8,15 +8,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from dbsl.base.seeds import sample_uniforms
-from dbsl.data.transforms import (
-    AREA,
-    DRAWS,
-    RATIO,
-    Transform,
-    cut,
-    random_boxes,
-    upright,
-)
+from dbsl.data.transforms import AREA, DRAWS, RATIO, Transform, cut, random_boxes, upright
 
 
 def framed(width, height):

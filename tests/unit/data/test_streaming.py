@@ -184,7 +184,7 @@ def test_a_hub_id_is_read_from_the_files_that_the_hub_names(shards, monkeypatch)
     builder = SimpleNamespace(config=SimpleNamespace(data_files=files))
     monkeypatch.setattr(datasets, "load_dataset_builder", {"user/name": builder}.get)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("dbsl.base.machine._hub_answers", lambda: True)
+    monkeypatch.setattr("dbsl.base.machine.answers", lambda url: True)
     data = load("user/name")
     assert (len(data.train), data.eval_split) == (TRAIN, "validation")
 

@@ -16,7 +16,7 @@ from dbsl.data.images import PixelStore
 from dbsl.data.transforms import Transform
 from dbsl.extras.average import Average, recompute_statistics, statistics_batches
 from dbsl.model import load_model
-from tests.helpers import run
+from tests.helpers import rows, run
 
 
 def test_average_is_exponential_and_starts_at_the_first_weights():
@@ -44,6 +44,16 @@ def test_statistics_are_measured_on_the_same_images_in_batches_of_one_size(
     assert {*alone.tolist()} == seen
 
 
+def as_run(model, images, batch_size, transform=None):
+    return SimpleNamespace(
+        model=model,
+        data=SimpleNamespace(train=images),
+        config=SimpleNamespace(seed=0),
+        statistics_batch=batch_size,
+        evaluation_transform=transform,
+    )
+
+
 def _recomputed(rank, world_size, model):
     """Return a model's statistics, recomputed from 60 random images of 4 px."""
     pixels = np.random.default_rng(0).integers(256, size=(60, 4, 4, 3), dtype=np.uint8)
@@ -52,16 +62,9 @@ def _recomputed(rank, world_size, model):
         autocast=nullcontext, process_index=rank, num_processes=world_size, reduce=_mean
     )
     weights = FlatWeights(model)
-    recompute_statistics(
-        model,
-        weights,
-        images,
-        Transform(4, "none", False, (0.5,) * 3, (0.5,) * 3, 0),
-        accelerator,
-        batch_size=10,
-        seed=0,
-        together=world_size > 1,
-    )
+    transform = Transform(4, "none", False, (0.5,) * 3, (0.5,) * 3, 0)
+    run = as_run(model, images, 10, transform)
+    recompute_statistics(run, weights, accelerator, together=world_size > 1)
     return weights.buffers.tolist()
 
 
@@ -88,28 +91,19 @@ def test_without_batch_norm_no_image_is_read():
     weights, images, accelerator = FlatWeights(model), MagicMock(), MagicMock()
     images.__len__.return_value = 8
     before = weights.vector.clone()
-    recompute_statistics(
-        model, weights, images, None, accelerator, batch_size=4, seed=0, together=True
-    )
+    recompute_statistics(as_run(model, images, 4), weights, accelerator, together=True)
     assert not images.batches.called
     assert not accelerator.reduce.called  # nor is anybody waited for
     assert torch.equal(weights.vector, before)
 
 
 def test_averaged_weights_are_evaluated_beside_the_raw_and_change_no_bit_of_them(tmp_path):
-    settings = {
-        "train_samples": 80,
-        "eval_samples": 60,
-        "epochs": 2,
-        "eval_every": 2,
-        "large_batch_size": (8,),
-        "mixed_precision": "no",
-    }
+    settings = {"train_samples": 80, "eval_samples": 60, "epochs": 2, "eval_every": 2}
+    settings |= {"large_batch_size": (8,), "mixed_precision": "no"}
     events = {}
     for name, decay in (("raw", 0.0), ("both", 0.5)):
         run(tmp_path / name, **settings, ema_decay=decay)
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        events[name] = [e for e in map(json.loads, lines) if e["event"] == "eval"]
+        events[name] = rows(tmp_path / name, "eval")
     assert [e["loss"] for e in events["raw"]] == [e["loss"] for e in events["both"]]
     raw, averaged = load_model(tmp_path / "both"), load_model(tmp_path / "both", ema=True)
     assert not (tmp_path / "raw/model_ema.safetensors").exists()

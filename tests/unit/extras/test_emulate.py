@@ -3,9 +3,8 @@ import pytest
 from safetensors.torch import load_file
 
 from dbsl.base.errors import SettingError
-from dbsl.extras.emulate import Emulation, Link, parse_disturb, parse_slowdown
-from dbsl.log.rows import read_metrics
-from tests.helpers import run, slow
+from dbsl.extras.emulate import EmulatedLink, Emulation, parse_disturb, parse_slowdown
+from tests.helpers import rows, run, slow
 
 GB = 1e9 / 8  # bytes a second of 1 Gbit/s
 
@@ -63,21 +62,21 @@ def test_slowdowns_and_disturbances_that_are_none_are_refused(values, message):
 
 
 def test_a_ring_sends_every_part_of_the_vector_twice_less_two():
-    link = Link(1.0, ms=2.0)
+    link = EmulatedLink(1.0, ms=2.0)
     assert link.message_s(GB) == pytest.approx(1.002)
     assert link.all_reduce_s(GB, 4) == pytest.approx(6 * (0.25 + 0.002))
     assert link.all_reduce_s(GB, 1) == 0.0
 
 
 def test_gradients_travel_behind_the_stated_share_of_computing():
-    link = Link(1.0, overlap=0.5)
+    link = EmulatedLink(1.0, overlap=0.5)
     assert link.joint_step_s(GB, 2, compute_s=0.6) == pytest.approx(1.0 - 0.3)
     assert link.joint_step_s(GB, 2, compute_s=4.0) == 0.0
-    assert Link(1.0).joint_step_s(GB, 2, compute_s=4.0) == pytest.approx(1.0)
+    assert EmulatedLink(1.0).joint_step_s(GB, 2, compute_s=4.0) == pytest.approx(1.0)
 
 
 def test_a_barrier_is_a_sum_and_from_a_server_a_broadcast_too():
-    link = Link(10.0)
+    link = EmulatedLink(10.0)
     assert link.barrier_s(GB, 2, at_server=False) == pytest.approx(0.1)
     assert link.barrier_s(GB, 2, at_server=True) == pytest.approx(0.2)
     assert link.barrier_s(GB, 1, at_server=True) == 0.0
@@ -89,9 +88,8 @@ SETTINGS = {"workers": 2, "epochs": 2, "log_every": 0}
 
 def outcome(folder):
     """Weights, virtual seconds, and each worker's compute and wait time."""
-    rows = read_metrics(folder / "metrics.jsonl")
-    time_s = [row["virtual_time_s"] for row in rows if row["event"] == "eval"][-1]
-    rounds = [row for row in rows if row["event"] == "round"]
+    time_s = rows(folder, "eval")[-1]["virtual_time_s"]
+    rounds = rows(folder, "round")
     spent = [sum(row[name] for row in rounds) for name in ("compute_time_s", "wait_time_s")]
     return (folder / "model.safetensors").read_bytes(), time_s, *spent
 
@@ -121,7 +119,7 @@ def test_a_link_takes_virtual_time_that_counts_as_waiting_and_no_weights_change(
     if "rounds_per_epoch" in mode:  # the formula of the link
         state = load_file(tmp_path / "link/model.safetensors").values()
         numbers = sum(t.numel() for t in state if t.is_floating_point())
-        cost_s = Link(0.01, 1.0).barrier_s(4 * numbers, 2, at_server=False)
+        cost_s = EmulatedLink(0.01, 1.0).barrier_s(4 * numbers, 2, at_server=False)
         assert link_s - free_s == pytest.approx(2 * 2 * cost_s, rel=1e-6)
 
 
@@ -129,10 +127,7 @@ def test_a_link_takes_virtual_time_that_counts_as_waiting_and_no_weights_change(
     ("settings", "message"),
     [
         ({"link_ms": 1.0}, "link_ms must be 0.0 except with link_gbps, got 1.0"),
-        (
-            {"link_gbps": 1.0, "link_overlap": 0.5},
-            "link_overlap must be 0.0 except with link_gbps and",
-        ),
+        ({"link_gbps": 1.0, "link_overlap": 0.5}, "overlap must be 0.0 except with link_gbps and"),
         ({"link_gbps": 0.0}, "link_gbps must be"),
         ({"link_overlap": 1.5, "link_gbps": 1.0, "sync": "step"}, "link_overlap must be"),
     ],

@@ -12,9 +12,10 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 
 import train
-from dbsl.base.errors import one_line_errors
+from dbsl.base.errors import SettingError
 from dbsl.config.parse import parse_config
 from dbsl.model import load_model
+from tests.helpers import run
 
 
 class FakeHub(http.server.BaseHTTPRequestHandler):
@@ -29,15 +30,12 @@ class FakeHub(http.server.BaseHTTPRequestHandler):
             server.repos.add(json.loads(body)["name"])
             return self.answer({"url": f"{server.url}/someone/model"})
         if "/preupload/" in self.path:
-            modes = [
-                {
-                    "path": file["path"],
-                    "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
-                    "shouldIgnore": False,
-                }
-                for file in json.loads(body)["files"]
-            ]
-            return self.answer({"files": modes})
+            names = [file["path"] for file in json.loads(body)["files"]]
+            kinds = {True: "lfs", False: "regular"}
+            modes = {name: kinds[name.endswith(".safetensors")] for name in names}
+            usual = {"shouldIgnore": False}
+            files = [{"path": n, "uploadMode": mode} | usual for n, mode in modes.items()]
+            return self.answer({"files": files})
         if self.path.endswith("/info/lfs/objects/batch"):
             objects = [
                 one | {"actions": {"upload": {"href": f"{server.url}/store/{one['oid']}"}}}
@@ -97,32 +95,26 @@ def hub(monkeypatch):
     server.server_close()
 
 
-def config(tmp_path, **settings):
-    return train.Config(
-        **{
-            "model": "test_resnet",
-            "resolutions": (16,),
-            "train_samples": 64,
-            "eval_samples": 40,
-            "epochs": 1,
-            "large_batch_size": (8,),
-            "small_batch_size": (4,),
-            "small_workers": 1,
-            "slope": (0.001,),
-            "intercept": (0.01,),
-            "mixed_precision": "no",
-            "report_to": "none",
-            "push_to_hub": "someone/model",
-            "output_dir": str(tmp_path / "run"),
-        }
-        | settings
-    )
+WANTED = {"train_samples": 64, "eval_samples": 40, "epochs": 1, "mixed_precision": "no"}
+WANTED |= {"large_batch_size": (8,), "small_batch_size": (4,), "small_workers": 1}
+
+
+def push(tmp_path, **settings):
+    run(tmp_path / "run", **WANTED | {"push_to_hub": "someone/model"} | settings)
+
+
+def push_again(hub, tmp_path):
+    """Resume a finished run to push it, and see it pushed."""
+    AcceleratorState._reset_state(True)
+    again = ["--resume", str(tmp_path / "run"), "--push-to-hub", "someone/model"]
+    train.main(parse_config(train.Config, again))
+    assert hub.files["model.safetensors"] == (tmp_path / "run/model.safetensors").read_bytes()
 
 
 # huggingface_hub 2.4 with httpx2 2.16
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 def test_a_finished_run_is_pushed_with_a_card_that_has_its_numbers(hub, tmp_path, capsys):
-    train.main(config(tmp_path, ema_decay=0.5, checkpoint_every=1))
+    push(tmp_path, ema_decay=0.5, checkpoint_every=1)
     folder = tmp_path / "run"
     assert hub.repos == {"model"}
     assert f"pushed: {hub.url}/someone/model/commit/111" in capsys.readouterr().out
@@ -154,53 +146,41 @@ def test_a_finished_run_is_pushed_with_a_card_that_has_its_numbers(hub, tmp_path
     assert "push_to_hub" not in yaml.safe_load((folder / "config.yaml").read_text())
 
 
-def test_a_hub_that_refuses_is_met_before_training(hub, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HF_TOKEN", "wrong")
-    with pytest.raises(SystemExit) as ended, one_line_errors():
-        train.main(config(tmp_path))
-    assert ended.value.code == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith(
-        "error: push_to_hub must be a repository that can be made, got someone/model ("
-    )
+@pytest.mark.parametrize(
+    ("token", "name", "why"),
+    [
+        ("wrong", "someone/model", r"that can be made, got someone/model \("),
+        ("secret", "google/vit", r".*, got google/vit \(this user writes to someone, us\)"),
+    ],
+)
+def test_a_hub_that_refuses_is_met_before_training(hub, tmp_path, monkeypatch, token, name, why):
+    monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(SettingError, match=f"^push_to_hub must be a repository {why}"):
+        push(tmp_path, push_to_hub=name)
     assert not (tmp_path / "run").exists()
+    assert not hub.repos
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 def test_a_push_that_fails_leaves_the_run_whole_and_says_how_to_go_on(hub, tmp_path):
     hub.broken = "/commit/"
-    with pytest.raises(
-        ValueError,
-        match=r"push_to_hub failed for someone/model .* --resume .*run --push-to-hub some",
-    ):
-        train.main(config(tmp_path))
+    line = r"push_to_hub failed for someone/model .* --resume .*run --push-to-hub some"
+    with pytest.raises(ValueError, match=line):
+        push(tmp_path)
     assert (tmp_path / "run/summary.json").exists()
     assert load_model(tmp_path / "run") is not None
     hub.broken = "nothing"
-    AcceleratorState._reset_state(True)
-    again = ["--resume", str(tmp_path / "run"), "--push-to-hub", "someone/model"]
-    train.main(parse_config(train.Config, again))
-    assert hub.files["model.safetensors"] == (tmp_path / "run/model.safetensors").read_bytes()
+    push_again(hub, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 def test_a_run_that_finished_without_a_push_is_pushed_to_a_new_repository(hub, tmp_path):
-    train.main(config(tmp_path, push_to_hub=None))
+    push(tmp_path, push_to_hub=None)
     assert not hub.calls
-    AcceleratorState._reset_state(True)
-    again = ["--resume", str(tmp_path / "run"), "--push-to-hub", "someone/model"]
-    train.main(parse_config(train.Config, again))
+    push_again(hub, tmp_path)
     assert hub.repos == {"model"}
-    assert hub.files["model.safetensors"] == (tmp_path / "run/model.safetensors").read_bytes()
-
-
-def test_a_repository_of_others_is_refused_before_training(hub, tmp_path):
-    with pytest.raises(ValueError, match=r"got google/vit \(this user writes to someone, us\)"):
-        train.main(config(tmp_path, push_to_hub="google/vit"))
-    assert not (tmp_path / "run").exists()
-    assert not hub.repos
 
 
 def test_a_plan_alone_makes_no_repository(hub, tmp_path):
-    train.main(config(tmp_path, plan_only=True))
+    push(tmp_path, plan_only=True)
     assert not hub.calls

@@ -1,6 +1,7 @@
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,14 +30,9 @@ REPORT = RoundReport(0, 0, 0, 8, 16, 64, 4, 1.0, 2.0, 1.0)
 ENDLESS = 10**12  # training samples, of which every batch is a new draw
 
 
-def test_two_sizes_give_the_published_formulas():
+def test_squares_give_the_published_formulas_and_of_more_sizes_the_line_through_them():
     # By hand: |G|^2 = (32*3 - 8*9)/24 = 1, tr(Sigma) = (9 - 3)/(1/8 - 1/32) = 64.
-    gradient_square, trace = separate([(8, 9.0), (32, 3.0)], ENDLESS)
-    assert gradient_square == pytest.approx(1.0)
-    assert trace == pytest.approx(64.0)
-
-
-def test_more_sizes_give_the_line_through_them():
+    assert separate([(8, 9.0), (32, 3.0)], ENDLESS) == pytest.approx((1.0, 64.0))
     squares = [(8, 9.0), (16, 5.0), (32, 3.0), (64, 2.0)]
     assert separate(squares, ENDLESS) == pytest.approx((1.0, 64.0))
     # Of 64 samples the last batch is all: its gradient is G itself.
@@ -68,9 +64,8 @@ def test_parameters_frozen_after_the_probe_was_made_are_left_out(kind):
     def loss_of(model, images, labels):
         return model(images).square().mean()
 
-    step = Step((Part(0, np.arange(8), 1.0),), 0.0)
     loss_of(model, images, labels).backward()
-    found = probe.measure(Turn((0,), 0, 0), step, False, images, labels, loss_of)
+    found = probed(probe, 8, (images, labels), loss_of)
     own = sum(p.grad.square().sum() for p in model[1].parameters())
     torch.testing.assert_close(found["gradient_square"], own)
     assert ("micro_square" in found) == (kind == "micro")
@@ -79,6 +74,12 @@ def test_parameters_frozen_after_the_probe_was_made_are_left_out(kind):
 def make_probe(model, kind="micro", least=1, **changes):
     settings = {"every": 1, "workers": 1, "rounds": 1} | changes
     return NoiseProbe(kind, least=least, model=model, **settings)
+
+
+def probed(probe, size, data=(None, ()), loss_of=None, *, worker=0, epoch=0, weight=1.0):
+    """Return what a probe measures of the gradients of a worker's step, which is its last."""
+    step = Step((Part(worker, np.arange(size), weight),), 0.0)
+    return probe.measure(Turn((worker,), epoch, 0), step, False, *data, loss_of)
 
 
 def measure(model, sizes, rng, probe, epoch=0, data=None):
@@ -96,9 +97,8 @@ def measure(model, sizes, rng, probe, epoch=0, data=None):
         labels = torch.zeros(size, dtype=torch.int64)
         model.zero_grad()
         quadratic_loss(model, samples, labels).backward()
-        step = Step((Part(worker, np.arange(size), 1.0),), 0.0)
-        turn = Turn((worker,), epoch, 0)
-        found = probe.measure(turn, step, False, samples, labels, quadratic_loss)
+        given = {"worker": worker, "epoch": epoch}
+        found = probed(probe, size, (samples, labels), quadratic_loss, **given)
         numbers = {name: float(value) for name, value in found.items() if name.endswith("square")}
         who = {"worker": worker, "local_batch_size": size}
         reports.append(replace(REPORT, **who, **(found | numbers)))
@@ -126,8 +126,7 @@ def test_known_noise_scale_is_estimated_within_a_tenth(kind, sizes):
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes"),
-    [("micro", (64,)), pytest.param("joined", (12, 12, 20, 20), marks=slow)],
+    ("kind", "sizes"), [("micro", (64,)), pytest.param("joined", (12, 12, 20, 20), marks=slow)]
 )
 def test_batches_without_replacement_give_the_noise_scale_of_the_training_set(kind, sizes):
     # 64 samples, dealt out whole: with new draws for granted 50 would come out as 230.
@@ -151,7 +150,7 @@ def test_ranks_that_share_a_joint_gradient_give_an_interval_of_95_percent(ranks)
         parts = 1 / np.sqrt(size) + 2 * rng.normal(size=shape) / np.sqrt(micro)
         rests = 1 / np.sqrt(size) + 2 * rng.normal(size=shape) / np.sqrt(batch - micro)
         joined = (micro * parts + (batch - micro) * rests).mean(1) / batch
-        average = NoiseAverage(ENDLESS)
+        average = NoiseAverage()
         own, shared = np.square(parts).sum(2), np.square(joined).sum(1)
         for round_ in range(rounds):
             measured = {"gradient_batch": ranks * batch, "gradient_square": shared[round_]}
@@ -160,7 +159,8 @@ def test_ranks_that_share_a_joint_gradient_give_an_interval_of_95_percent(ranks)
                 replace(REPORT, worker=worker, micro_square=own[round_, worker], **measured)
                 for worker in range(ranks)
             ]
-            average.add_epoch(reports)
+            for pair in pairs_of(reports, ENDLESS):
+                average.add(*pair)
         assert average.pairs == rounds
         scale = average.estimate()
         inside += scale.low <= 4 * size <= scale.high
@@ -180,27 +180,27 @@ def test_joined_gradients_are_the_most_precise():
 def test_joined_goes_on_in_the_middle_of_a_round():
     model = Quadratic(6, 2.0).double()
     sizes, rng = (4, 8, 4), torch.Generator().manual_seed(0)
-    whole = measure(model, sizes, rng, make_probe(model, "joined", workers=3))
-    rng.manual_seed(0)
+
+    def new():
+        return make_probe(model, "joined", workers=3)
+
+    whole = measure(model, sizes, rng, new())
 
     class Stopped:
         """Hands over to another probe before every worker."""
 
-        def __init__(self):
-            self.probe = make_probe(model, "joined", workers=3)
+        probe = new()
 
         def measure(self, *arguments):
-            state, self.probe = self.probe.state_dict(), make_probe(model, "joined", workers=3)
+            state, self.probe = self.probe.state_dict(), new()
             self.probe.load_state_dict(state)
             return self.probe.measure(*arguments)
 
-    assert measure(model, sizes, rng, Stopped()) == whole
+    assert measure(model, sizes, rng.manual_seed(0), Stopped()) == whole
     # A round that is left in the middle does not leak into the next one.
-    probe = make_probe(model, "joined", workers=3)
-    rng.manual_seed(1)
-    assert measure(model, sizes[:2], rng, probe, epoch=0) != []
-    rng.manual_seed(0)
-    assert measure(model, sizes, rng, probe, epoch=1) == whole
+    probe = new()
+    assert measure(model, sizes[:2], rng.manual_seed(1), probe, epoch=0) != []
+    assert measure(model, sizes, rng.manual_seed(0), probe, epoch=1) == whole
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3, 8])
@@ -209,16 +209,13 @@ def test_squares_are_the_same_to_the_bit_wherever_gradients_lie(offset):
     layers = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 64, 3), nn.Conv2d(64, 8, 1), nn.Linear(7, 77)
     model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
     every = [[torch.randn_like(p) for p in model.parameters()] for _ in range(12)]
-    images, labels = torch.zeros(5, 3, 1, 1), torch.zeros(5, dtype=torch.int64)
 
     def squares(place):
         probe, found = make_probe(model, "joined", workers=12), []
         for worker, gradients in enumerate(every):
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter.grad = place(gradient)
-            step = Step((Part(worker, np.arange(5), 0.3),), 0.0)
-            turn = Turn((worker,), 0, 0)
-            found.append(probe.measure(turn, step, False, images, labels, quadratic_loss))
+            found.append(probed(probe, 5, worker=worker, weight=0.3))
             state = probe.state_dict()
             probe = make_probe(model, "joined", workers=12)
             probe.load_state_dict(state | {"sum": [place(value) for value in state["sum"]]})
@@ -238,10 +235,19 @@ def test_squares_are_the_same_to_the_bit_wherever_gradients_lie(offset):
 def test_gradients_are_joined_of_workers_at_the_same_weights_in_one_process(sync, processes, kind):
     model = TimeModel(0.001, 0.01)
     plan = plan_dual_batch(400, 4, 1, 32, model, PlanRules(time_ratio=1.2))
-    settings = {"rounds": 1, "least": 1}
-    where = {"sync": sync, "processes": processes}
-    probe = choose_probe({8: plan}, {8: [model] * 4}, nn.Linear(1, 1), **where, **settings)
-    assert probe.kind == kind
+    assert choose_probe(planned(plan, model, nn.Linear(1, 1), sync), processes).kind == kind
+
+
+def planned(plan, time_model, model, sync="bsp"):
+    """Return as much of a run as a probe is chosen by."""
+    return SimpleNamespace(
+        plans={8: plan},
+        known=SimpleNamespace(models={8: [time_model] * 4}),
+        model=model,
+        rounds=1,
+        sampler=SimpleNamespace(least=1),
+        config=SimpleNamespace(sync=sync),
+    )
 
 
 class Launches(TorchDispatchMode):
@@ -265,8 +271,7 @@ def launches_of_a_joined_round(layers):
         probe = make_probe(model, "joined", workers=2)
         with Launches() as launches:
             for worker in (0, 1):
-                step = Step((Part(worker, np.arange(4), 1.0),), 0.0)
-                found = probe.measure(Turn((worker,), 0, 0), step, False, None, (), None)
+                found = probed(probe, 4, worker=worker)
     assert found["micro_square"].is_cuda
     return launches.count
 
@@ -281,8 +286,7 @@ def test_joined_gradients_are_added_to_the_bit_as_one_after_the_other():
     for worker, (size, weight) in enumerate([(5, 1.0), (7, 0.3), (3, 0.7)]):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
-        step = Step((Part(worker, np.arange(size), weight),), 0.0)
-        probe.measure(Turn((worker,), 0, 0), step, False, None, (), None)
+        probed(probe, size, worker=worker, weight=weight)
         own = [p.grad.clone() for p in model.parameters()]
         if wanted is None:
             wanted = [gradient * (size / weight) for gradient in own]
@@ -297,10 +301,8 @@ def test_joined_gradients_are_added_to_the_bit_as_one_after_the_other():
 def test_on_cuda_rounds_of_few_steps_are_joined_now_and_then_all_workers_at_once(device, every):
     model = TimeModel(0.001, 0.01)
     plan = plan_dual_batch(400, 4, 1, 50, model, PlanRules(time_ratio=1.2))
-    settings = {"rounds": 1, "least": 1, "sync": "bsp", "processes": 1}
     with FakeTensorMode():
-        trained = nn.Linear(1, 1, device=device)
-        probe = choose_probe({8: plan}, {8: [model] * 4}, trained, **settings)
+        probe = choose_probe(planned(plan, model, nn.Linear(1, 1, device=device)), 1)
     due = [[probe.due(Turn((w,), epoch, 0)) for epoch in range(40)] for w in range(4)]
     assert due == [[epoch % every == 0 for epoch in range(40)]] * 4
 
@@ -315,20 +317,17 @@ def test_an_extra_pass_has_cudnn_try_no_algorithms(monkeypatch):
 
     samples, labels = torch.randn(8, 3), torch.zeros(8)
     quadratic_loss(model, samples, labels).backward()
-    step = Step((Part(0, np.arange(8), 1.0),), 0.0)
-    make_probe(model).measure(Turn((0,), 0, 0), step, False, samples, labels, loss_of)
+    probed(make_probe(model), 8, (samples, labels), loss_of)
     assert tried == [False]
     assert torch.backends.cudnn.benchmark
 
 
 def test_smoothing_is_before_dividing_and_forgets():
-    average = NoiseAverage(ENDLESS)
-    assert average.estimate() is None
-    for value in (1.0, -0.5, 1.0, 0.5):  # single ratios would be nonsense
-        average.add(value, 10.0)
+    assert NoiseAverage().estimate() is None
+    values = [1.0, -0.5, 1.0, 0.5]  # single ratios would be nonsense
+    average = averaged(values)
     scale = average.estimate()
-    weights = 0.95 ** np.arange(3, -1, -1)
-    mean = np.average([1.0, -0.5, 1.0, 0.5], weights=weights)
+    mean = np.average(values, weights=0.95 ** np.arange(3, -1, -1))
     assert scale.gradient_square == pytest.approx(mean)
     assert scale.b_simple == pytest.approx(10.0 / mean)
     for _ in range(300):
@@ -336,39 +335,31 @@ def test_smoothing_is_before_dividing_and_forgets():
     assert average.estimate().b_simple == pytest.approx(25.0, rel=1e-4)
 
 
+def averaged(values, trace=10.0):
+    average = NoiseAverage()
+    for value in values:
+        average.add(value, trace)
+    return average
+
+
 def test_signal_that_may_be_zero_has_no_upper_end():
-    average = NoiseAverage(ENDLESS)
-    for value in (1.0, -1.0, 0.5, -0.4, 0.8, -0.8):
-        average.add(value, 10.0)
-    scale = average.estimate()
-    assert scale.high == math.inf
-    average = NoiseAverage(ENDLESS)
-    for _ in range(5):
-        average.add(-1.0, 10.0)
-    scale = average.estimate()
+    assert averaged((1.0, -1.0, 0.5, -0.4, 0.8, -0.8)).estimate().high == math.inf
+    scale = averaged([-1.0] * 5).estimate()
     assert (scale.b_simple, scale.low, scale.high) == (math.inf, 0.0, math.inf)
 
 
 def test_what_is_not_finite_is_left_out():
-    average = NoiseAverage(ENDLESS)
-    for value in (1.0, math.nan, 2.0, math.inf, 3.0):
-        average.add(value, 1.0)
-    assert average.pairs == 3
+    assert averaged((1.0, math.nan, 2.0, math.inf, 3.0)).pairs == 3
 
 
 def test_state_goes_on_to_the_bit():
-    rng = np.random.default_rng(0)
-    whole, first = NoiseAverage(ENDLESS), NoiseAverage(ENDLESS)
-    values = rng.normal(size=(20, 2)) + 3
-    for pair in values[:8]:
-        first.add(*pair)
-    resumed = NoiseAverage(ENDLESS)
-    resumed.load_state_dict(first.state_dict())
-    for pair in values[8:]:
-        resumed.add(*pair)
-    for pair in values:
+    values = np.random.default_rng(0).normal(size=(20, 2)) + 3
+    whole, first = NoiseAverage(), NoiseAverage()
+    for number, pair in enumerate(values):
         whole.add(*pair)
-    assert resumed.estimate() == whole.estimate()
+        first = NoiseAverage(**asdict(first)) if number == 8 else first
+        first.add(*pair)
+    assert first.estimate() == whole.estimate()
 
 
 def test_pairs_are_of_one_round_and_of_good_ones():
@@ -409,11 +400,8 @@ def test_probe_leaves_everything_as_it_was():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     gradients = [p.grad.clone() for p in model.parameters()]
     random = torch.get_rng_state()
-    probe = make_probe(model, least=2)
-    step = Step((Part(0, np.arange(12), 1.0),), 0.0)
-    found = probe.measure(Turn((0,), 0, 0), step, False, images, labels, loss_of)
-    assert found["micro_batch"] == 3
-    assert found["gradient_batch"] == 12
+    found = probed(make_probe(model, least=2), 12, (images, labels), loss_of)
+    assert (found["micro_batch"], found["gradient_batch"]) == (3, 12)
     squares = sum(g.square().sum() for g in gradients)
     torch.testing.assert_close(found["gradient_square"], squares)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -425,11 +413,9 @@ def test_a_batch_taken_in_micro_batches_is_measured_as_the_whole():
     model = Quadratic(4, 2.0).double()
     samples, labels = torch.zeros(16, 4, dtype=torch.float64), torch.zeros(16, dtype=torch.int64)
     quadratic_loss(model, samples, labels).backward()
-    step, turn = Step((Part(0, np.arange(16), 1.0),), 0.0), Turn((0,), 0, 0)
     last = (samples[-3:], labels[-3:])  # of the last micro-batch: no more are on the device
     for kind, micro in (("micro", 3), ("joined", None)):
-        probe = make_probe(model, kind, workers=2)
-        found = probe.measure(turn, step, False, *last, quadratic_loss)
+        found = probed(make_probe(model, kind, workers=2), 16, last, quadratic_loss)
         assert (found["gradient_batch"], found.get("micro_batch")) == (16, micro)
 
 
@@ -465,25 +451,13 @@ def test_workers_take_turns():
     assert np.sum(due, axis=1).tolist() == [2] * 3
 
 
-@pytest.mark.parametrize(
-    ("batch", "low", "high", "words"),
-    [
-        (16, 80.0, 130.0, "100 (95 %: 80 to 130); B_L is 16: a larger batch would save steps"),
-        (100, 80.0, 130.0, "B_L is 100: about what is worth having"),
-        (1000, 80.0, 130.0, "B_L is 1000: a smaller batch would take hardly more steps"),
-        (4, 10.0, math.inf, "(95 %: 10 or more); B_L is 4: a larger batch"),  # whatever its end is
-        (64, 10.0, math.inf, None),
-        (64, 5.0, 500.0, None),
-    ],
-)
-def test_a_run_says_of_its_batch_what_its_noise_scale_tells_and_admits_what_it_does_not(
-    batch, low, high, words
-):
-    plan = plan_dual_batch(4000, 4, 0, batch, TimeModel(1e-3, 0.02))
-    scale = NoiseScale(100.0, low, high, 1.0, 100.0, 50)
+@pytest.mark.parametrize(("high", "words"), [(130.0, "80 to 130"), (math.inf, "80 or more")])
+def test_a_run_whose_noise_scale_is_known_says_it_next_to_its_batch(high, words):
+    plan = plan_dual_batch(4000, 4, 0, 16, TimeModel(1e-3, 0.02))
+    scale = NoiseScale(100.0, 80.0, high, 1.0, 100.0, 50)
     found = noise_summary(scale, plan)
-    assert found["noise_scale_low"] == low
-    assert words in found["noise_advice"] if words else "noise_advice" not in found
+    assert found["noise_scale_low"] == 80.0
+    assert found["noise_advice"] == f"gradient noise scale 100 (95 %: {words}); B_L is 16"
     for change in ({"b_simple": math.inf}, {"pairs": 5}):
         assert "noise_advice" not in noise_summary(replace(scale, **change), plan)
     assert "noise_advice" not in noise_summary(scale, None)

@@ -1,7 +1,9 @@
 import itertools
 import json
 import math
+import os
 from dataclasses import asdict
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -10,12 +12,12 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from PIL import Image
 
+from dbsl.base.files import save_figure, write_bytes
 from dbsl.base.words import short_loss
 from dbsl.extras import pictures
 from dbsl.extras.pictures import (
     MAX_LINES,
     curves_figure,
-    save_figure,
     timeline_figure,
     worker_figure,
     worker_marks,
@@ -96,9 +98,7 @@ def test_timeline_has_a_panel_per_resolution_and_a_bar_per_worker_as_long_as_its
         "24 px images, epochs 1, 3",
         "32 px images, epochs 2, 4",
     ]
-    assert "no epoch" not in figure.get_suptitle()
     figure = timeline_figure(make_stages(1, [24, 32]), plans, 1)
-    assert figure.get_suptitle().endswith("\nno epoch is at 24 px")
     assert titles(figure)[0].startswith("32 px images, epoch 1:")
 
 
@@ -137,22 +137,11 @@ def test_the_title_of_a_timeline_has_a_duration_that_can_be_read(epoch_s, text):
 def test_a_plan_of_joint_steps_speaks_of_global_batches():
     plan = plan_steps(1000, (60, 20), [TimeModel(1e-3, 0.02), TimeModel(3e-3, 0.02)])
     figure = timeline_figure(make_stages(2, [24]), {24: plan}, 1)
+    assert "by the first plan" in figure.get_suptitle()
     assert "split equally" in figure.get_suptitle()
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == ["computes on its part of each global batch", "waits for the slowest worker"]
     assert "13 joint steps, 76 or 77 samples each;" in titles(figure)[0]
-
-
-def test_a_plan_that_was_remade_is_drawn_below_the_first_and_both_say_which_they_are():
-    first, last = plan_by_hand([4.0, 4.0]), plan_by_hand([3.0, 2.0])
-    figure = timeline_figure(STAGES, {24: first, 32: first}, 1, {24: (2, last)})
-    assert [title.split(":")[0] for title in titles(figure)] == [
-        "24 px images, epochs 1, 3, the first plan",
-        "24 px images, from epoch 3 on, the last plan",
-        "32 px images, epochs 2, 4",
-    ]
-    assert bars(figure.axes[1], *COMPUTING) == [(0, 0.0, 3.0), (1, 0.0, 2.0)]
-    assert "all 4 epochs by the first plans: 16 s" in figure.get_suptitle()
 
 
 def test_the_pictures_of_one_worker_have_nothing_that_it_could_wait_for():
@@ -166,28 +155,20 @@ def test_the_pictures_of_one_worker_have_nothing_that_it_could_wait_for():
 
 
 @pytest.mark.usefixtures("pictures")
-def test_a_plan_is_drawn_from_its_rows_and_once_more_where_it_was_remade(tmp_path, monkeypatch):
+def test_a_plan_is_drawn_from_plan_json_and_its_rows(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(
-        pictures,
-        "timeline_figure",
-        lambda *given: drawn.append(given) or timeline_figure(*given),
-    )
+    whole = pictures.timeline_figure
+    monkeypatch.setattr(pictures, "timeline_figure", lambda *g: drawn.append(g) or whole(*g))
     plans = dual_batch_plans(2, 1)
     rows = [plan_row(stage, plans[stage.resolution]) | {"event": "plan"} for stage in STAGES]
     named = {f"{resolution} px": asdict(plan) for resolution, plan in plans.items()}
     (tmp_path / "plan.json").write_text(json.dumps(named))
     (tmp_path / "config.yaml").write_text("rounds_per_epoch: 2")
     pictures.draw_plan(tmp_path, rows)
-    workers = [worker | {"samples": 7} for worker in rows[-1]["workers"]]
-    pictures.draw_plan(tmp_path, [*rows, rows[-1] | {"workers": workers, "from_epoch": 3}])
-    (stages, first, rounds, latest), (*_, remade) = drawn
-    assert (first, rounds, latest) == (plans, 2, {})
+    ((stages, *given),) = drawn
+    assert given == [plans, 2]
     spans = [(stage.first_epoch, stage.end_epoch, stage.resolution) for stage in stages]
     assert spans == [(stage.first_epoch, stage.end_epoch, stage.resolution) for stage in STAGES]
-    ((resolution, (since, plan)),) = remade.items()
-    assert (resolution, since) == (STAGES[-1].resolution, 3)
-    assert [worker.samples for worker in plan.workers] == [7, 7]
     assert (tmp_path / "plots/plan.png").stat().st_size > 1000
 
 
@@ -245,30 +226,15 @@ def test_figures_of_the_loss_function_have_curves_next_to_it_with_gaps_where_non
         assert [math.isnan(value) for value in train.get_ydata()] == [False, True, False, False]
 
 
-def test_curves_name_a_rate_that_falls_inside_a_substage_by_its_last_step():
-    stages = make_stages(4, [24, 32], learning_rate=0.1, gamma=1.0, milestones=[])
-    rows = metrics_of(stages, 4)
-    for row in rows:
-        if row["event"] == "round":  # the second worker's rate is lower
-            row["learning_rate"] = 0.08 - 0.02 * row["epoch"] - 0.001 * row["worker"]
-    figure = curves_figure(rows, falling=True)
-    assert texts(figure.axes[0]) == ["24 px\nto lr 0.06", "32 px\nto lr 0.02"]
-    told = "(each strip: epochs with one resolution; lr: where it ends)"
-    assert figure.get_suptitle().endswith(told)
-
-
-def test_curves_of_a_run_that_others_went_on_with_have_its_last_rate_and_the_losses_it_knows():
-    """Rounds count from 0 again behind a restart; an epoch that was over has rounds of no steps."""
-    stages = make_stages(3, [24], learning_rate=0.1, gamma=1.0, milestones=[])
-    rows = with_figures(metrics_of(stages, 3), "round", learning_rate=0.3, round=5)
+def test_curves_of_a_falling_rate_name_resolutions_alone_and_have_the_losses_that_are_known():
+    """An epoch that was over when others went on has rounds of no steps."""
+    rows = metrics_of(make_stages(3, [24, 32], gamma=1.0, milestones=[]), 3)
     for row in rows:
         if row["event"] == "round" and row["epoch"] == 1:
             row |= {"samples": 0, "loss": 0.0}
-    last = [r for r in rows if r["event"] == "round" and r["epoch"] == 2]
-    rows.append({"event": "restart", "epoch": 2, "steps": 0, "samples": 0})
-    rows += [row | {"round": 0, "learning_rate": 0.1} for row in last]
     figure = curves_figure(rows, falling=True)
-    assert texts(figure.axes[0]) == ["24 px\nto lr 0.1"]
+    assert texts(figure.axes[0]) == ["24 px", "32 px"]
+    assert figure.get_suptitle().endswith("(each strip: epochs with one resolution)")
     assert figure.axes[2].lines[0].get_xdata().tolist() == [1.0, 3.0]
 
 
@@ -319,7 +285,7 @@ def test_picture_that_cannot_be_drawn_leaves_the_old_one_and_no_other_file(tmp_p
     path.write_text("before")
 
     def fail_half_way(figure, file, **_):
-        file.write(b"half")
+        file.write_bytes(b"half")
         raise RuntimeError("broken")
 
     monkeypatch.setattr(Figure, "savefig", fail_half_way)
@@ -327,6 +293,13 @@ def test_picture_that_cannot_be_drawn_leaves_the_old_one_and_no_other_file(tmp_p
         save_figure(Figure(), path)
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_picture_that_cannot_be_put_in_place_leaves_no_half_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "replace", MagicMock(side_effect=OSError("disk gone")))
+    with pytest.raises(OSError, match="disk gone"):
+        write_bytes(tmp_path / "plan.png", b"picture")
+    assert not list(tmp_path.iterdir())
 
 
 def test_metrics_are_read_without_a_half_written_last_line_and_a_broken_line_is_named(tmp_path):
@@ -359,7 +332,6 @@ def test_values_are_sums_over_rounds_and_shares_of_the_epoch():
     assert values["compute_time_s"][:, 0].tolist() == [4, 6, 8]
     assert values["wait_time_s"][:, 1].tolist() == [1, 1, 1]
     assert values["share"][:, 0] == pytest.approx([100 / 6, 200 / 6, 300 / 6])
-    assert values["idle"][:, 0].tolist() == [50, 25, 0]
 
 
 def test_an_epoch_that_a_worker_has_not_finished_is_left_out():
@@ -390,7 +362,6 @@ def test_samples_that_nobody_trained_on_and_lost_workers_are_seen():
     rows.append({"event": "joined", "worker": 1, "epoch": 7})
     _, values = worker_values(rows)
     assert values["share"][0, :5].tolist() == [25] * 5
-    assert (1 + np.flatnonzero(np.isnan(values["idle"][1]))).tolist() == [6, 7]
     assert worker_marks(rows) == [("lost", 1, 6), ("joined", 1, 8)]
     axes = worker_figure(rows).axes[1]
     assert [bar.get_height() for bar in axes.patches] == pytest.approx([0, 0, 0, 0, 0, 20, 20, 0])
@@ -401,7 +372,7 @@ def test_samples_that_nobody_trained_on_and_lost_workers_are_seen():
 @pytest.mark.parametrize("workers", [1, MAX_LINES, MAX_LINES + 1])
 def test_every_worker_has_a_line_or_all_have_a_range(workers):
     figure = worker_figure(rounds(workers, 3))
-    assert len(figure.axes) == (5 if workers > 1 else 2)
+    assert len(figure.axes) == (4 if workers > 1 else 2)
     for axes in figure.axes:
         measured = [line for line in axes.lines if line.get_linestyle() != ":"]
         assert len(measured) == (workers if workers <= MAX_LINES else 1)

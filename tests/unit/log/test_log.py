@@ -22,7 +22,7 @@ from dbsl.log.rows import PLAN_TOTALS, read_metrics, step_row
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.solve import TimeModel, plan_dual_batch
 from dbsl.plan.stages import make_stages, stage_at
-from dbsl.plan.types import Restart, RoundReport, StepLine, Turn
+from dbsl.plan.types import Handover, RoundReport, StepLine, Turn
 from dbsl.run.evaluation import Evaluation
 from dbsl.run.session import Progress
 from train import Config
@@ -74,6 +74,7 @@ def make_log(tmp_path, accelerator):
                 train=Images(), evaluation=Images(range(evaluated)), num_classes=1
             ),
             stages=stages,
+            stage_at=lambda epoch: stage_at(stages, epoch),
             plans=plans,
             planner=planner,
             model=torch.nn.BatchNorm1d(2) if normalises else torch.nn.Linear(1, 1),
@@ -170,7 +171,7 @@ def test_metrics_lines_are_strict_json_with_the_promised_keys(tmp_path, make_log
         "dropout": 0.0,
         "notes": [],
     }
-    assert plan.keys() >= PLAN_TOTALS.keys()
+    assert plan.keys() >= {*PLAN_TOTALS}
     assert set(round_) == ROUND_KEYS | {"virtual_time_s"}
     assert (round_["worker"], round_["loss"], round_["time_s"]) == (1, 3.0, 2.0)
     assert evaluation == {
@@ -411,7 +412,7 @@ def test_rounds_that_nobody_was_told_of_are_told_before_those_of_the_workers_tha
     with make_log() as log:
         log.round(reports[0])
         state = unpack(*pack(log.state_dict()))
-    start = Restart(weights=None, version=0, clock=0, left={0: ((30, 60),)}, reports=reports[1:])
+    start = Handover(weights=None, version=0, clock=0, left={0: ((30, 60),)}, reports=reports[1:])
     with make_log(state=state, restart=start) as log:
         log.round(replace(reports[0], learning_rate=0.1))
         log.epoch_end(0, EVALUATION, train_time_s=1.0)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dbsl.checkpoint.disk import pack, unpack
-from dbsl.cluster.wire import read_report, report_rows
+from dbsl.cluster.wire import encode, read_report
 from dbsl.log.meter import MEASURED, StepMeter, gradient_square
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.solve import TimeModel, plan_steps
@@ -130,7 +130,7 @@ def test_a_report_brings_no_more_lines_than_its_steps_and_its_round_is_pushed_al
             resolution=8,
             lines_of=lambda worker: tuple(line._replace(step=3 + n) for n in range(3)),
         )
-        assert [x.step for x in read_report(report_rows(report)).lines] == [3, 4][:steps]
+        assert [x.step for x in read_report(encode(report)).lines] == [3, 4][:steps]
 
 
 def test_a_round_that_is_not_finite_leaves_the_next_lines_alone():
@@ -165,7 +165,7 @@ def test_other_workers_count_on_from_the_furthest():
     train(meter, stepper, [(1, 0)], Progress())
     state = meter.state_dict()
     meter, stepper = make_meter(lines)
-    meter.restart(state)
+    meter.take_over(state)
     train(meter, stepper, [(0, 1)], Progress())
     assert [(line.worker, line.step) for line in lines] == [(0, 6), (0, 9)]
 
@@ -178,7 +178,7 @@ def test_a_server_without_steps_of_its_own_keeps_how_far_its_workers_are():
     server.hear(replace(report, worker=1))
     server.hear(replace(report, worker=1, round=1))
     state = unpack(*pack(server.state_dict()))
-    for load in (StepMeter.restart, StepMeter.load_state_dict):  # other workers; a lost one's
+    for load in (StepMeter.take_over, StepMeter.load_state_dict):  # other workers; a lost one's
         meter, stepper = make_meter(lines)
         load(meter, state)
         train(meter, stepper, [(0, 2)], Progress())
@@ -188,7 +188,7 @@ def test_a_server_without_steps_of_its_own_keeps_how_far_its_workers_are():
     line = StepLine(0, 0, 2, 15, 0.6, 1.0, 0.1, 1.0, 1.0, 1.0)
     server.hear(replace(report, lines=(line,)))  # back, it counts from the furthest
     meter, stepper = make_meter(lines)
-    meter.restart(server.state_dict())
+    meter.take_over(server.state_dict())
     train(meter, stepper, [(1, 3)], Progress())
     assert [line.step for line in lines] == [18]
 

@@ -10,7 +10,7 @@ from dbsl.checkpoint.disk import pack, unpack
 from dbsl.config.settings import RunConfig
 from dbsl.plan.follow import PlanMaker, Planner
 from dbsl.plan.ledger import Members, TurnSampler
-from dbsl.plan.machines import SpeedEstimate, Workers
+from dbsl.plan.machines import KnownWorkers, SpeedEstimate
 from dbsl.plan.types import RoundReport, StepLine, TimeModel
 
 SAMPLES = 6400
@@ -23,7 +23,7 @@ def planner_of(config, samples, large, *, least=1):
     """Return the planner of a run at 8 px whose workers are as planned, and its sampler."""
     workers, rounds = config.workers, config.rounds_per_epoch
     models = {8: TimeModel.of(PLANNED, workers)}
-    known = Workers(models, {8: [large] * workers}, {8: None}, measured=False)
+    known = KnownWorkers(models, {8: [large] * workers}, {8: None}, measured=False)
     maker = PlanMaker(config, known, samples, least)
     sampler = TurnSampler(config, samples, rounds, least)
     planner = Planner(

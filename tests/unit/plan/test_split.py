@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsl.plan.machines import balanced_sizes, bounded_split, split_batch
+from dbsl.config.settings import RunConfig
+from dbsl.plan.follow import PlanMaker
+from dbsl.plan.machines import KnownWorkers, balanced_sizes, bounded_split, split_batch
 from dbsl.plan.sampler import Part, StepSampler
-from dbsl.plan.solve import PlanRules, check_parts, plan_dual_batch, plan_steps, with_proportions
+from dbsl.plan.solve import PlanRules, check_parts, plan_dual_batch, plan_steps
 from dbsl.plan.types import TimeModel
 
 sizes_lists = st.lists(st.integers(1, 40), min_size=1, max_size=8)
@@ -54,7 +56,7 @@ def test_a_step_of_one_sample_joins_another_where_it_cannot_stand_alone():
     sampler = StepSampler(3, 2, least=2)
     assert sampler.steps_per_epoch == 1
     assert sorted(sampler.step(0, 0, (2,)).parts[0].indices) == [0, 1, 2]
-    assert plan_steps(3, (2,), MODELS[:1], least=2).samples == 3
+    assert plan_steps(3, (2,), MODELS[:1], PlanRules(least=2)).samples == 3
 
 
 def test_the_global_batches_do_not_depend_on_the_split():
@@ -153,7 +155,7 @@ def test_a_plan_of_joint_steps_counts_what_the_sampler_gives():
         assert mine.steps == 6
     assert [w.merge_weight for w in plan.workers] == [0.6, 0.3, 0.1]
     assert plan.global_batch_size == 20
-    assert plan_steps(103, (12, 6, 2), MODELS, drop_last=True).samples == 100
+    assert plan_steps(103, (12, 6, 2), MODELS, PlanRules(drop_last=True)).samples == 100
 
 
 @pytest.mark.parametrize(
@@ -171,14 +173,16 @@ def test_sizes_that_make_no_step_are_refused(sizes, message):
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=3, max_size=3), st.integers(1, 3))
 def test_other_proportions_never_drift_or_empty_a_part(proportions, rounds):
-    rules = PlanRules(rounds=rounds)
-    joint = plan_steps(103, (12, 6, 2), MODELS)
     limits = np.full(3, 20)
-    moved = with_proportions(103, joint, np.array(proportions), MODELS, limits, rules)
+    known = KnownWorkers({8: TimeModel.of(MODELS, 3)}, {8: [8] * 3}, {8: limits}, measured=False)
+    config = RunConfig(workers=3, resolutions=(8,), min_batch_size=1, rounds_per_epoch=rounds)
+    maker, active = PlanMaker(config, known, 103, least=1), range(3)
+    joint = plan_steps(103, (12, 6, 2), MODELS)
+    moved = maker.resize(8, joint, np.array(proportions), active)
     assert sum(w.local_batch_size for w in moved.workers) == 20
     assert min(w.local_batch_size for w in moved.workers) >= 1
-    of_rounds = plan_dual_batch(103, 3, 1, 8, MODELS[0], rules)
-    moved = with_proportions(103, of_rounds, np.array(proportions), MODELS, limits, rules)
+    of_rounds = plan_dual_batch(103, 3, 1, 8, MODELS[0], PlanRules(rounds=rounds))
+    moved = maker.resize(8, of_rounds, np.array(proportions), active)
     assert sum(w.samples for w in moved.workers) == 103
     assert all(w.samples >= rounds >= 1 and w.local_batch_size >= 1 for w in moved.workers)
 

@@ -92,10 +92,7 @@ def test_stages_cover_each_epoch_once_and_end_at_the_final_resolution(
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"milestones": (10,)}, r"lr_milestones must ascend inside \(0, epochs=10\), got 10"),
         ({"milestones": (5, 3)}, "lr_milestones must ascend"),
-        (
-            {"dropout": (0.1, 0.2, 0.3)},
-            r"dropout must have 1 value or one per resolution \(2\), got 3",
-        ),
+        ({"dropout": (0.1, 0.2, 0.3)}, r"dropout must have 1 value or one per .* \(2\), got 3"),
     ],
 )
 def test_bad_schedules_are_named_with_bound_and_value(arguments, message):
@@ -127,21 +124,18 @@ def test_rates_are_those_of_timms_schedulers(schedule, k, power, prefix):
         assert found == pytest.approx(theirs._get_lr(epoch)[0]), epoch
 
 
-COOLDOWN = {"lr_kwargs": ("cooldown_epochs=3",)}
+COOLDOWN = {"epochs": 5, "warmup_epochs": 2.0, "lr_kwargs": ("cooldown_epochs=3",)}
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"min_lr": 0.01}, "min_lr must be 0.0 except with lr_schedule cosine or poly, got 0.01"),
-        (
-            {"lr_schedule": "cosine", "lr_kwargs": ("power=2",)},
-            "lr_kwargs must leave out power with lr_schedule cosine, got 2",
-        ),
+        ({"lr_schedule": "cosine", "lr_kwargs": ("power=2",)}, "leave out power with .*, got 2"),
         ({"lr_schedule": "poly", "min_lr": 0.2, "lr": 0.1}, "min_lr must be at most lr .0.1., got"),
         (
-            {"lr_schedule": "poly", "epochs": 5, "warmup_epochs": 2.0, **COOLDOWN},
-            "cooldown_epochs must be below the 3 epochs after the warm-up, got 3",
+            {"lr_schedule": "poly", **COOLDOWN},
+            "must be below the 3 epochs after the warm-up, got 3",
         ),
     ],
 )

@@ -1,6 +1,6 @@
 import pytest
 
-from dbsl.plan.solve import TimeModel, plan_dual_batch, plan_steps
+from dbsl.plan.solve import PlanRules, TimeModel, plan_dual_batch, plan_steps
 from dbsl.plan.stages import make_stages
 from dbsl.plan.text import comparison, format_plan, format_run, nodes_in_words
 
@@ -49,5 +49,7 @@ def test_the_plan_of_one_worker_speaks_of_no_others():
     ],
 )
 def test_a_plan_of_joint_steps_tells_the_samples_that_its_steps_have(samples, drop_last, words):
-    plan = plan_steps(samples, (16, 48), [TimeModel(1e-3, 0.02)] * 2, drop_last=drop_last)
+    plan = plan_steps(
+        samples, (16, 48), [TimeModel(1e-3, 0.02)] * 2, PlanRules(drop_last=drop_last)
+    )
     assert words in comparison(plan)

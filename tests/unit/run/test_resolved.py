@@ -218,7 +218,7 @@ def test_a_resumed_run_takes_back_any_setting_that_may_be_unset(tmp_path):
     settings = "sync: step\nglobal_batch_size: 8\nworkers: 4\n"
     (tmp_path / "config.yaml").write_text(settings)
     resume = ["--resume", str(tmp_path), "--sync", "bsp"]
-    with pytest.raises(ValueError, match="a flag wins over it: --global-batch-size unset"):
+    with pytest.raises(ValueError, match="sets global_batch_size"):
         parse_config(Config, resume)
     resume += ["--global-batch-size", "unset"]
     assert parse_config(Config, resume).global_batch_size is None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from dbsl.tools.study.report import examples_figure, rates_figure, steps_figure, write_report
+from dbsl.tools.study.report import rates_figure, steps_figure, write_report
 from dbsl.tools.study.scaling import (
     Result,
     Trial,
@@ -17,11 +17,7 @@ from dbsl.tools.study.scaling import (
     find_knees,
     steps_to_result,
 )
-from dbsl.tools.study.store import (
-    read_workloads,
-    write_study,
-    write_trial,
-)
+from dbsl.tools.study.store import read_workloads, write_study, write_trial
 
 STUDY = """{"batch_size": %d, "dataset": "cifar_10", "early_stopping": false, "model": "resnet_8",
  "optimizer": "sgd", "train_steps": 400, "parameter_configs": {"learning_rate": {
@@ -196,7 +192,6 @@ def test_report_prints_rules_warnings_and_writes_pictures(workload, tmp_path):
     assert "warning: at batch 16 the best trial's learning_rate lies in the outermost 5 %" in text
     assert {p.name for p in (tmp_path / "out/plots").iterdir()} == {
         "steps.png",
-        "examples.png",
         "learning_rate.png",
     }
     report = json.loads((tmp_path / "out/report.json").read_text())["cifar_10/resnet_8/sgd"]
@@ -246,8 +241,6 @@ def test_pictures_show_what_was_computed():
     FigureCanvasAgg(figure).draw()
     title = figure.texts[0].get_window_extent()
     assert 0 <= title.x0 < title.x1 <= figure.bbox.width
-    (axes,) = examples_figure({"w": own}, {"w": 0.3}).axes
-    assert axes.lines[0].get_ydata().tolist() == [8000, 8000, 9600, 18560, 35840]
     left, right = rates_figure({"w": own}).axes
     assert left.lines[0].get_ydata() == pytest.approx([0.08, 0.16, 0.32, 0.64, 1.28])
     assert left.lines[1].get_ydata() == pytest.approx([0.08, 0.16, 0.32, 0.64, 1.28])

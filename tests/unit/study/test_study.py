@@ -13,8 +13,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-import train
-from dbsl.base.errors import one_line_errors
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
@@ -34,7 +32,7 @@ from dbsl.tools.study.trials import (
     search_points,
     trial_parameters,
 )
-from tests.helpers import Forked, wait_until, write_shards
+from tests.helpers import Forked, refused, rows, run, wait_until, write_shards
 
 TINY = {
     "--batch-sizes": "16,32",
@@ -154,27 +152,28 @@ def run_script(errors, **changes):
     return run_trial(task, 1, {"learning_rate": 0.1}, **settings)
 
 
-def test_trial_ends_at_the_goal_which_is_strict():
-    trial = run_script([0.9, 0.8, 0.5, 0.49, 0.1])
-    assert (trial.status, trial.steps) == ("COMPLETE", 3)
-    whole = run_script([0.9, 0.8, 0.5, 0.49, 0.1], early_stopping=False)
-    assert (whole.status, whole.steps) == ("COMPLETE", 10)
-    assert whole.measurements["step"].tolist() == list(range(11))
+FALLING = [0.9, 0.8, 0.5, 0.49, 0.1]
 
 
-def test_trial_that_cannot_be_the_best_any_more_is_cut_short():
-    trial = run_script([0.9] * 10 + [0.1], best=lambda: 4)
-    assert (trial.status, trial.steps) == ("INCOMPLETE", 3)  # at step 4 it would only be as good
-    just = run_script([0.9, 0.9, 0.9, 0.1], best=lambda: 4)
-    assert (just.status, just.steps) == ("COMPLETE", 3)
-    never = run_script([0.9] * 12)
-    assert (never.status, never.steps) == ("COMPLETE", 10)
-
-
-def test_trial_whose_loss_is_not_finite_is_infeasible():
-    trial = run_script([0.9, 0.1], loss=math.nan)
-    assert (trial.status, trial.steps) == ("INFEASIBLE", 1)
-    assert math.isnan(trial.measurements["val/classification_error"][-1])
+@pytest.mark.parametrize(
+    ("errors", "changes", "status", "steps"),
+    [
+        (FALLING, {}, "COMPLETE", 3),  # the goal is strict
+        (FALLING, {"early_stopping": False}, "COMPLETE", 10),
+        ([0.9] * 12, {}, "COMPLETE", 10),
+        ([0.9] * 10 + [0.1], {"best": lambda: 4}, "INCOMPLETE", 3),  # at 4 it would be as good
+        ([0.9, 0.9, 0.9, 0.1], {"best": lambda: 4}, "COMPLETE", 3),
+        ([0.9, 0.1], {"loss": math.nan}, "INFEASIBLE", 1),
+    ],
+)
+def test_trial_ends_at_the_goal_or_where_it_can_reach_none_or_not_as_the_best(
+    errors, changes, status, steps
+):
+    trial = run_script(errors, **changes)
+    assert (trial.status, trial.steps) == (status, steps)
+    assert trial.measurements["step"].tolist() == list(range(steps + 1))
+    diverged = math.isnan(trial.measurements["val/classification_error"][-1])
+    assert diverged == (status == "INFEASIBLE")
 
 
 def test_measurements_are_a_share_of_the_steps_apart():
@@ -188,11 +187,8 @@ def test_measurements_are_a_share_of_the_steps_apart():
 
 
 def test_rate_falls_in_a_line_then_stays():
-    given = {
-        "learning_rate": 0.4,
-        "end_learning_rate_factor": 0.25,
-        "learning_rate_decay_steps": 10,
-    }
+    given = {"learning_rate": 0.4, "end_learning_rate_factor": 0.25}
+    given["learning_rate_decay_steps"] = 10
     rates = [decayed_rate(step, given) for step in (0, 5, 10, 50)]
     assert rates == pytest.approx([0.4, 0.25, 0.1, 0.1])
     assert decayed_rate(7, {"learning_rate": 0.4}) == 0.4
@@ -203,33 +199,15 @@ def test_rate_falls_in_a_line_then_stays():
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_trial_is_train_pys_run_with_one_worker(tmp_path, accelerator, momentum):
-    train.main(
-        train.Config(
-            model="test_resnet",
-            resolutions=(16,),
-            train_samples=70,
-            eval_samples=40,
-            workers=1,
-            sync="step",
-            local_batch_sizes=(16,),
-            drop_last=True,
-            epochs=2,
-            lr=0.05,
-            momentum=momentum,
-            lr_milestones=(),
-            warmup_epochs=0.0,
-            slope=(0.001,),
-            intercept=(0.01,),
-            mixed_precision="no",
-            checkpoint_every=0,
-            report_to="none",
-            output_dir=str(tmp_path / "run"),
-            seed=3,
-        )
-    )
+    steps = {"workers": 1, "sync": "step", "local_batch_sizes": (16,), "drop_last": True}
+    rates = {"lr": 0.05, "momentum": momentum, "lr_milestones": (), "warmup_epochs": 0.0}
+    size = {"train_samples": 70, "eval_samples": 40, "epochs": 2, "mixed_precision": "no"}
+    run(tmp_path / "run", **steps, **rates, **size, checkpoint_every=0, seed=3)
     data = load_data(ImageConfig("digits", train_samples=70, eval_samples=40), 3)
     transform = Transform(16, "crop", data.mirror, data.mean, data.std, 3)
-    images = Images(data, "test_resnet", transform, 0.0, 0.0, 64, accelerator)
+    settings = {"batch_sizes": (16,), "dropout": 0.0, "label_smoothing": 0.0}
+    config = SimpleNamespace(model="test_resnet", eval_batch_size=64, **settings)
+    images = Images(config, data, transform, accelerator)
     given = {"learning_rate": 0.05, "momentum": momentum, "weight_decay": 5e-4}
     task = ImageTask(images, "sgd" if momentum == 0 else "nesterov", 16, given, seed=3)
     task.advance([0.05] * 5)
@@ -237,8 +215,7 @@ def test_trial_is_train_pys_run_with_one_worker(tmp_path, accelerator, momentum)
     trained = load_model(tmp_path / "run").state_dict()
     for name, value in task._stepper.model.state_dict().items():
         assert torch.equal(value, trained[name]), name
-    records = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    last = [row for row in map(json.loads, records) if row["event"] == "eval"][-1]
+    last = rows(tmp_path / "run", "eval")[-1]
     measured = task.measure()
     assert measured.error == pytest.approx(1 - last["accuracy"])
     assert measured.loss == pytest.approx(last["loss"], rel=1e-5)
@@ -435,12 +412,7 @@ def test_plot_reads_a_study_again(tmp_path, unbroken, capsys):
 )
 def test_bad_input_is_one_line(arguments, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended, one_line_errors():
-        study.main(arguments)
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {message}")
-    assert error.count("\n") == 1
+    assert refused(capsys, study.main, arguments).startswith(message)
     assert not list(tmp_path.iterdir())
 
 

@@ -19,14 +19,14 @@ from torch import Tensor
 from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
-from dbsl.cluster.wire import SERVER_RANK, decode_segment, encode_segment
+from dbsl.cluster.wire import SERVER_RANK, encode, read_segment
 from dbsl.plan.follow import Planner
 from dbsl.plan.types import (
     Action,
     EpochEnd,
+    Handover,
     JoinedWorker,
     LostWorker,
-    Restart,
     RoundReport,
     Segment,
     Turn,
@@ -42,20 +42,15 @@ class Cluster(ABC):
     `weights` are this process's model, as one vector, and `workers` its workers, none on a
     dedicated server. `outgoing` is what a push hands over, in the layout of the weights; None: the
     weights. In the server's process there is a `server`, and the `planner` may change its mind.
-    Processes that meet agree by `control` on what to do. `figures` are those that reports have.
-
-    Attributes:
-        time_s: Seconds of simulated workers; None where times are real.
-        holds_weights: Whether the model has weights that count between two turns.
-        on_stop: Called where the run is to stop while this process waits.
-        finished_early: Whether the run has ended before its last epoch, by `finish`.
-        idle: Called by a process that takes no steps while others do, where it may save: at a
-            barrier once a round's steps are taken, else from time to time.
+    Processes that meet agree by `control` on what to do.
     """
 
-    time_s: float | None = None
-    holds_weights: bool = True
+    time_s: float | None = None  # of simulated workers; None where times are real
+    holds_weights: bool = True  # whether the model has weights that count between two turns
+    # Called where the run is to stop while this process waits.
     on_stop: Callable[[], object] = staticmethod(lambda: None)
+    # Called by a process that takes no steps while others do, where it may save: at a barrier once
+    # a round's steps are taken, else from time to time.
     idle: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(
@@ -69,21 +64,21 @@ class Cluster(ABC):
         rounds_per_epoch: int,
         outgoing: Tensor | None = None,
         control: ControlGroup | None = None,
-        figures: Sequence[str] = (),
     ) -> None:
         self.weights = weights
         self.server = server
         self.workers = tuple(workers)
         self.outgoing = weights.vector if outgoing is None else outgoing
-        self.control, self._figures = control, figures
-        self._plans = SharedPlans(planner, control)
+        self.planner, self.control = planner, control
+        self._segment: Segment | None = None  # the plan in force
         self._rounds = epochs * rounds_per_epoch
         self._rounds_per_epoch = rounds_per_epoch
         self._clock = 0  # rounds of this process's workers that are over
         self._waited_s = 0.0  # since the last report
         self._refused = 0
+        self._reports: deque[RoundReport] = deque()  # where there is no server
         self._interrupted = False  # the run is to stop
-        self.finished_early = False
+        self.finished_early = False  # whether `finish` ended the run before its last epoch
         self._membership: deque[LostWorker | JoinedWorker] = deque()  # until they are told of
         self._announced = 0, -1  # the save that every process is to take part in
 
@@ -106,16 +101,36 @@ class Cluster(ABC):
         """Yield the rounds of this process's workers, and each epoch's end when it comes."""
 
     def segment(self, turn: Turn) -> Segment:
-        """Return the plan in force in a turn (a collective where processes meet)."""
-        return self._plans.at(turn.epoch, turn.round)
+        """Return the plan in force in a turn (a collective where processes meet).
+
+        There a plan that follows the machines is decided by the server rank: two kinds of CPU may
+        round alike measurements to unlike plans.
+        """
+        planner, place = self.planner, (turn.epoch, turn.round)
+        if self.control is None or planner.balance == "none":
+            self._segment = planner.at(*place)
+        elif self._segment is None or planner.is_boundary(*place):
+            decides = dist.get_rank() == SERVER_RANK
+            text = self.control.share(encode(planner.at(*place)) if decides else "")
+            self._segment = read_segment(text)
+        return self._segment
 
     @abstractmethod
     def pull(self, turn: Turn) -> None:
         """Load the weights that a round starts from into the model."""
 
-    @abstractmethod
     def push(self, reports: Sequence[RoundReport]) -> bool:
         """Hand over what a round came to; True: it was refused, being not finite."""
+        (report,) = reports
+        waited_s, self._waited_s = self._waited_s, 0.0  # what it waits from now on is the next's
+        report = replace(report, compute_time_s=report.time_s, wait_time_s=waited_s)
+        with self._waiting():
+            self._hand_over(report)
+        return report.refused
+
+    def _hand_over(self, report: RoundReport) -> None:
+        """Give a real worker's weights, or gradients, to the server, or to the others."""
+        raise NotImplementedError
 
     def _drop(self, rank: int, worker: int, reason: str) -> None:
         """Go on without a worker (in the server's process).
@@ -123,7 +138,7 @@ class Cluster(ABC):
         Without a plan for the others all is as it was, and the run cannot go on.
         """
         clock = self.server.clocks[worker]
-        samples = self._plans.planner.drop(worker, self._rounds)
+        samples = self.planner.drop(worker, self._rounds)
         self.server.drop(worker)
         self._membership.append(LostWorker(rank, worker, clock, samples, reason))
 
@@ -132,7 +147,7 @@ class Cluster(ABC):
 
         If these are all, nothing is left for it, and all is as it was; so it is without a plan.
         """
-        clock = self._plans.planner.join(worker, self._rounds)
+        clock = self.planner.join(worker, self._rounds)
         if clock < self._rounds:
             self.server.members.join(worker, clock)
             epoch = clock // self._rounds_per_epoch
@@ -141,34 +156,45 @@ class Cluster(ABC):
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Count the time in here as waited."""
         began = time.perf_counter()
         yield
         self._waited_s += time.perf_counter() - began
 
-    def _timed(self, report: RoundReport) -> RoundReport:
-        """Return a real worker's report with its times; what it waits from now on is the next's."""
-        waited_s, self._waited_s = self._waited_s, 0.0
-        return replace(report, compute_time_s=report.time_s, wait_time_s=waited_s)
-
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return where every worker is, to go on from in `load_state_dict`."""
+        """Return where every worker is, to go on from in `load_state_dict`.
 
-    @abstractmethod
+        The weights that are the model's are not in here.
+        """
+        return {
+            "clock": self._clock,
+            "refused": self.refused,
+            "time_s": self.time_s,
+            "waited_s": self._waited_s,
+            "server": self.server and self.server.state_dict(),
+        }
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
+        self._clock, self._refused = state["clock"], state["refused"]
+        self.time_s, self._waited_s = state["time_s"], state["waited_s"]
+        if self.server is not None:
+            self.server.load_state_dict(state["server"])
 
-    def restart(self, start: Restart) -> None:
+    def take_over(self, start: Handover) -> None:
         """Go on where other workers, or workers with other plans, stopped."""
         self._clock, self._refused = start.clock, start.refused
         if self.server is not None:
-            self.server.restart(start)
+            self.server.take_over(start)
+
+    def _place(self, worker: int) -> tuple[int, int]:
+        """Return the epoch and the round that a worker is in (in the server's process)."""
+        return divmod(self.server.clocks[worker], self._rounds_per_epoch)
 
     def reports(self) -> Iterator[RoundReport]:
-        """Yield the reports of rounds pushed since the last call (in the server's process)."""
-        while self.server is not None and self.server.reports:
-            yield self.server.reports.popleft()  # a deque's ends are safe between threads
+        """Yield the reports of rounds pushed since the last call, as far as they are told here."""
+        reports = self._reports if self.server is None else self.server.reports
+        while reports:
+            yield reports.popleft()  # a deque's ends are safe between threads
 
     def load(self, end: EpochEnd) -> None:
         """Load the global weights of an epoch's end into the model, unless it has them."""
@@ -227,38 +253,3 @@ class Cluster(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Release what the cluster holds; its turns are over."""
-
-
-class SharedPlans:
-    """The server rank's plans on every rank, for those who meet in each round.
-
-    A plan that follows the machines is decided in one place: two kinds of CPU may round alike
-    measurements to unlike plans. `control` is None where this process's planner decides.
-    """
-
-    def __init__(self, planner: Planner, control: ControlGroup | None = None) -> None:
-        self.planner, self._control = planner, control
-        self._place: tuple[int, int] | None = None
-        self._current: Segment | None = None
-
-    def at(self, epoch: int, round_: int) -> Segment:
-        """Return the plan in force (a collective where it may change; all ranks ask in order)."""
-        planner = self.planner
-        if (
-            self._control is None
-            or planner.balance == "none"
-            or planner.ledger.left_by_others(epoch)
-        ):
-            return planner.at(epoch, round_)
-        if self._place != (epoch, round_):
-            if self._current is None or planner.is_boundary(epoch, round_):
-                decides = dist.get_rank() == SERVER_RANK
-                like = (
-                    planner.at(epoch, round_)
-                    if decides
-                    else Segment(planner.ledger.current_at(epoch))
-                )
-                rows = self._control.share(encode_segment(like))
-                self._current = decode_segment(rows, like.plan)
-            self._place = epoch, round_
-        return self._current

@@ -7,7 +7,7 @@ planned anew; what the old workers had left of an epoch is covered exactly once.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from dbsl.base.words import as_given, px
 from dbsl.config.fields import Role, with_role
 from dbsl.config.settings import meets_at_server, takes_joint_steps
 from dbsl.plan.ledger import Ledger, Members, RoundAhead, left_of_epochs
-from dbsl.plan.types import EpochEnd, Restart, Segment, Turn, report_from_plain
+from dbsl.plan.types import EpochEnd, Handover, Segment, Turn, report_from_plain
 from dbsl.run.training import Run
 
 
@@ -33,6 +33,10 @@ class Saved:
         self.ledger = Ledger({}, lambda epoch: run.stage_at(epoch).resolution)
         self.ledger.load_state_dict(state["planner"])
         self.joint, self.pushes = settings["sync"] == "step", settings["push"] == "gradients"
+        # When a change may be made that is refused inside an epoch.
+        self.advice = "resume a checkpoint of an epoch's end"
+        if meets_at_server(settings["sync"]):
+            self.advice = "it may change where no worker is inside an epoch"
 
     @property
     def rounds(self) -> int:
@@ -47,7 +51,7 @@ class Saved:
     def members(self) -> Members:
         """Who was there, and how far; joint steps are those of one."""
         cluster = self.state["cluster"]
-        if server := cluster.get("server"):
+        if server := cluster["server"]:
             return Members.of(server, self.rounds)
         members = Members(1, self.rounds)
         members.clocks = [cluster["clock"]]
@@ -70,21 +74,11 @@ class Saved:
             members.inside = {w for w in members.active if members.clocks[w] <= furthest}
         return self.ledger.under_way(members, self.settings["epochs"] * self.rounds)
 
-    @property
-    def advice(self) -> str:
-        """When a change may be made that is refused inside an epoch."""
-        if meets_at_server(self.settings["sync"]):
-            return "it may change where no worker is inside an epoch"
-        return "resume a checkpoint of an epoch's end"
 
-
-def plan_restart(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Restart:
-    """Return what a run takes over from another one; refuse what cannot be told.
-
-    `optimizers` is the state of the old run's workers.
-    """
+def make_handover(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Handover:
+    """Return what a run takes over from one whose workers had `optimizers`; refuse what is lost."""
     if saved.joint:
-        return _joint_restart(saved, optimizers, run)
+        return _joint_handover(saved, optimizers, run)
     cluster, members, rounds = saved.state["cluster"], saved.members, saved.rounds
     server = cluster["server"]
     at_barrier = saved.settings["sync"] == "bsp"  # what it has collected is not merged
@@ -101,12 +95,12 @@ def plan_restart(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Resta
         if takes_joint_steps(run.config):  # whose optimizers must be alike in all processes
             optimizers = {}
         more = {"left": left, "optimizers": optimizers, "outer": server["outer"]}
-    return Restart(
+    return Handover(
         weights=server["weights"],
         version=server["version"],
-        refused=cluster.get("refused", server["refused"]),
+        refused=cluster["refused"],
         clock=epoch * run.rounds + (round_ if rounds == run.rounds else 0),
-        time_s=cluster.get("time_s", 0.0),
+        time_s=cluster["time_s"] or 0.0,
         reports=tuple(
             report
             for report in map(report_from_plain, server["reports"])
@@ -118,11 +112,10 @@ def plan_restart(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Resta
     )
 
 
-def _joint_restart(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Restart:
-    """Return what joint steps leave: all workers had the same weights and optimizer state."""
+def _joint_handover(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Handover:
     cluster, progress = saved.state["cluster"], saved.state["progress"] or {}
     steps, counted = progress.get("steps", 0), progress.get("counted", 0)
-    restart = Restart(
+    handover = Handover(
         weights=saved.state["model"]["weights"],
         version=0,
         refused=cluster["refused"],
@@ -132,12 +125,12 @@ def _joint_restart(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Res
     )
     epoch, round_ = divmod(cluster["clock"], saved.rounds)
     if not round_ and not steps:
-        return replace(restart, clock=epoch * run.rounds)
+        return replace(handover, clock=epoch * run.rounds)
     _check_inside_epoch({epoch}, saved, run)
     turn = Turn(tuple(range(run.config.workers)), epoch, round_)
     ahead = run.sampler.steps(Segment(run.plans[run.stage_at(epoch).resolution]), turn)
     return replace(
-        restart,
+        handover,
         steps=steps,
         learning_rate=progress.get("learning_rate", 0.0),
         steps_under_way=steps - counted,
@@ -148,7 +141,6 @@ def _joint_restart(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Res
 
 
 def _optimizer_of_all(state: Mapping[str, Any] | None, run: Run) -> dict[str, Any]:
-    """Return what a restart takes over of an optimizer that stepped for all workers."""
     if run.config.push == "gradients":
         return {"server_optimizer": state}
     return {"optimizers": {w: state for w in range(run.config.workers) if state}}
@@ -156,31 +148,24 @@ def _optimizer_of_all(state: Mapping[str, Any] | None, run: Run) -> dict[str, An
 
 def _check_inside_epoch(epochs: Collection[int], saved: Saved, run: Run) -> None:
     """Refuse changes after which nobody could tell which samples of these epochs are left."""
-    for what, old, new in _kept_inside(epochs, saved, run):
+    config, kept = run.config, {"training images": (saved.samples, len(run.data.train))}
+    # The place in an epoch of joint steps is a number of steps, that of rounds a number of samples
+    # of each worker.
+    names = ["sync", "rounds_per_epoch"] if saved.joint or config.sync == "step" else []
+    if saved.joint or saved.pushes or takes_joint_steps(config):
+        names += ["push", "drop_last"]
+    kept |= {name: (saved.settings[name], getattr(config, name)) for name in names}
+    if saved.joint or saved.pushes:
+        for resolution in sorted({run.stage_at(epoch).resolution for epoch in epochs}):
+            plans = saved.ledger.current[resolution], run.plans[resolution]
+            what = f"global_batch_size{px(resolution, ' at ')}"
+            kept[what] = tuple(plan.global_batch_size for plan in plans)
+    for what, (old, new) in kept.items():
         if old != new:
             raise SettingError(
                 f"{what} must stay {as_given(old)} inside an epoch, got {as_given(new)}: "
                 f"{saved.advice}"
             )
-
-
-def _kept_inside(epochs: Collection[int], saved: Saved, run: Run) -> Iterator[tuple[str, Any, Any]]:
-    """Yield what must stay inside these epochs, as it was and as it is.
-
-    The place in an epoch of joint steps is a number of steps, that of rounds a number of samples of
-    each worker.
-    """
-    config, samples = run.config, len(run.data.train)
-    yield "training images", saved.samples, samples
-    names = ["sync", "rounds_per_epoch"] if saved.joint or config.sync == "step" else []
-    if saved.joint or saved.pushes or takes_joint_steps(config):
-        names += ["push", "drop_last"]
-    yield from ((name, saved.settings[name], getattr(config, name)) for name in names)
-    if saved.joint or saved.pushes:
-        for resolution in sorted({run.stage_at(epoch).resolution for epoch in epochs}):
-            plans = saved.ledger.current[resolution], run.plans[resolution]
-            where = px(resolution, " at ")
-            yield f"global_batch_size{where}", *(plan.global_batch_size for plan in plans)
 
 
 def _check_whole_steps(

@@ -1,0 +1,153 @@
+"""What people do to gradients in their loops: the joint batch's gradients all the same."""
+
+import contextlib
+import os
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import dbsl
+
+SAMPLES = 43
+
+
+def dataset():
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, 5, generator=draw, dtype=torch.float64)
+    return TensorDataset(x, x.sum(1, keepdim=True).tanh())
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+
+
+def loop(rank, sizes, accumulate, clip, scaled, workers):
+    """Train two epochs and return the weights."""
+    model = network()
+    parallel = DistributedDataParallel(model)
+    sampler = dbsl.UnevenBatchSampler(SAMPLES, local_batch_sizes=sizes, accumulate=accumulate)
+    loader = DataLoader(dataset(), batch_sampler=sampler, num_workers=workers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for number, (x, y) in enumerate(loader, start=1):
+            ends = number % accumulate == 0 or number == len(loader)
+            with contextlib.nullcontext() if ends else parallel.no_sync():
+                loss = (parallel(x) - y).square().mean()
+                scaler.scale(loss * sampler.scale(len(y))).backward()
+            if ends:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "clip", "scaled", "workers"),
+    [(1, 0.2, False, 2), (3, 1e9, False, 0), (3, 0.2, True, 0)],
+    ids=["clipped, loader workers", "accumulated", "accumulated, clipped, scaled"],
+)
+@pytest.mark.parametrize("sizes", [[3, 5], pytest.param([2, 2, 4], marks=pytest.mark.slow)])
+def test_accumulation_clipping_and_scaling_see_the_joint_gradient(
+    run_ranks, sizes, accumulate, clip, scaled, workers
+):
+    rest = (accumulate, clip, scaled, workers)
+    (joined,) = run_ranks(loop, [sum(sizes)], *rest, world_size=1)
+    split = run_ranks(loop, sizes, *rest, world_size=len(sizes))
+    assert all(abs(weights - joined).max() < 1e-12 for weights in split)
+
+
+def stateful(rank, stop):
+    """Draw with two loader workers, stop after some batches, save, load anew and go on."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    warnings.simplefilter("ignore")  # it calls what torch no longer likes
+
+    def build():
+        sampler = dbsl.UnevenBatchSampler(SAMPLES, local_batch_sizes=[3, 5])
+        return sampler, StatefulDataLoader(range(SAMPLES), batch_sampler=sampler, num_workers=2)
+
+    sampler, loader = build()
+    seen = []
+    for number, batch in enumerate(loader, start=1):
+        sampler.scale(len(batch))
+        seen += batch.tolist()
+        if number == stop:
+            state = loader.state_dict()
+            break
+    sampler, loader = build()
+    loader.load_state_dict(state)
+    for batch in loader:
+        sampler.scale(len(batch))
+        seen += batch.tolist()
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [1, 4])
+def test_a_stateful_loader_goes_on_at_the_next_batch(run_ranks, stop):
+    pytest.importorskip("torchdata")
+    first, second = run_ranks(stateful, stop)
+    assert sorted(first + second) == list(range(SAMPLES))
+
+
+def skipping(rank, interleave):
+    """Train an epoch whose first two batches Accelerate leaves out; return what scale says."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
+    from accelerate import Accelerator, skip_first_batches
+
+    accelerator = Accelerator(cpu=True)
+    sampler = dbsl.UnevenBatchSampler(19, local_batch_sizes=[3, 5], interleave=interleave)
+    loader = DataLoader(range(19), batch_sampler=sampler)
+    loader = accelerator.prepare(loader) if interleave else loader
+    return [sampler.scale(len(batch)) for batch in skip_first_batches(loader, 1)]
+
+
+@pytest.mark.parametrize("interleave", [True, False])
+def test_batches_that_accelerate_skips_are_left_out_of_the_scales(run_ranks, interleave):
+    # 19 = 8 + 8 + 3: the last joint batch is split 1 and 2.
+    assert run_ranks(skipping, interleave) == [[2 * 3 / 8, 2 * 1 / 3], [2 * 5 / 8, 2 * 2 / 3]]
+
+
+def sharded(rank):
+    """Balance a model that FSDP2 shards, with rank 0 slowed; return its batch sizes."""
+    import time
+
+    from torch.distributed.fsdp import fully_shard
+
+    class Slow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(40, 1)
+
+        def forward(self, x):
+            time.sleep((0.004 if rank == 0 else 0.001) * len(x))
+            return self.layer(x)
+
+    torch.manual_seed(0)
+    model = Slow()
+    fully_shard(model)
+    sampler = dbsl.UnevenBatchSampler(40, 10, balance="dynamic")
+    sampler.watch(model)
+    sizes = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for batch in DataLoader(torch.eye(40), batch_sampler=sampler):
+            (model(batch).sum() * sampler.scale(len(batch))).backward()
+            sizes.append(len(batch))
+    return sizes
+
+
+def test_sizes_follow_the_speed_where_fsdp_waits_inside_both_passes(run_ranks):
+    slow, fast = run_ranks(sharded)
+    assert slow[0] == fast[0] == 5
+    assert slow[-1] < fast[-1]

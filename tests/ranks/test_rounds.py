@@ -1,0 +1,157 @@
+"""`dbsl.Rounds` in your own loop is ``train.py --sync bsp`` to the bit, resumed or not."""
+
+import copy
+import io
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import dbsl
+from dbsl.data.sources import TensorData
+from dbsl.open import open_session
+from dbsl.plan.types import Turn
+from train import Config, learning_rate, loss_function, train
+
+SAMPLES, EPOCHS, ROUNDS = 96, 3, 2
+LR = 0.1
+
+
+def table(samples):
+    draw = torch.Generator().manual_seed(samples)
+    return list(zip(torch.randn(samples, 6, generator=draw), [0, 1, 2] * samples, strict=False))
+
+
+def build_model():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def build_optimizer(model, config=None):
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+
+
+def unwrapped(model):
+    return model
+
+
+def planned(session, rank):
+    """Yield a worker's rounds: the weight of each, and its batches' samples and learning rates."""
+    run = session.run
+    for moment in range(EPOCHS * ROUNDS):
+        turn = Turn((rank,), *divmod(moment, ROUNDS))
+        segment = run.planner.at(turn.epoch, turn.round)
+        steps = [
+            (
+                torch.from_numpy(step.parts[0].indices),
+                learning_rate(session, turn.epoch + step.progress),
+            )
+            for step in run.sampler.steps(segment, turn)
+        ]
+        yield segment.plan.workers[rank].merge_weight, steps
+
+
+class Loop:
+    """A foreign loop over batches that are given round by round."""
+
+    def __init__(self, model, wrap, data, todo, **options):
+        self.model, self.data, self.todo = wrap(model), data, todo
+        self.optimizer = build_optimizer(model)
+        self.rounds = dbsl.Rounds(
+            self.model, self.optimizer, weight=lambda: todo[self.rounds.merges][0], **options
+        )
+
+    def state(self):
+        """Return what a script would save, through a file's bytes."""
+        file, parts = io.BytesIO(), (self.model, self.optimizer, self.rounds)
+        torch.save([part.state_dict() for part in parts], file)
+        return file.getvalue()
+
+    def load(self, saved):
+        parts = self.model, self.optimizer, self.rounds
+        for part, state in zip(parts, torch.load(io.BytesIO(saved)), strict=True):
+            part.load_state_dict(state)
+
+    def train(self, save_after=None, leave=False):
+        """Take the steps that are left; return the state after so many of them."""
+        taken, saved = 0, None
+        with self.rounds:
+            while self.rounds.merges < len(self.todo):
+                _, batches = self.todo[self.rounds.merges]
+                for batch, lr in batches[self.rounds.steps :]:
+                    if taken == save_after:
+                        saved = self.state()
+                        if leave:
+                            raise Left(saved)
+                    taken += 1
+                    inputs, labels = (part[batch] for part in self.data)
+                    functional.cross_entropy(self.model(inputs), labels).backward()
+                    self.optimizer.param_groups[0]["lr"] = lr
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                    merged = self.rounds.step()
+                if not merged:
+                    self.rounds.merge()
+        return saved
+
+
+class Left(Exception):
+    """Ends a loop as a lost machine would."""
+
+
+def both(rank, folder, settings, every, outer, wrap):
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+        MASTER_ADDR="localhost", MASTER_PORT="1",
+    )  # fmt: skip
+    torch.manual_seed(5 + rank)
+    data = TensorData(table(SAMPLES), table(20), 3)
+    common = {"output_dir": str(folder), "report_to": "none", "cpu_threads": 1, "sync": "bsp"}
+    config = Config(
+        epochs=EPOCHS, workers=2, rounds_per_epoch=ROUNDS, large_batch_size=(12,), lr=LR,
+        slope=(0.001,), intercept=(0.01,), mixed_precision="no", **common, **settings,
+    )  # fmt: skip
+    with open_session(
+        config, loss_function, data=data, model=build_model, optimizer=build_optimizer
+    ) as session:
+        start = copy.deepcopy(session.model.state_dict())
+        todo = list(planned(session, rank))
+        train(session)
+        own = build_model()
+        if rank == 0:
+            own.load_state_dict(start)
+        loop = Loop(
+            own, wrap, (data.train.inputs, data.train.labels), todo, every=every, outer=outer
+        )
+        saved = loop.train(save_after=len(todo[0][1]) + 1)  # in the middle of the second round
+        again = Loop(build_model(), wrap, loop.data, todo, every=every, outer=outer)
+        again.load(saved)
+        again.train()
+        vectors = [
+            torch.cat([v.flatten().double() for v in m.state_dict().values()]).numpy()
+            for m in (session.model, own, getattr(again.model, "module", again.model))
+        ]
+    return vectors, [len(batches) for _, batches in todo], [weight for weight, _ in todo]
+
+
+DELTA = {"merge": "delta", "outer_lr": 0.7, "outer_momentum": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("settings", "every", "outer", "wrap"),
+    [
+        ({}, 2, None, unwrapped),
+        ({"small_workers": 1, "small_batch_size": (5,)}, None, None, DistributedDataParallel),
+        (DELTA, 2, (0.7, 0.9), DistributedDataParallel),
+        ({"small_workers": 1, "small_batch_size": (5,), **DELTA}, None, (0.7, 0.9), unwrapped),
+    ],
+)
+def test_rounds_are_a_run_at_a_barrier_to_the_bit(
+    run_ranks, tmp_path, settings, every, outer, wrap
+):
+    found = run_ranks(both, tmp_path / "run", settings, every, outer, wrap)
+    for (trained, own, again), *_ in found:
+        assert (trained == own).all()
+        assert (again == own).all()
