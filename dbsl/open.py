@@ -36,7 +36,6 @@ from dbsl.config.settings import (
     RunConfig,
     check_effects,
     meets_at_server,
-    steps_in_parts,
 )
 from dbsl.data.sources import TrainingData
 from dbsl.log.lines import print_run
@@ -265,8 +264,7 @@ class _Opening:
 def _complete(given: RunConfig, replaced: Replaced) -> RunConfig:
     config = with_resolved(given)
     if replaced.optimizer is None:
-        in_parts = steps_in_parts(given)
-        check_optimizer(given.optimizer, given.optimizer_settings, in_parts=in_parts)
+        check_optimizer(given.optimizer, given.optimizer_settings)
     elif config.lr is None:
         raise SettingError(
             f"lr must be the rate that {config.optimizer} builds its main parameters with (the "
