@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import stream_seed
 from dbsl.base.words import plural
+from dbsl.cluster.merges import MergeRule
 from dbsl.cluster.steps import takes_fractions
 from dbsl.config.fields import Role, with_role
 from dbsl.config.hooks import Extra, Extras, Machine
@@ -75,6 +76,7 @@ class Replaced:
     data: TrainingData | None = None
     model: ModelOrBuilder | None = None
     optimizer: OptimizerBuilder | None = None
+    merge: MergeRule | None = None
     evaluate_also: Mapping[str, Any] | None = None
     figures: Sequence[str] = ()
 
