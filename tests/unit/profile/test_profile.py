@@ -46,7 +46,7 @@ def no_collections(monkeypatch):
 
 @pytest.fixture(scope="module")
 def built():
-    return build_model("test_resnet", 3, final_resolution=32)
+    return build_model("test_resnet", 3, (32,))
 
 
 @pytest.fixture
