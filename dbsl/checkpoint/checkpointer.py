@@ -344,7 +344,7 @@ class Checkpointer:
             **session.stopwatch.state_dict(),
         }
         with self._cluster.held():  # copied, too, in one moment: other threads push meanwhile
-            log.members.hear(self._cluster)  # who was lost or joined in that moment
+            log.hear(self._cluster)  # who was lost or joined in that moment
             state |= {
                 "log": log.state_dict() if log.enabled else None,
                 "cluster": self._cluster.state_dict(),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import stream_seed
 from dbsl.base.words import plural
+from dbsl.cluster.merges import MergeRule
 from dbsl.cluster.steps import takes_fractions
 from dbsl.config.complete import says_unlike
 from dbsl.config.fields import Role, with_role
@@ -30,7 +31,6 @@ from dbsl.data.sources import Source, TrainingData, as_source
 from dbsl.loss import Figures, LossFunction, figure_names, with_figures
 from dbsl.model import (
     build_model,
-    check_scores,
     check_sides,
     load_initial,
     load_own_weights,
@@ -77,6 +77,7 @@ class Replaced:
     data: TrainingData | None = None
     model: ModelOrBuilder | None = None
     optimizer: OptimizerBuilder | None = None
+    merge: MergeRule | None = None
     evaluate_also: Mapping[str, Any] | None = None
     figures: Sequence[str] = ()
 
@@ -141,8 +142,7 @@ class Replaced:
         # What `dbsl.model.build_model` notes of timm's models.
         model.created_with, model.small_stem, model.input_statistics = None, False, None
         model.head_dropouts = []
-        _, scores = try_out(model, inputs)
-        check_scores(scores, _name(model), inputs, data.num_classes, several=True)
+        try_out(model, inputs, _name(model), data.num_classes, several=True)
         return model
 
     def build_optimizer(self, config: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
@@ -280,7 +280,6 @@ def prepare(
         loss_of=loss_of,
         build_optimizer=partial(replaced.build_optimizer, config),
         default_workers=given.workers is None and accelerator.num_processes == 1,
-        default_resolutions=given.resolutions is None or "resolutions" in given.resolved,
         nodes=nodes_of(accelerator),
         figures=figures,
         also=also,
@@ -361,13 +360,12 @@ def _build_model(
     """Return the model on the device, your own or timm's, and the fewest samples it trains on."""
     if replaced.model is not None:
         model = replaced.build_model(config, data, accelerator)
-        least, _ = try_out(model, data.example(1, config.resolutions[0])[0])
-        return model, least
+        inputs, _ = data.example(1, config.resolutions[0])
+        return model, try_out(model, inputs, _name(model), data.num_classes, several=True)
     model = build_model(
         config.model,
         data.num_classes,
-        final_resolution=config.resolutions[-1],
-        resolutions=config.resolutions,
+        config.resolutions,
         pretrained=config.pretrained,
         seed=config.seed,
         say=accelerator.print,
