@@ -15,7 +15,7 @@ from dbsl.base.errors import SettingError
 from dbsl.base.words import as_given, px
 from dbsl.config.fields import Role, with_role
 from dbsl.config.settings import meets_at_server, takes_joint_steps
-from dbsl.plan.ledger import Ledger, Members, RoundAhead, left_of_epochs
+from dbsl.plan.ledger import Ledger, Members, left_of_epochs
 from dbsl.plan.types import EpochEnd, Handover, Segment, Turn, report_from_plain
 from dbsl.run.training import Run
 
@@ -57,10 +57,11 @@ class Saved:
     def members(self) -> Members:
         """Who was there, and how far; joint steps are those of one."""
         cluster = self.state["cluster"]
-        if server := cluster["server"]:
-            return Members.of(server, self.rounds)
         members = Members(1, self.rounds)
-        members.clocks = [cluster["clock"]]
+        if server := cluster["server"]:
+            members.load_state_dict(server)
+        else:
+            members.clocks = [cluster["clock"]]
         return members
 
     def under_way(self, *, at_epoch_end: bool) -> range:
@@ -90,7 +91,7 @@ def make_handover(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Hand
     at_barrier = saved.settings["sync"] == "bsp"  # what it has collected is not merged
     ahead = list(saved.ledger.ahead(members, again=at_barrier))
     if ahead:
-        _check_inside_epoch({each.epoch for each in ahead}, saved, run)
+        _check_inside_epoch({turn.epoch for turn, _ in ahead}, saved, run)
     epoch, round_ = lowest = divmod(members.slowest(), rounds)
     again = [w for w in members.active if at_barrier and members.clocks[w] > members.slowest()]
     if saved.pushes:
@@ -172,13 +173,13 @@ def _check_inside_epoch(epochs: Collection[int], saved: Saved, run: Run) -> None
 
 
 def _check_whole_steps(
-    ahead: Iterable[RoundAhead], saved: Saved, run: Run, *, inside_epoch: bool
+    ahead: Iterable[tuple[Turn, Segment]], saved: Saved, run: Run, *, inside_epoch: bool
 ) -> None:
     """Refuse to go on inside an epoch of which more is gone than the pushes of all workers."""
     before, config = saved.settings, run.config
     if any(
-        share.samples and worker not in workers
-        for _, _, segment, workers in ahead
+        share.samples and worker not in turn.workers
+        for turn, segment in ahead
         for worker, share in enumerate(segment.plan.workers)
     ):
         names = with_role(type(config), Role.MEETING | Role.SPLIT)
