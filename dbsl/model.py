@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,27 +36,25 @@ _MARK = 0.123456789  # a dropout probability that no model has by itself
 def build_model(
     name: str,
     num_classes: int,
+    resolutions: Sequence[int],
     *,
-    final_resolution: int,
-    resolutions: Sequence[int] = (),
     pretrained: bool = False,
     seed: int = 0,
     say: Callable[[str], object] = print,
     settings: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Return a timm model that takes images of several resolutions, small ones included.
+    """Return a timm model that takes images of several resolutions, in pixels, small ones included.
 
-    Up to 64 px, a ResNet gets a 3x3 stride-1 stem and a transformer patches of at most an eighth of
-    the side, which divide all resolutions. Transformers (timm's with ``dynamic_img_size``: ViT,
-    DeiT, EVA, Swin) resample their position embeddings to each resolution.
+    If the last is up to 64 px, a ResNet gets a 3x3 stride-1 stem and a transformer patches of at
+    most an eighth of the side, which divide all resolutions. Transformers (timm's with
+    ``dynamic_img_size``: ViT, DeiT, EVA, Swin) resample their position embeddings to each.
 
     Weights that were trained elsewhere keep what fits: the classifier is new where the number of
     classes is another one, a ResNet's stem where the images are small and theirs is not. The
     model's ``input_statistics`` are what its weights were trained with; None: they are new.
 
-    `name` is in timm's registry, or ``local-dir:FOLDER`` or ``hf-hub:USER/NAME``. `resolutions`, in
-    pixels, are that one where they are unset. `say` takes a line for each part of the weights that
-    is not used; `settings` are more arguments of the model.
+    `name` is in timm's registry, ``local-dir:FOLDER`` or ``hf-hub:USER/NAME``. `say` takes a line
+    for each part of the weights that is not used; `settings` are more arguments of the model.
     """
     from_elsewhere = pretrained or ":" in name
     with torch.random.fork_rng(devices=[]), _reading_weights(name, pretrained):
@@ -64,14 +62,14 @@ def build_model(
         # The mark tells the classifier's dropout modules from all others.
         model = _create(
             name,
-            _transformer_args(final_resolution, resolutions or (final_resolution,)),
+            _transformer_args(resolutions),
             stream_seed(seed, "initial weights"),
             pretrained=from_elsewhere and not small_stem,
             num_classes=num_classes,
             drop_rate=_MARK,
             settings=settings or {},
         )
-        is_small = small_stem or final_resolution <= SMALL_STEM_UP_TO
+        is_small = small_stem or resolutions[-1] <= SMALL_STEM_UP_TO
         model.small_stem = is_small and _shrink_stem(model)
         if small_stem:
             timm.models.load_pretrained(model, num_classes=num_classes)
@@ -108,42 +106,36 @@ def _create(
         raise SettingError(
             f"model must be a name that timm.list_models() knows, got {name!r}{hint}"
         )
-    torch.manual_seed(seed)
-    args |= settings
     # Not such a model, or convolutions come first. A model may raise anything over its settings.
     not_this = Exception if settings else (TypeError, AssertionError)
-    try:
-        model = timm.create_model(name, **{**transformer_args, **args})
-    except not_this:
-        model = None
-    model_args = dict(transformer_args)
-    if not getattr(model, "dynamic_img_size", False):
-        model = None  # before there are two
+    for more in (transformer_args, {}):
         torch.manual_seed(seed)
         try:
-            model, model_args = timm.create_model(name, **args), {}
-        except Exception as error:
-            if not settings or isinstance(error, OSError):  # weights that cannot be read
-                raise
-            if isinstance(error, TypeError):  # an argument that it does not have
-                with torch.device("meta"):
-                    plain = type(timm.create_model(name))
-                known = arguments(plain, timm.create_model, timm.models.build_model_with_cfg)
-                check_names("model_kwargs", settings, known)
-            given = ", ".join(f"{key}={value}" for key, value in settings.items())
-            raise SettingError(
-                f"model must take the settings that are given, got {name} with {given} "
-                f"({words_of(error)})"
-            ) from None
-    model.created_with, model.settings = model_args, dict(settings)
-    return model
+            model = timm.create_model(name, **{**more, **args, **settings})
+        except not_this as error:
+            failed = error
+            continue
+        if not more or getattr(model, "dynamic_img_size", False):
+            model.created_with, model.settings = more, dict(settings)
+            return model
+        del model  # before there are two
+    if not settings or isinstance(failed, OSError):  # weights that cannot be read
+        raise failed
+    if isinstance(failed, TypeError):  # an argument that it does not have
+        with torch.device("meta"):
+            plain = type(timm.create_model(name))
+        known = arguments(plain, timm.create_model, timm.models.build_model_with_cfg)
+        check_names("model_kwargs", settings, known)
+    given = ", ".join(f"{key}={value}" for key, value in settings.items())
+    raise SettingError(
+        f"model must take the settings that are given, got {name} with {given} ({words_of(failed)})"
+    )
 
 
-def _transformer_args(final_resolution: int, resolutions: Sequence[int]) -> dict[str, Any]:
-    args = {"img_size": final_resolution, "dynamic_img_size": True}
-    if final_resolution <= SMALL_STEM_UP_TO:  # patches of 16 px would leave 4 of 32 px
-        common = math.gcd(*resolutions)
-        most = max(1, final_resolution // 8)
+def _transformer_args(resolutions: Sequence[int]) -> dict[str, Any]:
+    args = {"img_size": resolutions[-1], "dynamic_img_size": True}
+    if resolutions[-1] <= SMALL_STEM_UP_TO:  # patches of 16 px would leave 4 of 32 px
+        common, most = math.gcd(*resolutions), max(1, resolutions[-1] // 8)
         args["patch_size"] = max(side for side in range(1, most + 1) if common % side == 0)
     return args
 
@@ -195,7 +187,7 @@ def load_initial(model: nn.Module, file: str, say: Callable[[str], object]) -> N
     may_be_new += ("conv1.",) if model.small_stem else ()
     unlike = [n for n in wanted if n not in state or state[n].shape != wanted[n].shape]
     unlike += [name for name in state if name not in wanted]
-    bad = [name for name in unlike if not name.startswith(may_be_new or ("\0",))]
+    bad = [name for name in unlike if not name.startswith(may_be_new)]
     if bad:
         raise SettingError(
             f"initial_checkpoint must have the weights of the model, got {file}, which differs in "
@@ -204,16 +196,12 @@ def load_initial(model: nn.Module, file: str, say: Callable[[str], object]) -> N
     model.load_state_dict({n: v for n, v in state.items() if n not in unlike}, strict=False)
     if unlike:
         say(f"new, as {file} has none that fit: {', '.join(n for n in unlike if n in wanted)}")
-    try:
+    source = f"timm's of {config['architecture']}, as no config.json of it is beside {file}"
+    with suppress(SettingError):  # none, or another program's
         saved = read_model_config(Path(file).parent)
-    except ValueError:  # none, or another program's
-        saved = {}
-    if saved.get("architecture") == config["architecture"]:
-        of_file = f"of {Path(file).with_name('config.json')}"
-        model.input_statistics = _statistics(saved["pretrained_cfg"], of_file)
-    else:
-        of_timm = f"timm's of {config['architecture']}, as no config.json of it is beside {file}"
-        model.input_statistics = _statistics(config, of_timm)
+        if saved["architecture"] == config["architecture"]:
+            config, source = saved["pretrained_cfg"], f"of {Path(file).with_name('config.json')}"
+    model.input_statistics = _statistics(config, source)
 
 
 def _statistics(pretrained_cfg: Mapping[str, Any], source: str) -> Statistics:
@@ -259,36 +247,31 @@ def _reading_weights(name: str, pretrained: bool) -> Iterator[None]:
 def check_sides(name: str, model: nn.Module, data: TrainingData, resolutions: Sequence[int]) -> int:
     """Return the fewest samples that a model of timm's trains on; see `try_out`.
 
-    Images of each resolution must be whole patches of the model's, and fit into memory.
+    Images of each resolution must be whole patches of a transformer's, and fit into memory.
     """
-    patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-    takes_any = patch is None or not model.created_with
-    for side in () if takes_any else resolutions:
-        if any(side % of_patch for of_patch in patch):
-            raise SettingError(
-                f"resolutions must be multiples of {max(patch)}, the side of the model's patches, "
-                f"got {side}"
-            )
     least = 1
     for side in resolutions:
         try:
-            inputs, _ = data.example(2, side)
-            own, scores = try_out(model, inputs)
+            found = try_out(model, data.example(2, side)[0], name, data.num_classes)
+        except SettingError:
+            raise
         except Exception as error:  # any code of timm's may raise
             raise SettingError(
                 f"model must take images of {side} px, got {name} ({words_of(error)})"
             ) from None
-        check_scores(scores, name, inputs, data.num_classes)
-        least = max(least, own)
+        least = max(least, found)
     return least
 
 
 @torch.no_grad()
-def try_out(model: nn.Module, inputs: torch.Tensor) -> tuple[int, Any]:
-    """Return the fewest samples that the model trains on, and what it gives for inputs.
+def try_out(
+    model: nn.Module, inputs: torch.Tensor, name: str, classes: int, *, several: bool = False
+) -> int:
+    """Return the fewest samples that the model trains on; refuse it without a score for each class.
 
     They are 2 where batch norm sees one value of each: a ResNet's last maps are 1x1 pixel at 8 px,
-    and the variance of a single value is no statistic.
+    and the variance of a single value is no statistic. With `several` the model may give several
+    tensors, which the loss function and `evaluate` take apart.
     """
     least, training = 1, model.training
 
@@ -298,38 +281,26 @@ def try_out(model: nn.Module, inputs: torch.Tensor) -> tuple[int, Any]:
             least = 2
 
     hooks = [norm.register_forward_pre_hook(look) for norm in _batch_norms(model)]
-    found = model.eval()(inputs)
+    scores = model.eval()(inputs)
     model.train(training)
     for hook in hooks:
         hook.remove()
-    return least, found
+    is_tensor, wanted = isinstance(scores, torch.Tensor), [len(inputs), classes]
+    shape = list(scores.shape) if is_tensor else type(scores).__name__
+    if shape != wanted and (is_tensor or not several):
+        raise SettingError(
+            f"model must give scores of the data's {classes} classes, {wanted} for inputs "
+            f"{list(inputs.shape)}, got {shape} of {name}"
+        )
+    return least
 
 
 def _batch_norms(model: nn.Module) -> Iterator[nn.Module]:
     return (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
 
 
-def check_scores(
-    scores: Any, name: str, inputs: torch.Tensor, classes: int, *, several: bool = False
-) -> None:
-    """Raise ``SettingError`` unless a model gives a score for each of the data's classes.
-
-    With `several` it may give several tensors, which the loss function and `evaluate` take apart.
-    """
-    tensor = isinstance(scores, torch.Tensor)
-    shape = list(scores.shape) if tensor else type(scores).__name__
-    if shape != [len(inputs), classes] and (tensor or not several):
-        raise SettingError(
-            f"model must give scores of the data's {classes} classes, {[len(inputs), classes]} "
-            f"for inputs {list(inputs.shape)}, got {shape} of {name}"
-        )
-
-
 def join_batch_norm(model: nn.Module) -> nn.Module:
-    """Return the model with batch norm over the samples of all processes; parameters stay.
-
-    Where it trains, every process must take the same passes.
-    """
+    """Return the model with batch norm over all processes, each of which takes the same passes."""
     # torch's converter would drop the activations that timm has in some of these layers.
     return timm.layers.convert_sync_batchnorm(model)
 
@@ -435,7 +406,7 @@ def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> 
 
 
 def load_timm_weights(name: str, *, pretrained: bool = False) -> tuple[nn.Module, Statistics, int]:
-    """Return a timm model as it was trained, its input statistics, and its image side.
+    """Return a timm model as it was trained, its input statistics, and its image side in pixels.
 
     `name` is ``local-dir:FOLDER``, ``hf-hub:USER/NAME``, or timm's with `pretrained`.
     """
@@ -445,12 +416,9 @@ def load_timm_weights(name: str, *, pretrained: bool = False) -> tuple[nn.Module
         if small_stem:
             _shrink_stem(model)
             timm.models.load_pretrained(model, num_classes=model.num_classes)
-    found = timm.data.resolve_data_config(
-        pretrained_cfg=model.pretrained_cfg, model=model, use_test_size=True
-    )
-    model.created_with = True  # what `check_sides` asks for
-    statistics = Statistics(tuple(found["mean"]), tuple(found["std"]), f"of {name}")
-    return model, statistics, found["input_size"][-1]
+    config = model.pretrained_cfg
+    found = timm.data.resolve_data_config(pretrained_cfg=config, model=model, use_test_size=True)
+    return model, _statistics(config, f"of {name}"), found["input_size"][-1]
 
 
 def load_own_weights(model: nn.Module, folder: Path) -> None:
@@ -470,11 +438,8 @@ def read_model_config(folder: str | Path) -> dict[str, Any]:
     needed = ("architecture", "num_classes", "label_names", "pretrained_cfg")
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        missing = [name for name in needed if name not in config]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        if missing := [name for name in needed if name not in config]:
+            raise ValueError(f"{path} is no model's, without {missing[0]}")
+    except (OSError, ValueError) as error:
         raise SettingError(f"folder must hold config.json, got {folder} ({error})") from None
-    if missing:
-        raise SettingError(
-            f"folder must hold a model's config.json, got {path} without {missing[0]}"
-        )
     return config

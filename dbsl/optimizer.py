@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,35 +23,24 @@ Clip = Callable[[torch.optim.Optimizer], object]
 
 # Settings of groups of parameters, besides what the optimizer's class takes. All else is state.
 _SETTINGS = {"lr", "momentum", "weight_decay", "lr_scale", "eps", "betas"}
-# Names of those that can take the part of a step that one push of a global batch is worth.
-STEP_IN_PARTS = ("sgd", "nesterov", "momentum", "adam", "adamw")
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # on the CPU and on CUDA
 
 
-def check_optimizer(
-    name: str, settings: dict[str, Any] | None = None, *, in_parts: bool = False
-) -> None:
-    """Refuse an optimizer that timm does not have, or that takes no step with its settings.
-
-    `in_parts`: nor one that takes no part of a step.
-    """
+def check_optimizer(name: str, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Refuse an optimizer that timm does not have, or that takes no step with its settings."""
     if name not in optim.list_optimizers():
         raise SettingError(
             f"optimizer must be a name that timm.optim.list_optimizers() knows, got {name!r}"
         )
-    if in_parts and name not in STEP_IN_PARTS:
-        raise SettingError(
-            f"optimizer must be one of {', '.join(STEP_IN_PARTS)} with push gradients and sync ssp "
-            f"or asp, where each push is part of a step, got {name}"
-        )
-    settings = settings or {}
     try:
         if settings:  # timm would leave some out, and not say so
             known = arguments(optim.create_optimizer_v2, optimizer_class(name))
             also = {"layer_decay"} - settings.keys()  # without it, its scale would have no effect
             check_names("opt_kwargs", settings, known - {f"{name}_min_scale" for name in also})
         with torch.random.fork_rng(devices=[]):
-            model = _TwoLayers(nn.Linear(2, 2), nn.Linear(2, 2))
+            model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        # Layers are told apart as in timm's models.
+        model.group_matcher = lambda coarse: {"stem": "^0", "blocks": "^1"}
         optimizer = build_optimizer(name, model, 1e-3, 0.9, 1e-4, **settings)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -64,13 +54,6 @@ def check_optimizer(
         raise SettingError(
             f"optimizer must take {must}, got {name}{given and ' with '}{given} ({words_of(error)})"
         ) from None
-
-
-class _TwoLayers(nn.Sequential):
-    """What an optimizer is tried on; layers are told apart as in timm's models."""
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, str]:
-        return {"stem": "^0", "blocks": "^1"}
 
 
 def optimizer_class(name: str) -> type | None:

@@ -70,9 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.profile")
         torch.set_num_threads(arguments.cpu_threads or threads_of_process())
         accelerator = start_accelerator(arguments.mixed_precision, _TIMEOUT_S)
-        model = build_model(
-            arguments.model, arguments.num_classes, final_resolution=arguments.resolutions[-1]
-        ).to(accelerator.device, memory_format=torch.channels_last)
+        model = build_model(arguments.model, arguments.num_classes, arguments.resolutions[-1:]).to(
+            accelerator.device, memory_format=torch.channels_last
+        )
         setup = replace(
             Setup.of(arguments.model, model, arguments.num_classes, accelerator),
             optimizer=arguments.optimizer,

@@ -64,7 +64,7 @@ def bytes_of(name: str, classes: int, side: int) -> tuple[int, int]:
         classes: Outputs of its last layer.
         side: Pixels of an image's side.
     """
-    model = build_model(name, classes, final_resolution=side)
+    model = build_model(name, classes, (side,))
     gradients = 4 * sum(parameter.numel() for parameter in model.parameters())
     return gradients, 4 * len(FlatWeights(model).vector)
 

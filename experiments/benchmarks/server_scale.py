@@ -51,7 +51,7 @@ _PATIENCE_S = 300.0
 
 def merge_seconds(name: str, merges: int = 50) -> float:
     """Return the median seconds of a push's merge, from weights that are there already."""
-    vector = FlatWeights(build_model(name, 100, final_resolution=32)).vector
+    vector = FlatWeights(build_model(name, 100, (32,))).vector
     server = Server(vector, 1, ratio, staleness=None, rounds_per_epoch=merges)
     pushed, seconds = vector.clone(), []
     for round_ in range(merges):
@@ -125,7 +125,7 @@ def _fork(name: str, rank: int, workers: int, rounds: int, meeting: Path, file: 
 
 def _take_part(name: str, rank: int, workers: int, rounds: int) -> dict[str, Any]:
     """Serve, or push and pull; return what this rank found."""
-    model = build_model(name, 100, final_resolution=32)
+    model = build_model(name, 100, (32,))
     weights = FlatWeights(model)
     cluster = served_cluster(weights, workers, rounds, timeout_s=_PATIENCE_S)
     dist.barrier()

@@ -432,7 +432,7 @@ REFUSED = [
     ([*COSINE, "--schedule", "fixed", "--lr-milestones", "1,2"], "lr_milestones must be left out"),
     (["--lr-schedule", "poly", "--lr-gamma", "0.1"], "lr_gamma must be 0.2 except with lr_sch"),
     (["--clip-mode", "agc"], "clip_mode must be norm except with clip_grad, got agc"),
-    ([*PUSH, "--optimizer", "lion"], "optimizer must be one of sgd, nesterov, momentum, adam"),
+    ([*PUSH, "--optimizer", "lion"], "optimizer must be one SGD, without dampening"),
     ([*STEP, "--sync-batch-norm", "--compile"], "compile must be false with sync_batch_norm"),
     (["--balance", "dbs", "--compile"], "compile must be false with balance"),
     ([*STEP, "--sync-batch-norm"], "sync_batch_norm must be false except with a process per"),

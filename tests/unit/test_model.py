@@ -34,7 +34,7 @@ DATA = SimpleNamespace(
 
 @pytest.mark.parametrize(("resolution", "stride", "side"), [(64, 1, 8), (65, 2, 3)])
 def test_small_images_get_a_stem_that_keeps_their_side(resolution, stride, side):
-    model = build_model("resnet18", 3, final_resolution=resolution)
+    model = build_model("resnet18", 3, (resolution,))
     assert model.conv1.stride == (stride, stride)
     features = model.eval().forward_features(torch.zeros(1, 3, resolution, resolution))
     assert features.shape == (1, 512, side, side)
@@ -44,20 +44,20 @@ def test_small_images_get_a_stem_that_keeps_their_side(resolution, stride, side)
 def test_weights_depend_on_the_seed_alone():
     def weights(seed):
         torch.manual_seed(torch.seed() % 1000)  # whatever the process drew before
-        model = build_model("test_resnet", 3, final_resolution=32, seed=seed)
+        model = build_model("test_resnet", 3, (32,), seed=seed)
         return torch.cat([p.flatten() for p in model.parameters()])
 
     state = torch.get_rng_state()
     assert torch.equal(weights(1), weights(1))
     assert not torch.equal(weights(1), weights(2))
     torch.set_rng_state(state)
-    build_model("test_resnet", 3, final_resolution=32)
+    build_model("test_resnet", 3, (32,))
     assert torch.equal(torch.get_rng_state(), state)  # nor does it use up the process's stream
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "mobilenetv3_small_050", "test_convnext"])
 def test_dropout_changes_without_rebuilding(name):
-    model = build_model(name, 3, final_resolution=32)
+    model = build_model(name, 3, (32,))
     before = [p.data_ptr() for p in model.parameters()]
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
@@ -79,7 +79,7 @@ def test_dropout_changes_without_rebuilding(name):
     "name", ["test_resnet", "test_efficientnet", "mobilenetv3_small_050", "regnety_002"]
 )
 def test_batch_norm_over_all_processes_keeps_what_a_model_computes(name):
-    model = build_model(name, 3, final_resolution=32).eval()
+    model = build_model(name, 3, (32,)).eval()
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     before, state = model(images), model.state_dict()
     joined = join_batch_norm(model)
@@ -92,7 +92,7 @@ def test_batch_norm_over_all_processes_keeps_what_a_model_computes(name):
 
 
 def test_optimizer_leaves_biases_and_norms_out_of_weight_decay():
-    model = build_model("test_resnet", 3, final_resolution=32)
+    model = build_model("test_resnet", 3, (32,))
     optimizer = build_optimizer("sgd", model, 0.1, 0.9, 0.01)
     assert optimizer.defaults["nesterov"]
     for group in optimizer.param_groups:
@@ -106,7 +106,7 @@ LITTLE = {"layers": (1, 1, 1, 1)}  # a ResNet-18 of half its blocks
 
 @pytest.mark.parametrize("resolution", [32, 96])
 def test_saved_model_computes_the_same_when_read_back(tmp_path, resolution):
-    model = build_model("resnet18", 3, final_resolution=resolution, seed=3, settings=LITTLE)
+    model = build_model("resnet18", 3, (resolution,), seed=3, settings=LITTLE)
     model = model.to(memory_format=torch.channels_last).eval()
     save_model(model, tmp_path / "run", resolution, DATA)
     saved = {path.name for path in (tmp_path / "run").iterdir()}
@@ -124,7 +124,7 @@ def test_saved_model_computes_the_same_when_read_back(tmp_path, resolution):
 
 
 def test_a_model_that_the_disk_has_no_room_for_is_one_line_and_leaves_nothing(tmp_path, capsys):
-    model = build_model("test_resnet", 3, final_resolution=32)
+    model = build_model("test_resnet", 3, (32,))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # bytes that a file may have
     try:
@@ -162,14 +162,14 @@ def test_bf16_gradients_are_right_where_an_image_is_narrower_than_a_stride(
 
 
 def test_strided_convolutions_of_models_are_those_with_right_gradients():
-    model = build_model("test_resnet", 3, final_resolution=32)
+    model = build_model("test_resnet", 3, (32,))
     strided = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.stride[1] > 1]
     assert strided
     assert {type(module) for module in strided} == {StridedConv2d}
 
 
 def test_a_vision_transformer_takes_every_resolution_and_loads_back(tmp_path):
-    model = build_model("test_vit", 3, final_resolution=32, seed=4).eval()
+    model = build_model("test_vit", 3, (32,), seed=4).eval()
     assert model.patch_embed.patch_size == (4, 4)
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     small = nn.functional.interpolate(images, 24, mode="bilinear")
@@ -188,28 +188,30 @@ def test_a_vision_transformer_takes_every_resolution_and_loads_back(tmp_path):
 
 
 def test_patches_must_divide_every_resolution():
-    model = build_model("test_vit", 3, final_resolution=32)
+    model = build_model("test_vit", 3, (32,))
     data = SimpleNamespace(example=lambda n, side: (torch.zeros(n, 3, side, side), None))
     data.num_classes = 3
     check_sides("test_vit", model, data, (24, 32))
-    with pytest.raises(ValueError, match=r"resolutions must be multiples of 4, .* got 26"):
+    with pytest.raises(
+        ValueError, match=r"must take images of 26 px, got test_vit .*divisible by patch size .4"
+    ):
         check_sides("test_vit", model, data, (26, 32))
-    resnet = build_model("test_resnet", 3, final_resolution=32)
+    resnet = build_model("test_resnet", 3, (32,))
     check_sides("test_resnet", resnet, data, (26, 32))
-    uneven = build_model("test_vit", 3, final_resolution=28, resolutions=(16, 28))
+    uneven = build_model("test_vit", 3, (16, 28))
     assert uneven.patch_embed.patch_size == (2, 2)  # 3, an eighth, divides neither
-    large = build_model("test_vit", 3, final_resolution=96)
+    large = build_model("test_vit", 3, (96,))
     assert large.patch_embed.patch_size == (16, 16)  # its own
 
 
 @pytest.mark.parametrize(("before", "now", "stem_is_new"), [(32, 96, False), (96, 32, True)])
 def test_a_run_starts_from_the_weights_of_another(tmp_path, before, now, stem_is_new):
-    first = build_model("resnet18", 3, final_resolution=before, seed=3, settings=LITTLE)
+    first = build_model("resnet18", 3, (before,), seed=3, settings=LITTLE)
     save_model(first, tmp_path / "run", before, DATA)
     state = torch.get_rng_state()
     said = []
     name = f"local-dir:{tmp_path}/run"
-    model = build_model(name, 3, final_resolution=now, seed=4, say=said.append)
+    model = build_model(name, 3, (now,), seed=4, say=said.append)
     assert torch.equal(torch.get_rng_state(), state)
     assert model.input_statistics == (DATA.mean, DATA.std, f"of {name}")
     old, new = first.state_dict(), model.state_dict()
@@ -224,10 +226,10 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path, before, now, stem_is
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
 def test_weights_for_other_classes_get_a_new_classifier_and_that_is_said(tmp_path, name):
-    first = build_model(name, 3, final_resolution=32, seed=3)
+    first = build_model(name, 3, (32,), seed=3)
     save_model(first, tmp_path, 32, DATA)
     said = []
-    model = build_model(f"local-dir:{tmp_path}", 5, final_resolution=32, say=said.append)
+    model = build_model(f"local-dir:{tmp_path}", 5, (32,), say=said.append)
     assert said == [f"the classifier is new: 5 classes in the data, 3 in local-dir:{tmp_path}"]
     old, new = first.state_dict(), model.state_dict()
     differ = {key for key in old if not torch.equal(old[key], new[key])}
@@ -236,7 +238,7 @@ def test_weights_for_other_classes_get_a_new_classifier_and_that_is_said(tmp_pat
 
 
 def test_a_run_from_other_weights_normalises_as_they_were_trained(tmp_path, accelerator):
-    first = build_model("test_resnet", 3, final_resolution=16)
+    first = build_model("test_resnet", 3, (16,))
     save_model(first, tmp_path / "run", 16, DATA)
     config = Config(**TINY | {"model": f"local-dir:{tmp_path}/run"})
     run = prepare(config, accelerator, lambda model, images, *_: model(images).sum())
@@ -249,7 +251,7 @@ def test_a_file_of_weights_normalises_as_the_config_beside_it_says_else_as_timm(
 ):
     said = []
     for folder, name in (("run", "test_vit"), ("other", "test_resnet")):
-        save_model(build_model(name, 3, final_resolution=16), tmp_path / folder, 16, DATA)
+        save_model(build_model(name, 3, (16,)), tmp_path / folder, 16, DATA)
     weights = (tmp_path / "run/model.safetensors").read_bytes()
     for folder in ("alone", "other"):  # the other's config.json is of another architecture
         (tmp_path / folder).mkdir(exist_ok=True)
@@ -263,7 +265,7 @@ def test_a_file_of_weights_normalises_as_the_config_beside_it_says_else_as_timm(
         return run.data.mean, run.data.std
 
     assert lines("run/model.safetensors") == (DATA.mean, DATA.std)
-    timms = build_model("test_vit", 3, final_resolution=16).pretrained_cfg
+    timms = build_model("test_vit", 3, (16,)).pretrained_cfg
     for file in ("alone/best.safetensors", "other/best.safetensors"):
         assert lines(file) == (tuple(timms["mean"]), tuple(timms["std"]))
     assert lines("run/model.safetensors", mean=(0.1,)) == ((0.1,) * 3, DATA.std)
@@ -279,7 +281,7 @@ def test_a_file_of_weights_normalises_as_the_config_beside_it_says_else_as_timm(
 @pytest.mark.parametrize("name", ["resnet18", "vit_base_patch16_siglip_224"])
 def test_a_saved_model_has_the_preprocessing_that_it_was_evaluated_with(tmp_path, name):
     depth = {} if name == "resnet18" else {"depth": 1}
-    save_model(build_model(name, 3, final_resolution=96, settings=depth), tmp_path, 96, DATA)
+    save_model(build_model(name, 3, (96,), settings=depth), tmp_path, 96, DATA)
     config = json.loads((tmp_path / "config.json").read_text())["pretrained_cfg"]
     for test_size in (False, True):  # timm's own say a crop of 1.0, and squash
         found = timm.data.resolve_data_config(pretrained_cfg=config, use_test_size=test_size)
@@ -304,7 +306,7 @@ def test_a_saved_model_has_the_preprocessing_that_it_was_evaluated_with(tmp_path
 )
 def test_models_and_weights_that_are_not_there_are_one_line(name, pretrained, message):
     with pytest.raises(ValueError, match=message) as error:
-        build_model(name, 3, final_resolution=32, pretrained=pretrained)
+        build_model(name, 3, (32,), pretrained=pretrained)
     assert "\n" not in str(error.value)
 
 
@@ -315,7 +317,7 @@ def test_images_that_do_not_fit_into_memory_are_refused_in_one_line():
         return torch.zeros(size, 3, side, side), None
 
     data = SimpleNamespace(example=example, num_classes=2)
-    model, passes = build_model("test_resnet", 2, final_resolution=32), []
+    model, passes = build_model("test_resnet", 2, (32,)), []
     model.register_forward_hook(lambda *_: passes.append(1))
     assert check_sides("test_resnet", model, data, (16, 32)) == 2  # of 16 px one pixel is left
     assert len(passes) == 2  # one tells all of a side

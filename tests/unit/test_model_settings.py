@@ -19,7 +19,7 @@ DATA = SimpleNamespace(
 def test_settings_of_a_model_are_timms_and_come_back_with_it(tmp_path):
     kwargs = ("drop_path_rate=0.2", "init_values=0.1", "global_pool=avg")
     config = RunConfig(model_kwargs=kwargs)
-    model = build_model("test_vit", 2, final_resolution=32, settings=config.model_settings)
+    model = build_model("test_vit", 2, (32,), settings=config.model_settings)
     assert [round(float(b.drop_path1.drop_prob), 3) for b in model.blocks[1:]][-1] == 0.2
     assert model.blocks[0].ls1.gamma[0] == 0.1
     save_model(model, tmp_path, 32, DATA)
@@ -31,7 +31,7 @@ def test_settings_of_a_model_are_timms_and_come_back_with_it(tmp_path):
 def test_settings_that_a_model_does_not_take_are_refused():
     near = "model_kwargs must name arguments such as drop_block_rate, .*, got drop_block$"
     with pytest.raises(ValueError, match=near):
-        build_model("test_resnet", 2, final_resolution=32, settings={"drop_block": 1})
+        build_model("test_resnet", 2, (32,), settings={"drop_block": 1})
     with pytest.raises(ValueError, match="initial_checkpoint must be unset with pretrained"):
         RunConfig(initial_checkpoint="x", pretrained=True)
 
@@ -81,10 +81,10 @@ def test_a_model_that_has_no_score_for_each_class_is_refused(accelerator, settin
 @pytest.mark.parametrize("kind", ["safetensors", "pth"])
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
 def test_a_model_starts_from_a_file_and_says_what_is_new(tmp_path, caplog, name, kind, classes):
-    source = build_model(name, 2, final_resolution=32, seed=5)
+    source = build_model(name, 2, (32,), seed=5)
     file, told = str(tmp_path / f"weights.{kind}"), []
     (save_file if kind == "safetensors" else torch.save)(source.state_dict(), file)
-    model = build_model(name, classes, final_resolution=32, seed=6)
+    model = build_model(name, classes, (32,), seed=6)
     load_initial(model, file, told.append)
     differ = [
         n
@@ -95,7 +95,7 @@ def test_a_model_starts_from_a_file_and_says_what_is_new(tmp_path, caplog, name,
     assert all(n.startswith(model.pretrained_cfg["classifier"]) for n in differ)
     assert bool(differ) == bool(told) == (classes == 5)
     other = "test_vit" if name == "test_resnet" else "test_resnet"
-    model = build_model(other, 2, final_resolution=32)
+    model = build_model(other, 2, (32,))
     with pytest.raises(ValueError, match="initial_checkpoint must have the weights of the model"):
         load_initial(model, file, told.append)
     with pytest.raises(ValueError, match="initial_checkpoint must be a file of weights, got none"):

@@ -19,7 +19,7 @@ def run_folder(tmp_path_factory):
     """The model of a run on digits, untrained."""
     folder = tmp_path_factory.mktemp("run")
     data = load_data(ImageConfig("digits"))
-    save_model(build_model("test_resnet", 10, final_resolution=16), folder, 16, data)
+    save_model(build_model("test_resnet", 10, (16,)), folder, 16, data)
     return folder
 
 

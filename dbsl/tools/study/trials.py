@@ -225,7 +225,7 @@ class Images:
     def build(self, seed: int) -> torch.nn.Module:
         """Return the model with fresh weights, on its device."""
         name, side = self.config.model, self.transform.resolution
-        model = build_model(name, self.data.num_classes, final_resolution=side, seed=seed)
+        model = build_model(name, self.data.num_classes, (side,), seed=seed)
         set_dropout(model, self.config.dropout)
         return model.to(self.accelerator.device, memory_format=torch.channels_last)
 

@@ -68,7 +68,7 @@ def main() -> None:
     )
     data = load_data(images, settings.seed)
     side = data.image_side
-    model = build_model(settings.model, data.num_classes, final_resolution=side, seed=settings.seed)
+    model = build_model(settings.model, data.num_classes, (side,), seed=settings.seed)
     model = model.to(memory_format=torch.channels_last)
     optimizer = build_optimizer("sgd", model, settings.lr, 0.9, 5e-4)
     loader = DataLoader(range(len(data.train)), settings.batch, shuffle=True, drop_last=True)

@@ -153,6 +153,6 @@ def bisect(fits: Callable[[int], bool], guess: int, tolerance: float) -> int:
 def _step(settings: Settings, resolution: int) -> TrainingStep:
     accelerator = start_accelerator("auto", 60.0)
     name, side = ("test_resnet", 16) if settings.dry else ("resnet18", resolution)
-    model = build_model(name, 100, final_resolution=side)
+    model = build_model(name, 100, (side,))
     model = model.to(accelerator.device, memory_format=torch.channels_last)
     return TrainingStep(StepSpec(Setup.of(name, model, 100, accelerator), model, accelerator), side)

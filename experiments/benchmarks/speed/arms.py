@@ -174,7 +174,7 @@ def plain(settings: Settings, pace: Pace) -> None:
         drop_last=True,
         pin_memory=torch.cuda.is_available(),
     )
-    model = build_model(settings.model, data.num_classes, final_resolution=settings.resolution)
+    model = build_model(settings.model, data.num_classes, (settings.resolution,))
     optimizer = torch.optim.SGD(
         model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY
     )
@@ -275,7 +275,7 @@ def _start(settings: Settings) -> tuple[Accelerator, Data]:
 
 
 def _model(settings: Settings, data: Data, accelerator: Accelerator) -> torch.nn.Module:
-    model = build_model(settings.model, data.num_classes, final_resolution=settings.resolution)
+    model = build_model(settings.model, data.num_classes, (settings.resolution,))
     return model.to(accelerator.device, memory_format=torch.channels_last).train()
 
 

@@ -29,7 +29,7 @@ def main() -> None:
     load_dataset = datasets.load_dataset
 
     def create_model(name, **_):
-        return build_model(name, data.num_classes, final_resolution=side)
+        return build_model(name, data.num_classes, (side,))
 
     timm.models.create_model = create_model  # dbsl calls timm.create_model
     datasets.load_dataset = lambda path, split, **_: load_dataset(folder, split=split)

@@ -65,7 +65,7 @@ def _ratio(rates: Sequence[float], others: Sequence[float]) -> float:
 def measure(wire: str) -> dict[str, Any]:
     """Let bare transfers and the server take turns; return the rates of both."""
     rank = dist.get_rank()
-    weights = FlatWeights(build_model("resnet18", 100, final_resolution=32))
+    weights = FlatWeights(build_model("resnet18", 100, (32,)))
     rounds = TURNS * (1 + TRANSFERS)
     sent_as = torch.bfloat16 if wire == "bf16" else None
     sync = served_cluster(weights, 1, rounds, timeout_s=60.0, wire=sent_as)

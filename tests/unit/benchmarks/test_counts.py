@@ -83,7 +83,7 @@ def count_rounds(folder, monkeypatch, steps, **settings):
 
 def bare_step():
     """Return the operators of the model's step alone."""
-    model = build_model("test_resnet", 10, final_resolution=16)
+    model = build_model("test_resnet", 10, (16,))
     model = model.to(memory_format=torch.channels_last).train()
     optimizer = build_optimizer("sgd", model, 0.1, 0.9, 5e-4)
     images = torch.zeros(BATCH, 3, 16, 16).contiguous(memory_format=torch.channels_last)
@@ -127,7 +127,7 @@ def test_a_round_waits_once_copies_the_weights_seldom_and_adds_few_operators_to_
 
 def test_the_benchmark_of_operators_counts_those_of_a_step_and_views_apart():
     found = operators.count("test_resnet", 16, "no", "digits")
-    model = build_model("test_resnet", 10, final_resolution=16)
+    model = build_model("test_resnet", 10, (16,))
     convolutions = sum(isinstance(module, torch.nn.Conv2d) for module in model.modules())
     a_step = {name: n / operators.STEPS for name, n in found.computing.items()}
     assert a_step["convolution"] == a_step["convolution_backward"] == convolutions

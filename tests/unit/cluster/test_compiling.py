@@ -50,7 +50,7 @@ def test_every_shape_is_met_from_gradients_of_its_own_and_nothing_moves(
 ):
     in_place, calls = [], []
     monkeypatch.setattr(module, "compile_in_place", lambda *_, sums: in_place.append(sums))
-    model = build_model("test_resnet", 3, final_resolution=16, resolutions=(16,))
+    model = build_model("test_resnet", 3, (16,))
     note_calls(model, calls)
     weights = FlatWeights(model)
     before = weights.vector.clone()

@@ -13,11 +13,11 @@ from dbsl.base.errors import SettingError
 from dbsl.config.settings import RunConfig
 from dbsl.data.sources import image_batch
 from dbsl.library import planning
-from dbsl.library.planning import fit_time_model, measure_step_times
 from dbsl.model import build_model
 from dbsl.plan.types import TimeModel
 from dbsl.profile import timing as profile
 from dbsl.profile.cache import Profiler, cache_file, write_profiles
+from dbsl.profile.fit import fit_time_model, measure_step_times
 from dbsl.profile.memory import GIB, MemoryModel, PeakMemory, confirm_batch, give_back
 from dbsl.profile.timing import (
     NO_OPTIMIZER,
@@ -46,7 +46,7 @@ def no_collections(monkeypatch):
 
 @pytest.fixture(scope="module")
 def built():
-    return build_model("test_resnet", 3, final_resolution=32)
+    return build_model("test_resnet", 3, (32,))
 
 
 @pytest.fixture
