@@ -13,6 +13,7 @@ from dbsl.cluster.server import Server
 from dbsl.cluster.steps import begin_thawed, take_fraction, take_step
 from dbsl.cluster.weights import FlatWeights
 from dbsl.optimizer import BuildOptimizer, Clip, keep_whole, load_optimizer
+from dbsl.plan.ledger import Members
 from dbsl.plan.types import Handover, RoundReport
 
 
@@ -34,18 +35,18 @@ class GradientServer(Server):
         model: nn.Module,
         device: torch.device,
         build_optimizer: BuildOptimizer,
-        workers: int,
+        members: Members,
         *,
         staleness: int | None,
         build_clip: Callable[[nn.Module], Clip] = lambda model: keep_whole,
-        **common: Any,
+        observe: Callable[[RoundReport], object] = lambda report: None,
     ) -> None:
         own = copy.deepcopy(model).to(device)
         self._own = FlatWeights(own)
         self._optimizer, self._clip = build_optimizer(own), build_clip(own)
         self._pairs = list(zip(own.parameters(), model.parameters(), strict=True))
-        common |= {"together": staleness == 0, "staleness": staleness}
-        super().__init__(self._own.vector, workers, None, **common)
+        how = {"together": staleness == 0, "staleness": staleness, "observe": observe}
+        super().__init__(self._own.vector, members, None, **how)
         self._weights = self._own.vector  # not a copy: the optimizer's parameters are views of it
         self._snapshot: Tensor | None = None  # a copy, until the next step
 

@@ -143,8 +143,7 @@ class JointCluster(Cluster):
         self._reports = deque(map(report_from_plain, state["reports"]))
 
     def take_over(self, start: Handover) -> None:
-        """Go on where other workers, or workers with other plans, stopped."""
+        """See `Cluster.take_over`."""
         super().take_over(start)
         self._before = start.steps
-        self.time_s = start.time_s if self._times else None
         self._start = start.weights.to(self.weights.vector.device) if start.steps else None

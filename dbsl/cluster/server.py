@@ -29,35 +29,31 @@ class Server:
     The server keeps its own copy of `weights`, [P]. `rule` merges what was not refused: each push
     alone, or `together` those of all workers in a round, in the order in which they came. A
     `staleness` of 0 is a barrier, None no bound. `observe` is called with each report, before
-    anyone can ask for what follows from it. The run's planner may know the `members`, too.
+    anyone can ask for what follows from it. The run's planner knows the `members`, too.
     """
 
     def __init__(
         self,
         weights: Tensor,
-        workers: int,
+        members: Members,
         rule: MergeRule | None,
         *,
         together: bool = False,
         staleness: int | None,
-        rounds_per_epoch: int,
         observe: Callable[[RoundReport], object] = lambda report: None,
-        members: Members | None = None,
     ) -> None:
         assert not together or staleness == 0, staleness
         self._weights = weights.detach().clone()
         self._rule, self._together, self._observe = rule, together, observe
-        self.staleness, self.rounds_per_epoch = staleness, rounds_per_epoch
-        self.members = members or Members(workers)
+        self.staleness, self.members = staleness, members
         self.refused = 0  # rounds that were not merged, since they were not finite
         self.version = 0  # global updates so far
         self.finished: deque[EpochEnd] = deque()
         self.reports: deque[RoundReport] = deque()
-        self._pulled_version = [0] * workers
+        self._pulled_version = [0] * len(self.clocks)
         # What came in the round that a barrier is in: pushes [workers, P], and their reports.
         self._kept: Tensor | None = None
         self._kept_reports: list[RoundReport] = []
-        self._epochs_ended = 0
 
     @property
     def clocks(self) -> list[int]:
@@ -91,8 +87,8 @@ class Server:
         self._pulled_version[worker] = self.version
         return self.snapshot()
 
-    def push(self, pushed: Tensor, report: RoundReport) -> RoundReport:
-        """Merge what a worker pushes, advance its clock; return the report with its staleness."""
+    def push(self, pushed: Tensor, report: RoundReport) -> None:
+        """Merge what a worker pushes and advance its clock."""
         self.members.inside.discard(report.worker)
         staleness = self.version - self._pulled_version[report.worker]
         report = replace(report, staleness=staleness)
@@ -103,7 +99,6 @@ class Server:
             else:
                 self._merge(pushed[None], [report])
         self._advance([report])
-        return report
 
     def push_joined(self, joined: Tensor | None, reports: Sequence[RoundReport]) -> None:
         """Take the weighted mean of what all workers pushed, made elsewhere, as one update.
@@ -130,7 +125,6 @@ class Server:
             "pulled_version": list(self._pulled_version),
             "kept": self._kept[: len(kept)] if kept else None,
             "kept_reports": [asdict(report) for report in kept],
-            "epochs_ended": self._epochs_ended,
             "refused": self.refused,
             "finished": [asdict(end) for end in self.finished],
             "reports": [asdict(report) for report in self.reports],
@@ -141,7 +135,6 @@ class Server:
         """Go on from what `state_dict` returned."""
         self._replace_weights(state["weights"])
         self.version, self.refused = state["version"], state["refused"]
-        self._epochs_ended = state["epochs_ended"]
         self.members.load_state_dict(state)
         self._pulled_version = list(state["pulled_version"])
         self._kept_reports = [report_from_plain(report) for report in state["kept_reports"]]
@@ -159,7 +152,6 @@ class Server:
         self.version, self.refused = start.version, start.refused
         self.members.clocks = [start.clock] * len(self.clocks)
         self._pulled_version = [start.version] * len(self.clocks)
-        self._epochs_ended = start.clock // self.rounds_per_epoch
         now = time.perf_counter()
         self.finished.extend(replace(end, ended_at=now) for end in start.finished)
         self._load_rule(start.outer)
@@ -197,10 +189,9 @@ class Server:
 
     def _end_rounds(self, before: int) -> None:
         """Merge what a barrier has kept and end epochs, if the slowest was at `before` till now."""
-        if self.members.slowest() > before and self._kept_reports:  # else all were refused
+        slowest, rounds = self.members.slowest(), self.members.rounds
+        if slowest > before and self._kept_reports:  # else all were refused
             self._merge(self._kept[: len(self._kept_reports)], self._kept_reports)
             self._kept_reports = []
-        while self.members.slowest() // self.rounds_per_epoch > self._epochs_ended:
-            end = EpochEnd(self._epochs_ended, self.snapshot(), time.perf_counter())
-            self.finished.append(end)
-            self._epochs_ended += 1
+        for epoch in range(before // rounds, slowest // rounds):
+            self.finished.append(EpochEnd(epoch, self.snapshot(), time.perf_counter()))

@@ -23,7 +23,6 @@ from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import (
     ComputeTimer,
     DistributedSteps,
-    JointSteps,
     PushedGradients,
     Stepper,
     take_step,
@@ -31,6 +30,7 @@ from dbsl.cluster.steps import (
 from dbsl.cluster.weights import FlatWeights
 from dbsl.optimizer import make_clip
 from dbsl.plan.follow import Planner
+from dbsl.plan.ledger import Members
 from dbsl.plan.sampler import Part, Step, StepSampler, micro_parts
 from dbsl.plan.solve import plan_steps
 from dbsl.plan.types import EpochEnd, RoundReport, TimeModel, Turn
@@ -144,10 +144,12 @@ def report_of(worker, round_=0, share=0.5, epoch=0, refused=False):
     return RoundReport(worker, epoch, round_, *counts, learning_rate=LR, refused=refused)
 
 
-def make_planner(sizes, samples):
-    models = [TimeModel(0.001, 0.01)] * len(sizes)
-    plan = plan_steps(samples, sizes, models)
-    return Planner({8: plan}, lambda epoch: 8, {8: models}), plan
+def make_planner(case):
+    """Return the planner of a case, whose rounds are its pushes where gradients are pushed."""
+    models = [TimeModel(0.001, 0.01)] * len(case.sizes)
+    plan = plan_steps(case.samples, case.sizes, models)
+    members = Members(len(models), 1 if case.how == "step" else plan.workers[0].steps)
+    return Planner({8: plan}, lambda epoch: 8, {8: models}, members=members)
 
 
 def example_loss(model):
@@ -157,10 +159,8 @@ def example_loss(model):
 def trained(model, case, rank=None):
     """Return the weights after training as one process of several, or as all workers in one."""
     model, alone = copy.deepcopy(model), rank is None
-    planner, plan = make_planner(case.sizes, case.samples)
-    workers = range(len(case.sizes)) if alone else (rank,)
-    rounds = 1 if case.how == "step" else plan.workers[0].steps
-    common = {"planner": planner, "epochs": EPOCHS, "workers": workers, "rounds_per_epoch": rounds}
+    planner, workers = make_planner(case), range(len(case.sizes)) if alone else (rank,)
+    common = {"planner": planner, "epochs": EPOCHS, "workers": workers}
     if alone:
         common["times"] = lambda worker, epoch, round_: (1.0, 0.0)
     elif case.staleness == 0:
@@ -171,9 +171,8 @@ def trained(model, case, rank=None):
         common["outgoing"] = stepper.vector
         if not rank:
             build_clip = partial(make_clip, bound=case.clip[0], mode=case.clip[1])
-            of_server = {"staleness": case.staleness, "rounds_per_epoch": rounds}
-            of_server["build_clip"] = build_clip
-            server = GradientServer(model, CPU, build, len(case.sizes), **of_server)
+            how = {"staleness": case.staleness, "build_clip": build_clip}
+            server = GradientServer(model, CPU, build, planner.members, **how)
         if alone:
             cluster = SimulatedCluster(weights, server, **common)
         elif case.staleness == 0:
@@ -183,7 +182,7 @@ def trained(model, case, rank=None):
         return train(cluster, stepper, case)
     common_of = (model, weights, timer, {workers[0]: build(model)})
     if alone:
-        stepper = JointSteps(*common_of)
+        stepper = Stepper(*common_of, joint=True)
     else:
         stepper = DistributedSteps(*common_of, example_loss=example_loss, wire=case.wire)
         common["finish_round"] = stepper.average_buffers
@@ -334,7 +333,7 @@ class Normed(NormNet):
 
 STEPPERS = {
     "own": lambda m, w: Stepper(m, w, ComputeTimer(CPU), build_one(m)),
-    "joint": lambda m, w: JointSteps(m, w, ComputeTimer(CPU), build_one(m)),
+    "joint": lambda m, w: Stepper(m, w, ComputeTimer(CPU), build_one(m), joint=True),
     "pushed": lambda m, w: PushedGradients(m, w, ComputeTimer(CPU)),
 }
 
@@ -430,7 +429,7 @@ def pushed(kind, steps, sync, decay=0.0, gradient=lambda step: 0.0):
         return OPTIMIZERS[kind](model.parameters(), weight_decay=decay)
 
     staleness = {"bsp": 0, "asp": None}[sync]
-    server = GradientServer(weight, CPU, build, 4, staleness=staleness, rounds_per_epoch=steps)
+    server = GradientServer(weight, CPU, build, Members(4, steps), staleness=staleness)
     for step in range(steps):
         for worker, share in enumerate(SHARES):
             gradients = torch.full_like(server.snapshot(), share * gradient(step))
@@ -460,10 +459,11 @@ def test_pushes_of_all_workers_are_one_step_of_their_joined_batch(kind):
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_fractions_of_steps_leave_frozen_parameters_where_they_are(kind):
     model = nn.Linear(3, 2)
-    server = GradientServer(
-        *(model, CPU, lambda own: OPTIMIZERS[kind](own.parameters()), 1),
-        **{"staleness": None, "rounds_per_epoch": 9},
-    )
+
+    def build_kind(own):
+        return OPTIMIZERS[kind](own.parameters())
+
+    server = GradientServer(model, CPU, build_kind, Members(1, 9), staleness=None)
     before = server.snapshot()
     model.bias.requires_grad_(False)
     for round_ in range(2):
@@ -485,16 +485,15 @@ def noting_server(monkeypatch, workers, staleness):
 
     monkeypatch.setattr(GradientServer, "_step", note)
     model = nn.ParameterList([torch.zeros(1)])
-    common = {"staleness": staleness, "rounds_per_epoch": 9}
-    return GradientServer(model, CPU, build, workers, **common), steps
+    return GradientServer(model, CPU, build, Members(workers, 9), staleness=staleness), steps
 
 
 def test_a_stale_push_is_its_fraction_of_a_step(monkeypatch):
     server, steps = noting_server(monkeypatch, 2, None)
     server.pull(0), server.pull(1)
     for worker in (0, 1):
-        done = server.push(torch.full((64,), 4.0), report_of(worker))
-    assert done.staleness == 1
+        server.push(torch.full((64,), 4.0), report_of(worker))
+    assert [report.staleness for report in server.reports] == [0, 1]
     assert steps == [(4.0, LR, 0.5)] * 2
 
 

@@ -1,6 +1,7 @@
 import json
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from dbsl.cluster.merges import Delta, choose_rule, half, mean, ratio
 from dbsl.cluster.server import Server
 from dbsl.cluster.serving import ServingCluster
 from dbsl.cluster.weights import FlatWeights
+from dbsl.plan.ledger import Members
 from dbsl.plan.types import Handover, RoundReport, Turn
 
 
@@ -23,18 +25,17 @@ def broken(weights, pushed, factors):
 
 def pushes(s, *workers, numbers=(0.0, 0.0)):
     for worker in workers:
-        done = s.push(torch.tensor(numbers), report(worker))
-    return done
+        s.push(torch.tensor(numbers), report(worker))
+    return s.reports[-1]
 
 
 def server(rule, workers=2, staleness=None, rounds_per_epoch=1, weights=(1.0, 2.0)):
     return Server(
         torch.tensor(weights),
-        workers,
+        Members(workers, rounds_per_epoch),
         rule,
         together=rule not in (ratio, half, broken),
         staleness=staleness,
-        rounds_per_epoch=rounds_per_epoch,
     )
 
 
@@ -113,17 +114,13 @@ def test_a_rule_that_fails_leaves_the_weights_as_they_were():
 
 
 def serving(weights, owner):
-    return ServingCluster(
-        weights,
-        owner,
-        **{"pairs": {}, "planner": None, "workers": (0,), "epochs": 1, "rounds_per_epoch": 1},
-        **{"timeout_s": 1.0, "wire": None},
-    )
+    common = {"planner": SimpleNamespace(members=owner.members), "workers": (0,), "epochs": 1}
+    return ServingCluster(weights, owner, pairs={}, timeout_s=1.0, wire=None, **common)
 
 
 def test_others_may_push_while_rank_0_copies_what_it_has_pulled(monkeypatch):
     weights = FlatWeights(torch.nn.Linear(2, 1))
-    owner = Server(weights.vector + 1, 2, ratio, staleness=None, rounds_per_epoch=1)
+    owner = Server(weights.vector + 1, Members(2), ratio, staleness=None)
     cluster = serving(weights, owner)
     load, pulled = weights.load, owner.snapshot()
     expected = pulled.clone()
@@ -144,7 +141,7 @@ def test_others_may_push_while_rank_0_copies_what_it_has_pulled(monkeypatch):
 
 def test_a_server_whose_rule_has_failed_is_not_saved():
     weights = FlatWeights(torch.nn.Linear(2, 1))
-    owner = Server(weights.vector, 1, broken, staleness=None, rounds_per_epoch=1)
+    owner = Server(weights.vector, Members(1), broken, staleness=None)
     cluster = serving(weights, owner)
     cluster.state_dict()
     for act in (lambda: cluster.push([report(0)]), cluster.state_dict):
