@@ -219,6 +219,7 @@ class Stepper:
         self._weights = weights
         self._buffers = torch.empty(0) if weights is None else weights.buffers
         self._mean: Tensor | None = None  # of the buffers that passes have made of `_start`
+        self._weight = 0.0  # of the loss behind this process's gradients
         self.vector = torch.zeros_like(weights.vector) if joint else None
 
     def begin(self, turn: Turn, *, anew: bool = True) -> None:
@@ -265,13 +266,15 @@ class Stepper:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizers' state, and what else lasts from step to step inside a round."""
-        return {"optimizers": {w: o.state_dict() for w, o in self.optimizers.items()}}
+        optimizers = {worker: own.state_dict() for worker, own in self.optimizers.items()}
+        return {"optimizers": optimizers, "weight": self._weight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned; workers that are not in it have nothing yet."""
         for worker, saved in state["optimizers"].items():
             if worker in self.optimizers:
                 load_optimizer(self.optimizers[worker], saved)
+        self._weight = state["weight"]
 
     def forget(self, worker: int) -> None:
         """Clear a worker's optimizer state."""
@@ -340,15 +343,6 @@ class DistributedSteps(Stepper):
             self.average_buffers()
         super().step(step, learning_rate)
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Stepper.state_dict`."""
-        return super().state_dict() | {"weight": self._weight}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Stepper.load_state_dict`."""
-        super().load_state_dict(state)
-        self._weight = state["weight"]
-
     @torch.no_grad()
     def average_buffers(self) -> None:
         """Average running statistics over processes, weighted as their losses."""
@@ -416,7 +410,6 @@ class PushedGradients(Stepper):
         super().__init__(model, weights, timer, {})
         self.vector = torch.zeros_like(weights.vector)
         self._changes = self.vector[len(self.vector) - len(self._buffers) :]
-        self._weight = 0.0  # sum over the losses so far
 
     def begin(self, turn: Turn, *, anew: bool = True) -> None:
         """Start a push from zero, or, not anew, go on with the one that a stopped run was in."""
@@ -443,10 +436,9 @@ class PushedGradients(Stepper):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Stepper.state_dict`."""
-        return super().state_dict() | {"gradients": self.vector, "weight": self._weight}
+        return super().state_dict() | {"gradients": self.vector}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Stepper.load_state_dict`."""
         super().load_state_dict(state)
         self.vector.copy_(state["gradients"])
-        self._weight = state["weight"]

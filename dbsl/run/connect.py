@@ -14,13 +14,11 @@ from accelerate import Accelerator
 
 from dbsl.base.errors import SettingError, one_of_several
 from dbsl.cluster.alive import ControlGroup, Heartbeats
-from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.cluster import Cluster
-from dbsl.cluster.gradients import GradientServer
-from dbsl.cluster.joint import JointCluster
 from dbsl.cluster.launch import Door, RunningJob
+from dbsl.cluster.meeting import BarrierCluster, JointCluster
 from dbsl.cluster.merges import MergeRule, choose_rule
-from dbsl.cluster.server import Server
+from dbsl.cluster.server import GradientServer, Server
 from dbsl.cluster.serving import through_server
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import (

@@ -15,9 +15,8 @@ from timm.utils import dispatch_clip_grad
 from torch import nn
 
 from dbsl.cluster.alive import ControlGroup
-from dbsl.cluster.barrier import BarrierCluster
-from dbsl.cluster.gradients import GradientServer
-from dbsl.cluster.joint import JointCluster
+from dbsl.cluster.meeting import BarrierCluster, JointCluster
+from dbsl.cluster.server import GradientServer
 from dbsl.cluster.serving import through_server
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import (
@@ -366,28 +365,6 @@ def test_micro_batches_move_running_statistics_once_a_step(kind):
         assert other.vector[-128:-125].abs().min() > 0  # the change of the running mean
 
 
-def norm_of(model):
-    return torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-
-
-def test_a_worker_of_its_own_clips_before_it_steps_and_tells_the_norm_before(tiny_model):
-    images, labels = make_data(6)
-    plain = copy.deepcopy(tiny_model)
-    stepper = Stepper(tiny_model, None, ComputeTimer(CPU), build_one(tiny_model))
-    stepper.clip = make_clip(tiny_model, 0.01, "norm")
-    told = []
-    stepper.on_gradients = lambda weight: told.append(norm_of(tiny_model).item())
-    for model in (tiny_model, plain):
-        F.cross_entropy(model(images), labels).backward()
-    before = norm_of(plain).item()
-    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-    build(plain).step()
-    stepper.step(Step((Part(0, np.arange(6), 1.0),), 0.0), LR)
-    assert told == [before]
-    assert before > 0.02
-    assert torch.equal(vector_of(tiny_model), vector_of(plain))
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_clipping_in_fp16_bounds_the_unscaled_gradients(accelerator, fused):
     weight = nn.Parameter(torch.zeros(4))
@@ -486,15 +463,6 @@ def noting_server(monkeypatch, workers, staleness):
     monkeypatch.setattr(GradientServer, "_step", note)
     model = nn.ParameterList([torch.zeros(1)])
     return GradientServer(model, CPU, build, Members(workers, 9), staleness=staleness), steps
-
-
-def test_a_stale_push_is_its_fraction_of_a_step(monkeypatch):
-    server, steps = noting_server(monkeypatch, 2, None)
-    server.pull(0), server.pull(1)
-    for worker in (0, 1):
-        server.push(torch.full((64,), 4.0), report_of(worker))
-    assert [report.staleness for report in server.reports] == [0, 1]
-    assert steps == [(4.0, LR, 0.5)] * 2
 
 
 def test_no_step_is_taken_where_all_gradients_of_a_barrier_are_refused(monkeypatch):

@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from dbsl.base.errors import SyncError
 from dbsl.cluster.alive import ControlGroup
-from dbsl.cluster.barrier import BarrierCluster
+from dbsl.cluster.meeting import BarrierCluster
 from dbsl.cluster.merges import mean, ratio
 from dbsl.cluster.server import Server
 from dbsl.cluster.serving import through_server
 from dbsl.cluster.weights import FlatWeights
-from dbsl.cluster.wire import send
+from dbsl.cluster.wire import isend
 from dbsl.plan.follow import Planner
 from dbsl.plan.ledger import Members
 from dbsl.plan.solve import PlanRules, TimeModel, plan_dual_batch
@@ -305,7 +305,7 @@ def babbling_rank(rank):
 
     def babble(turn):
         if rank == 1 and turn.epoch == 1:
-            send(torch.tensor([9, 0, 0, 0]), cluster._link.pair)
+            isend(torch.tensor([9, 0, 0, 0]), cluster._link.pair).wait()
 
     with contextlib.nullcontext() if rank == 0 else pytest.raises(SyncError) as error:
         train(cluster, plan, babble)
