@@ -147,8 +147,8 @@ def tiny_model():
 def run_ranks(tmp_path):
     """Return ``run(fn, *args, world_size=2)``: fn(rank, *args) in forked gloo processes.
 
-    Gives one result per rank, in order. A rank that raises fails the test, or with `expect_errors`
-    gives its traceback. The store is a file: no port to clash with.
+    Gives one result per rank, in order. A rank that raises or dies fails the test, or with
+    `expect_errors` gives its traceback, or None. The store is a file: no port to clash with.
     """
 
     def run(fn, *args, world_size=2, timeout_s=60.0, expect_errors=False):
@@ -168,18 +168,22 @@ def run_ranks(tmp_path):
         deadline = time.monotonic() + timeout_s
         results, failed = {}, None
         while any(process.is_alive() for process in processes) or not queue.empty():
-            if time.monotonic() > deadline or failed:
+            died = not expect_errors and any(process.exitcode for process in processes)
+            if time.monotonic() > deadline or failed or died:
                 break
             while not queue.empty():  # while they run: a result may be more than a pipe holds
                 rank, result, error = queue.get()
                 results[rank] = error if error else result
                 failed = failed or (error and not expect_errors and f"rank {rank}: {error}")
             time.sleep(0.005)
-        hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        codes = {rank: process.exitcode for rank, process in enumerate(processes)}
+        hanging = [rank for rank, code in codes.items() if code is None]
         for process in processes:
             process.kill()
             process.join()
         assert not failed, failed
+        died = [f"rank {rank} ended with exit code {code}" for rank, code in codes.items() if code]
+        assert expect_errors or not died, died
         assert not hanging, f"ranks {hanging} did not end within {timeout_s} s"
         return [results.get(rank) for rank in range(world_size)]
 

@@ -198,29 +198,17 @@ class Transfer:
     def __init__(
         self, like: Tensor, pair: dist.ProcessGroup, dtype: torch.dtype | None = None
     ) -> None:
-        self._pair = pair
-        self._dtype = dtype or like.dtype
+        self._pair, self._dtype = pair, dtype or like.dtype
+        self._length, self._pinned = len(like), like.is_cuda
         self._buffer: Tensor | None = None
-        self._length = len(like)
-        self._stream = torch.cuda.Stream(like.device) if like.is_cuda else None
         self._pending: list[dist.Work] = []
 
     def send(self, vector: Tensor, *, minus: Tensor | None = None) -> None:
         """Begin to send a vector, or its difference to `minus`."""
         self.wait()
-        chunks = self._chunks(vector, direct=minus is None)
-        before, arrivals = _split(minus, len(chunks)), []
-        if self._stream is not None:  # all copies to the host are queued before the first is sent
-            self._stream.wait_stream(torch.cuda.current_stream(vector.device))
-            with torch.cuda.stream(self._stream):
-                for (chunk, staged), old in zip(chunks, before, strict=True):
-                    _stage(chunk, staged, old)
-                    arrivals.append(self._stream.record_event())
-        for number, (chunk, staged) in enumerate(chunks):
-            if arrivals:
-                arrivals[number].synchronize()
-            else:  # while the chunks before it are on their way
-                _stage(chunk, staged, before[number])
+        for chunk, staged, before in self._chunks(vector, minus):
+            if staged is not chunk:  # while the chunks before it are on their way
+                staged.copy_(chunk if before is None else chunk - before)
             self._pending.append(isend(staged, self._pair))
 
     def wait(self) -> None:
@@ -230,44 +218,32 @@ class Transfer:
             work.wait(_EVER)
 
     def receive(self, vector: Tensor, *, plus: Tensor | None = None, check: bool = False) -> bool:
-        """Receive into a vector; on a CUDA device its chunks are being copied when this returns.
-
-        `plus` is added to it. With `check`, return whether all of it is finite.
-        """
+        """Receive into a vector, and add `plus`; with `check` return whether all is finite."""
         self.wait()
-        chunks, sums = self._chunks(vector), []
-        added = _split(plus, len(chunks))
-        works = [irecv(staged, self._pair) for _, staged in chunks]
-        for number, (work, (chunk, staged)) in enumerate(zip(works, chunks, strict=True)):
+        chunks, sums = self._chunks(vector, plus), []
+        works = [irecv(staged, self._pair) for _, staged, _ in chunks]
+        for work, (chunk, staged, added) in zip(works, chunks, strict=True):
             work.wait(_EVER)
             # All of this while the next chunk comes.
             if staged is not chunk:
-                chunk.copy_(staged, non_blocking=True)
-            if plus is not None:
-                chunk.add_(added[number])
+                chunk.copy_(staged)
+            if added is not None:
+                chunk.add_(added)
             if check:
                 sums.append(chunk.sum())  # finite ones do not overflow
         return not sums or bool(torch.stack(sums).sum().isfinite())
 
-    def _chunks(self, vector: Tensor, *, direct: bool = True) -> list[tuple[Tensor, Tensor]]:
-        """Return chunks of the vector, each with what of it is sent or received."""
-        chunks = vector.split(CHUNK)
-        if direct and vector.dtype == self._dtype and vector.device.type == "cpu":
-            return [(chunk, chunk) for chunk in chunks]
-        if self._buffer is None:
-            pinned = self._stream is not None
-            self._buffer = torch.empty(self._length, dtype=self._dtype, pin_memory=pinned)
-        return list(zip(chunks, self._buffer.split(CHUNK), strict=True))
-
-
-def _stage(chunk: Tensor, staged: Tensor, minus: Tensor | None) -> None:
-    if staged is not chunk:
-        staged.copy_(chunk if minus is None else chunk - minus, non_blocking=True)
-
-
-def _split(vector: Tensor | None, count: int) -> Sequence[Tensor | None]:
-    """Return a vector's chunks, once for all of them; of no vector, as many times None."""
-    return [None] * count if vector is None else vector.split(CHUNK)
+    def _chunks(
+        self, vector: Tensor, other: Tensor | None
+    ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """Return chunks of a vector, each with what of it travels and the chunk of another."""
+        chunks = staged = vector.split(CHUNK)
+        if other is not None or vector.dtype != self._dtype or vector.device.type != "cpu":
+            if self._buffer is None:
+                self._buffer = torch.empty(self._length, dtype=self._dtype, pin_memory=self._pinned)
+            staged = self._buffer.split(CHUNK)
+        others = [None] * len(chunks) if other is None else other.split(CHUNK)
+        return list(zip(chunks, staged, others, strict=True))
 
 
 class Channel:
@@ -281,12 +257,9 @@ class Channel:
         self, pair: dist.ProcessGroup, like: Tensor, wire: torch.dtype | None, *, weights: bool
     ) -> None:
         self.pair = pair
-        changes = weights and wire not in (None, like.dtype)
+        self._changes = weights and wire not in (None, like.dtype)
         self._whole, self._narrow = Transfer(like, pair), Transfer(like, pair, wire)
-        # What is no change, as where a run was resumed inside a round.
-        self._full = self._whole if changes else self._narrow
-        self._pulled = torch.empty_like(like) if changes else None
-        self._can_change = False  # `_pulled` is there, at both ends
+        self._pulled: Tensor | None = None  # not before the first pull of a resumed run
 
     def ask(self, kind: Kind) -> tuple[Ending, int, int, str]:
         """Ask the server; return its answer, as the last push has left this process."""
@@ -298,20 +271,15 @@ class Channel:
     def push(self, report: RoundReport, vector: Tensor) -> None:
         """Begin to push a vector, which is there before the next pull ends."""
         tell(self.pair, Kind.PUSH, text=encode(report))
-        if self._can_change:
-            self._narrow.send(vector, minus=self._pulled)
-        else:
-            self._full.send(vector)
+        transfer, pulled = self._pushed_by()
+        transfer.send(vector, minus=pulled)
 
     def take_push(self, text: str, vector: Tensor) -> RoundReport:
         """Receive a push into a vector; return its report, refused if the vector is not finite."""
-        report = read_report(text)
-        if self._can_change:
-            finite = self._narrow.receive(vector, plus=self._pulled, check=True)
-        else:
-            finite = self._full.receive(vector, check=True)
-        good = finite or report.refused
-        return report if good else replace(report, refused=True, fault=BAD_WEIGHTS)
+        report, (transfer, pulled) = read_report(text), self._pushed_by()
+        if transfer.receive(vector, plus=pulled, check=True) or report.refused:
+            return report
+        return replace(report, refused=True, fault=BAD_WEIGHTS)
 
     def give_weights(self, weights: Tensor) -> None:
         """Send the weights that were pulled."""
@@ -325,9 +293,12 @@ class Channel:
         self._keep(vector)
 
     def _keep(self, pulled: Tensor) -> None:
-        if self._pulled is not None:
-            self._pulled.copy_(pulled)
-            self._can_change = True
+        if self._changes:
+            self._pulled = pulled.clone() if self._pulled is None else self._pulled.copy_(pulled)
+
+    def _pushed_by(self) -> tuple[Transfer, Tensor | None]:
+        whole = self._changes and self._pulled is None
+        return self._whole if whole else self._narrow, self._pulled
 
     def wait(self) -> None:
         """Wait until the last push has left this process."""

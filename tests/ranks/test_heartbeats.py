@@ -11,7 +11,7 @@ from dbsl.base.errors import ReadError, SyncError
 from dbsl.cluster.alive import Heartbeats
 from tests.helpers import slow
 
-HANGS_S = 30.0  # far beyond the test's own limit
+HANGS_S = 90.0  # beyond the test's own limit
 
 
 def meet(heartbeats, error=None):
@@ -46,7 +46,7 @@ def waiting_rank(rank, one, raises):
 def test_a_death_or_an_error_that_no_exchange_tells_of_ends_the_others(
     run_ranks, one, raises, said, capfd
 ):
-    results = run_ranks(waiting_rank, one, raises, world_size=3, timeout_s=HANGS_S - 5)
+    results = run_ranks(waiting_rank, one, raises, world_size=3, expect_errors=True)
     assert results == [None, "failed" if raises else None, None]
     assert capfd.readouterr().err.count(f"error: rank {one} {said}") == 2
 
@@ -67,7 +67,7 @@ def meeting_rank(rank, error):
     "error", [None, pytest.param(ReadError("shard 3 is gone (Connection reset)"), marks=slow)]
 )
 def test_all_hear_who_died_or_failed(run_ranks, error):
-    first, second, third = run_ranks(meeting_rank, error, world_size=3)
+    first, second, third = run_ranks(meeting_rank, error, world_size=3, expect_errors=not error)
     found = f"failed: {error}" if error else "died or fell silent"
     assert first.startswith(f"rank 2 {found}")
     assert second == first
@@ -89,7 +89,7 @@ def hanging_rank(rank, one):
 
 @pytest.mark.parametrize("one", [0, 1])
 def test_a_rank_that_hangs_is_named_and_ended(run_ranks, one):
-    results = run_ranks(hanging_rank, one)
+    results = run_ranks(hanging_rank, one, expect_errors=True)
     assert results.pop(one) is None
     assert results == [f"rank {one} hangs (Timed out waiting for a peer)"]
 

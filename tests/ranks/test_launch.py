@@ -382,7 +382,7 @@ def dying_early(rank):
 
 
 def test_a_death_during_start_up_is_one_line_and_status_2(run_ranks, capfd):
-    assert run_ranks(dying_early) == [2, None]
+    assert run_ranks(dying_early, expect_errors=True) == [2, None]
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("error: another process died or fell silent: ")
 

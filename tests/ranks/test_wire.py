@@ -1,6 +1,8 @@
 import itertools
 import json
 import math
+import os
+import signal
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -149,6 +151,16 @@ def test_messages_come_with_their_numbers_and_text_and_unknown_ones_are_refused(
         (Ending.STOPPED, 12, -1, ""),
         (Kind.PUSH, 0, 0, encode(REPORT)),
     )
+
+
+def killed(rank):
+    os.kill(os.getpid(), signal.SIGKILL if rank else 0)
+
+
+def test_a_rank_that_is_killed_fails_its_test_unless_that_expects_it(run_ranks):
+    assert run_ranks(killed, expect_errors=True) == [None, None]
+    with pytest.raises(AssertionError, match="rank 1 ended with exit code -9"):
+        run_ranks(killed)
 
 
 # --- vectors
