@@ -20,6 +20,12 @@ from dbsl.plan.types import EpochEnd, Handover, Segment, Turn, report_from_plain
 from dbsl.run.training import Run
 
 
+def must_stay(what: str, old: Any, new: Any, why: str, advice: str = "") -> SettingError:
+    """Return the refusal of a change."""
+    then = f": {advice}" if advice else ""
+    return SettingError(f"{what} must stay {as_given(old)}{why}, got {as_given(new)}{then}")
+
+
 class Saved:
     """A run as it was saved: rank 0's state, its complete settings, its number of samples.
 
@@ -163,10 +169,7 @@ def _check_inside_epoch(epochs: Collection[int], saved: Saved, run: Run) -> None
             kept[what] = tuple(plan.global_batch_size for plan in plans)
     for what, (old, new) in kept.items():
         if old != new:
-            raise SettingError(
-                f"{what} must stay {as_given(old)} inside an epoch, got {as_given(new)}: "
-                f"{saved.advice}"
-            )
+            raise must_stay(what, old, new, " inside an epoch", saved.advice)
 
 
 def _check_whole_steps(
@@ -182,15 +185,11 @@ def _check_whole_steps(
         names = with_role(type(config), Role.MEETING | Role.SPLIT)
         pairs = {n: (as_given(before[n]), as_given(getattr(config, n))) for n in names}
         name = next((n for n, (old, new) in pairs.items() if old != new), "plans")
-        old, new = pairs.get(name, ("as they are", "others"))
-        raise SettingError(
-            f"{name} must stay {old} with push gradients until all have pushed the same "
-            f"batches, and those that a lost worker has left out are over, got {new}"
-        )
+        why = " with push gradients until all have pushed the same batches, and those that a lost "
+        why += "worker has left out are over"
+        raise must_stay(name, *pairs.get(name, ("as they are", "others")), why)
     if inside_epoch and config.push_every != before["push_every"]:
-        raise SettingError(
-            f"push_every must stay {before['push_every']} inside an epoch, got {config.push_every}"
-        )
+        raise must_stay("push_every", before["push_every"], config.push_every, " inside an epoch")
 
 
 def check_epochs_under_way(
@@ -210,10 +209,8 @@ def check_epochs_under_way(
             f"got {config.epochs}"
         )
     for name in orders if under_way else ():
-        raise SettingError(
-            f"{name} must stay {as_given(before[name])} inside an epoch, got "
-            f"{as_given(getattr(config, name))}: it draws the order of its samples; {saved.advice}"
-        )
+        advice = f"it draws the order of its samples; {saved.advice}"
+        raise must_stay(name, before[name], getattr(config, name), " inside an epoch", advice)
     stages = saved.state["log"]["stages"]
     was = {e: s["resolution"] for s in stages for e in range(s["first_epoch"], s["end_epoch"])}
     for epoch in under_way:
@@ -225,10 +222,8 @@ def check_epochs_under_way(
             if config.schedule == before["schedule"] == "cyclic":
                 milestones = ",".join(map(str, (*before["lr_milestones"], epochs)))
                 advice += f", or give --lr-milestones {milestones} --allow-config-change"
-        raise SettingError(
-            f"resolution of epoch {epoch + 1}, which is under way, must stay {was[epoch]} px, "
-            f"got {now} px: {advice}"
-        )
+        what = f"resolution of epoch {epoch + 1}, which is under way,"
+        raise must_stay(what, px(was[epoch]), px(now), "", advice)
 
 
 def with_lost_workers(state: Mapping[str, Any], run: Run, epochs: int) -> Mapping[str, Any]:
