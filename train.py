@@ -180,7 +180,7 @@ def train(session: Session[Config]) -> None:
             train_round(session, turn)
         for report in cluster.reports():  # all workers' rounds; none but on the main process
             log.round(report, virtual_time_s=cluster.time_s)
-        log.members.hear(cluster)  # which workers were lost, or have come back
+        log.hear(cluster)  # which workers were lost, or have come back
         if isinstance(turn, EpochEnd):  # all workers have pushed the epoch's last round
             end_epoch(session, turn)
             session.checkpointer.after_epoch(turn)

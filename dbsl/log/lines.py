@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,10 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from dbsl.base.words import plural, short_loss, steadier
-from dbsl.cluster.cluster import Cluster
 from dbsl.config.settings import RunConfig
 from dbsl.plan.stages import Stage, learning_rate_at
 from dbsl.plan.text import format_run, nodes_in_words
-from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, LostWorker, Plan, RoundReport
+from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, JoinedWorker, LostWorker, Plan, RoundReport
 from dbsl.run.accelerator import describe_precision
 from dbsl.run.evaluation import Evaluation, further_sets, more_in_words
 from dbsl.run.training import Run
@@ -28,16 +26,6 @@ _BAR = "{percentage:3.0f} %|{bar}| {n_fmt}/{total_fmt} [<{remaining}{postfix}]" 
 _BAR_EVERY_S, _LINE_EVERY_S = 0.5, 60.0
 _MAX_PRINTED_WORKERS = 8
 _TOLERANCE = 0.50  # relative, of a worker's time in an epoch
-
-# An epoch's training loss above so many times the first one's, and 1, has diverged.
-_RISES = 3
-# Steps of a worker after the warm-up in which a network at a fit learning rate learns to do better
-# than to guess, in so many epochs or steps. The first ones at the full rate are often worse.
-_JUDGED_STEPS = 16
-_JUDGED_EPOCHS, _MANY_STEPS = 3, 100
-_NO_BETTER = 0.99  # times the cross-entropy of guessing
-_CHANCE = 1.2  # times its accuracy: confident models that tell classes apart are above
-_FALLS = 0.05  # share that a training loss loses from one epoch to the next, on its way down
 
 
 # --- before it begins
@@ -76,7 +64,6 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
         f"{plural(config.workers, 'worker')} {where}{small}{chosen}{sync}; {accelerator.device}, "
         f"torch {torch.__version__}, precision {describe_precision(accelerator)}, {threads}",
         *([data.normalisation] if hasattr(data, "normalisation") else []),  # not all data have it
-        *_on_resolutions(run),
         *([data.train.described(config.seed)] if hasattr(data.train, "described") else []),
         f"run folder {folder}" if folder else "plan only: nothing is trained or written",
         "",
@@ -87,25 +74,13 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
     accelerator.print("\n".join(lines))
 
 
-def _on_resolutions(run: Run) -> list[str]:
-    sides = sorted({stage.resolution for stage in run.stages})
-    if not run.default_resolutions or len(sides) < 2:
-        return []
-    often = {"cyclic": "in every learning-rate stage", "progressive": "once"}[run.config.schedule]
-    return [
-        f"trains at {', then '.join(map(str, sides))} px {often}, which saves time (unset "
-        f"--resolutions, --schedule {run.config.schedule}); --resolutions {sides[-1]} trains at "
-        f"{sides[-1]} px alone"
-    ]
-
-
 def _on_rate(run: Run) -> list[str]:
     """Return a line if the learning rate was chosen for other batches, with timm's rule for these.
 
     The rule is linear, or the root for optimizers that divide by the gradients' size.
     """
     config, plan = run.config, run.plans[run.stages[-1].resolution]
-    own = samples_a_step(plan)
+    own = plan.global_batch_size or max(worker.local_batch_size for worker in plan.workers)
     if config.lr_batch_size in (None, own):
         return []
     adaptive = any(part in config.optimizer.lower() for part in ("ada", "lamb"))
@@ -127,11 +102,6 @@ def _rates(run: Run, stage: Stage) -> str:
         moments.insert(1, config.warmup_epochs)  # its highest
     how = {"stages": run.stages, "base": config.lr, "schedule": config.lr_schedule, **config.curve}
     return " to ".join(f"{learning_rate_at(moment, **how):.3g}" for moment in moments)
-
-
-def samples_a_step(plan: Plan) -> int:
-    """Return the samples of a plan's joint step, or of the largest step of a worker."""
-    return plan.global_batch_size or max(worker.local_batch_size for worker in plan.workers)
 
 
 # --- as it goes
@@ -199,89 +169,16 @@ class Display:
         self._bar.close()
 
 
-class MemberLog:
-    """Records lost and new workers, on the main process: events by `write`, lines by `say`.
-
-    `found` is for checkpoints and summary.json. Its `lost_samples` are those of epochs under way
-    that nobody trained on, because their worker was lost.
-    """
-
-    def __init__(
-        self, write: Callable[[str, Mapping[str, Any]], object], say: Callable[[str], object]
-    ) -> None:
-        self._write, self._say = write, say
-        self.found: dict[str, Any] = {"lost_workers": [], "joined_workers": [], "lost_samples": 0}
-
-    def hear(self, cluster: Cluster) -> None:
-        """Record what the cluster has to tell of workers; elsewhere than on rank 0 it has none."""
-        for change in cluster.membership():
-            if isinstance(change, LostWorker):  # its process died, and the others go on
-                event, samples = "lost", change.samples
-                self.found["lost_samples"] += samples
-                out = f"; {samples} samples of epochs under way are left out" if samples else ""
-                line = (
-                    f"warning: rank {change.rank} (worker {change.worker}) was lost after "
-                    f"{plural(change.rounds, 'round')} ({change.reason}); the others share its "
-                    f"samples from their next round on{out}"
-                )
-            else:  # its process was launched again
-                event, epoch = "joined", change.epoch + 1
-                line = f"rank {change.rank} has joined, its share begins in epoch {epoch}"
-            self.found[f"{event}_workers"].append(change.worker)
-            self._write(event, asdict(change))
-            self._say(line)
-
-
-class Divergence:
-    """Says once that training diverges or learns nothing, as soon as it is seen.
-
-    A training loss may be anybody's function: it is only known to rise and to fall. An evaluation's
-    cross-entropy is held against that of guessing. `say` takes the line.
-    """
-
-    def __init__(self, config: RunConfig, classes: int, say: Callable[[str], object]) -> None:
-        self._config, self._classes, self._say = config, classes, say
-        self.first: float | None = None  # training loss of the run's first epoch
-        self._said = False
-        self._before = math.nan  # training loss of the epoch before
-        self._epochs = self._steps = 0  # since the warm-up, or an evaluation better than guessing
-
-    def look(
-        self, epoch: int, loss: float, found: Evaluation | None, *, steps: int, batch_size: int
-    ) -> None:
-        """Take an epoch's training loss, its evaluation, if any, and the steps of a worker."""
-        config, guessing = self._config, math.log(self._classes)
-        if self.first is None and math.isfinite(loss):
-            self.first = loss
-        falls, self._before = loss < self._before - _FALLS * abs(self._before), loss
-        if self._said:
-            return
-        if self.first is not None and loss > _RISES * abs(self.first) + 1:
-            self._said = True
-            self._say(
-                f"warning: the training loss of epoch {epoch + 1} is {loss:.3g}, and was "
-                f"{self.first:.3g} in the first epoch: training diverges; lower lr "
-                f"({config.lr:g} with {config.optimizer})"
-            )
-            return
-        last = epoch + 1 == config.epochs
-        if self._classes < 2 or not (last or epoch >= (config.warmup_epochs or 0)):
-            return
-        self._epochs, self._steps = self._epochs + 1, self._steps + steps
-        if found is None:
-            return
-        if found.loss < _NO_BETTER * guessing or found.accuracy > _CHANCE / self._classes:
-            self._epochs = self._steps = 0
-            return
-        enough = last or self._epochs >= _JUDGED_EPOCHS or self._steps >= _MANY_STEPS
-        if enough and self._steps >= _JUDGED_STEPS and not falls and math.isfinite(found.loss):
-            self._said = True
-            self._say(
-                f"warning: the evaluation's cross-entropy is {found.loss:.3g} after epoch "
-                f"{epoch + 1}, no better than guessing among {self._classes} classes "
-                f"({guessing:.2f}): nothing is learnt with lr {config.lr:g} ({config.optimizer}, "
-                f"{batch_size} samples a step); try another, {config.lr / 10:g} first"
-            )
+def membership_in_words(change: LostWorker | JoinedWorker) -> str:
+    """Return a line on a worker whose process died, or was launched again."""
+    if isinstance(change, JoinedWorker):
+        return f"rank {change.rank} has joined, its share begins in epoch {change.epoch + 1}"
+    out = f"; {change.samples} samples of epochs under way are left out" if change.samples else ""
+    return (
+        f"warning: rank {change.rank} (worker {change.worker}) was lost after "
+        f"{plural(change.rounds, 'round')} ({change.reason}); the others share its samples from "
+        f"their next round on{out}"
+    )
 
 
 def refusal(report: RoundReport, config: RunConfig, precision: str, weights: Sequence[str]) -> str:

@@ -10,9 +10,9 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,21 +24,20 @@ from dbsl.base.errors import DivergedError, SaveError
 from dbsl.base.files import write_text
 from dbsl.base.machine import lazy_import
 from dbsl.base.words import duration, plural, px, short_loss, steadier
+from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.weights import names_of
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import RunConfig
 from dbsl.log import rows
 from dbsl.log.lines import (
     Display,
-    Divergence,
-    MemberLog,
     evaluation_in_words,
+    membership_in_words,
     missed_times,
     plan_changes,
     print_run,
     refusal,
     result_in_words,
-    samples_a_step,
     speed_in_words,
     times_in_words,
 )
@@ -46,6 +45,7 @@ from dbsl.model import has_batch_norm
 from dbsl.plan.types import (
     NO_FAULT,
     Handover,
+    LostWorker,
     Plan,
     RoundReport,
     StepLine,
@@ -58,20 +58,31 @@ from dbsl.run.session import Session
 
 timm = lazy_import("timm")
 
+_FINAL = ("accuracy", "loss", "top5_accuracy", "ema_accuracy", "ema_loss")
+_MISHAPS = ("lost_", "joined_")  # of `_SoFar`, in summary.json if there were any
 _FEW = 4  # samples: fewer give batch norm no mean and deviation to speak of
+_RISES = 3  # times the first epoch's training loss, and 1: above it has diverged
 _JUDGED_EPOCH = 2  # whose times are held against the plan: caches and the device are warm
 
 
-def epochs_done(state: Mapping[str, Any] | None) -> int:
-    """Return the complete epochs of a log's state; None: of a run that begins."""
-    return state["epoch"] + 1 if state and state["train_time_s"] else 0
+@dataclass
+class _SoFar:
+    """What a run has come to, over all its sessions."""
+
+    epochs: int = 0
+    train_time_s: float = 0.0  # at the last epoch's end
+    samples: int = 0  # trained on
+    first_loss: float = math.nan  # training loss of the first epoch; infinite: a rise was told
+    lost_workers: list[int] = field(default_factory=list)  # whose processes died
+    joined_workers: list[int] = field(default_factory=list)  # whose processes came back
+    lost_samples: int = 0  # of epochs under way that nobody trained on, as a worker was lost
 
 
 def start_log(
     session: Session, state: Mapping[str, Any] | None = None, handover: Handover | None = None
 ) -> RunLog:
     """Print what the run will do, and return its log; see `RunLog`."""
-    begin = min(epochs_done(state), session.config.epochs - 1)
+    begin = min(state["so_far"]["epochs"] if state else 0, session.config.epochs - 1)
     print_run(session.run, session.folder, session.accelerator, begin=begin)
     return RunLog(session, state, handover)
 
@@ -90,37 +101,31 @@ class RunLog:
         handover: Handover | None = None,
     ) -> None:
         self._session, self._run, self.meter = session, session.run, session.meter
+        self._config = config = session.run.config
         self.folder, self.enabled = session.folder, session.accelerator.is_main_process
-        self.members = MemberLog(self.write, self._say)
         if not self.enabled:
             return
-        run, config = session.run, session.run.config
+        run = session.run
         self._reports = False  # whether extras get rows
-        self._pushes = config.push == "gradients"  # rounds are recorded by epoch and worker
-        # A dedicated server takes no steps: they are counted, and new plans told, where a round is
-        # recorded.
-        self._apart = config.dedicated_server
         simulated = session.accelerator.num_processes == 1 and config.sync != "step"
-        counted = range(config.workers) if self._apart or simulated else (0,)  # of joint steps one
-        self._counted = counted
+        all_count = config.dedicated_server or simulated
+        self._counted = range(config.workers) if all_count else (0,)  # of joint steps one
         self._plans = dict(run.plans)  # in force, by resolution, as far as the log has been told
         self._since = dict.fromkeys(run.plans, (0, 0))  # epoch and round of the last change
         self._unit = "images" if run.stages[-1].resolution else "samples"
         bce = getattr(config, "bce_loss", False)
         self._loss, self._eval_loss = ("BCE", "cross-entropy") if bce else ("loss", "loss")
-        self._divergence = Divergence(config, run.data.num_classes, self._say)
         self._evaluated = len(run.data.evaluation)  # that were told
         by_hand = config.local_batch_sizes is not None or config.sync_batch_norm
         self._normalises = not by_hand and has_batch_norm(run.model)
         self._rounds: defaultdict[int, list[RoundReport]] = defaultdict(list)  # by epoch
-        self._train_time_s = 0.0  # at the last epoch's end
-        self._samples = 0  # trained on so far
+        self._so_far = _SoFar()
         self._all_refused = False  # in the last epoch
         self._evaluations: list[Evaluation] = []
         self._evaluated_epoch = -1  # the last that was, in this session
-        self._epochs_done = 0
         if state:
             self._load_state_dict(state, same=handover is None)
+        done = self._so_far.epochs
         keep = state["metrics_bytes"] if state else 0
         path = self.folder / "metrics.jsonl"
         if keep:
@@ -131,8 +136,11 @@ class RunLog:
         self.meter.tell, self.meter.on_step = self.step, self._display.step
         if handover is not None:
             self._recount(handover)
-        for row in self._plan_rows(state, anew=handover is not None):
-            self.write("plan", row)
+        for stage in run.stages:  # a resumed run's that are not over and are new
+            known = state and handover is None and asdict(stage) in state["stages"]
+            if not known and (state is None or stage.end_epoch > done):
+                row = rows.plan_row(stage, self._plans[stage.resolution])
+                self.write("plan", row | ({"from_epoch": done} if state else {}))
 
     def _plan_at(self, epoch: int) -> Plan:
         return self._plans[self._run.stage_at(epoch).resolution]
@@ -141,25 +149,13 @@ class RunLog:
         return sum(plan.workers[worker].steps for worker in self._counted)
 
     def _begin_display(self, state: Mapping[str, Any] | None) -> Display:
-        config, done = self._run.config, 0
+        config, done = self._config, 0
         steps = [self._steps_of(self._plan_at(epoch)) for epoch in range(config.epochs)]
         if state:
             before = state["stages"][-1]["end_epoch"]  # a shorter run may have done a larger share
             share = state["share_done"] * max(1, before / config.epochs)
             done = round(share * sum(steps[:before]))
         return Display(sum(steps), done, config, self._unit, self._loss)
-
-    def _plan_rows(
-        self, state: Mapping[str, Any] | None, *, anew: bool
-    ) -> Sequence[Mapping[str, Any]]:
-        """Return a row for each stage; of a resumed run for those that are not over and are new."""
-        begin, from_epoch = self._epochs_done, {"from_epoch": self._epochs_done} if state else {}
-        return [
-            rows.plan_row(stage, self._plans[stage.resolution]) | from_epoch
-            for stage in self._run.stages
-            if state is None
-            or (stage.end_epoch > begin and (anew or asdict(stage) not in state["stages"]))
-        ]
 
     def write(self, event: str, row: Mapping[str, Any]) -> None:
         """Append a row to metrics.jsonl, its epochs counted from 0; extras get it."""
@@ -200,12 +196,8 @@ class RunLog:
             "stages": [asdict(stage) for stage in self._run.stages],
             "share_done": self._display.done / max(self._display.total, 1),
             "rounds": {e: [asdict(r) for r in reports] for e, reports in self._rounds.items()},
-            "train_time_s": self._train_time_s,
-            "samples": self._samples,
             "evaluations": [asdict(evaluation) for evaluation in self._evaluations],
-            "epoch": self._epochs_done - 1,
-            **self.members.found,
-            "first_loss": self._divergence.first,
+            "so_far": asdict(self._so_far),
         }
 
     def _load_state_dict(self, state: Mapping[str, Any], *, same: bool) -> None:
@@ -214,12 +206,8 @@ class RunLog:
             self._plans |= {r: plan_from_plain(values) for r, values in state["plans"].items()}
         for epoch, reports in state["rounds"].items():
             self._rounds[epoch] = [report_from_plain(report) for report in reports]
-        self._train_time_s = state["train_time_s"]
-        self._samples = state["samples"]
         self._evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
-        self._epochs_done = epochs_done(state)
-        self.members.found = {name: state[name] for name in self.members.found}
-        self._divergence.first = state["first_loss"]
+        self._so_far = _SoFar(**state["so_far"])
 
     def _recount(self, handover: Handover) -> None:
         """Count what other workers had done as what they hand over of it.
@@ -233,15 +221,15 @@ class RunLog:
             for report in list(self._rounds[epoch]):
                 if (report.worker, report.round) == (worker, round_):
                     self._rounds[epoch].remove(report)
-                    self._samples -= report.samples
+                    self._so_far.samples -= report.samples
                     place = {"worker": worker, "epoch": epoch, "round": round_}
                     self.write("undone", {**place, "samples": report.samples})
-        self._samples += handover.samples_under_way
+        self._so_far.samples += handover.samples_under_way
         taken = {"steps": handover.steps_under_way, "samples": handover.samples_under_way}
         under_way = {epoch for epoch, reports in self._rounds.items() if reports} | {*handover.left}
-        under_way |= {self._epochs_done} if handover.steps else set()
+        under_way |= {self._so_far.epochs} if handover.steps else set()
         for epoch in sorted(under_way.difference(end.epoch for end in handover.finished)):
-            joint = taken if epoch == self._epochs_done else dict.fromkeys(taken, 0)
+            joint = taken if epoch == self._so_far.epochs else dict.fromkeys(taken, 0)
             self.write("restart", {"epoch": epoch, **joint})
             past = 1 + max((report.round for report in self._rounds[epoch]), default=0)
             self._rounds[epoch] = [replace(r, round=r.round - past) for r in self._rounds[epoch]]
@@ -265,21 +253,31 @@ class RunLog:
         self.meter.hear(report)
         if report.fault != NO_FAULT:  # without: another report of the joint steps says why
             precision = str(self._session.accelerator.mixed_precision)
-            self._say(refusal(report, self._run.config, precision, names_of(self._run.model)))
+            self._say(refusal(report, self._config, precision, names_of(self._run.model)))
         report = replace(report, lines=())
-        if not self._pushes:
+        if self._config.push != "gradients":  # else by epoch and worker, at its end
             clock = rows.given_values({"virtual_time_s": virtual_time_s})
             self.write("round", rows.round_row(report) | clock)
         self._rounds[report.epoch].append(report)
-        self._samples += report.samples
+        self._so_far.samples += report.samples
         self._display.loss = report.loss
-        if self._apart:
+        # A dedicated server takes no steps: they are counted, and new plans told, here.
+        if self._config.dedicated_server:
             plan = self._run.planner.decided(report.epoch, report.round)
             if plan is not None:
                 self.plan(report.epoch, report.round, plan)
             self._display.step(
                 report.samples, report.epoch, report.learning_rate, report.worker, report.steps
             )
+
+    def hear(self, cluster: Cluster) -> None:
+        """Record lost and new workers; elsewhere than on rank 0 the cluster tells of none."""
+        for change in cluster.membership():
+            event = "lost" if isinstance(change, LostWorker) else "joined"
+            getattr(self._so_far, f"{event}_workers").append(change.worker)
+            self._so_far.lost_samples += change.samples if event == "lost" else 0
+            self.write(event, asdict(change))
+            self._say(membership_in_words(change))
 
     def plan(self, epoch: int, round_: int, plan: Plan) -> None:
         """Record the plan in force in a round, if it is another than before."""
@@ -294,7 +292,7 @@ class RunLog:
         self._plans[resolution], self._since[resolution] = plan, (epoch, round_)
         if plan.workers == before.workers:
             return
-        later = (self._run.stage_at(other) for other in range(epoch, self._run.config.epochs))
+        later = (self._run.stage_at(other) for other in range(epoch, self._config.epochs))
         epochs = sum(other.resolution == resolution for other in later)
         self._display.expect(epochs * (self._steps_of(plan) - self._steps_of(before)))
         self.write("plan", rows.plan_row(stage, plan) | {"from_epoch": epoch})
@@ -329,52 +327,49 @@ class RunLog:
         reports = sorted(self._rounds.pop(epoch, []), key=lambda report: report.worker)
         workers, plan = rows.of_workers(reports), self._plan_at(epoch)
         clocks = rows.given_values({"train_time_s": train_time_s, "virtual_time_s": virtual_time_s})
-        samples, seconds = sum(r.samples for r in reports), train_time_s - self._train_time_s
-        speed, rate = samples / max(seconds, 1e-9), rows.last_learning_rate(reports)
+        found, figures = rows.together(reports), rows.figures_together(reports)
+        rate = rows.last_learning_rate(reports)
+        speed = found["samples"] / max(train_time_s - self._so_far.train_time_s, 1e-9)
         self._all_refused = bool(reports) and all(report.refused for report in reports)
-        self._train_time_s, self._epochs_done = train_time_s, epoch + 1
-        resolution = self._run.stage_at(epoch).resolution
+        self._so_far.train_time_s, self._so_far.epochs = train_time_s, epoch + 1
+        config, resolution = self._config, self._run.stage_at(epoch).resolution
         place = {"epoch": epoch, "resolution": resolution}
-        for worker, values in workers.items() if self._pushes else ():
+        for worker, values in workers.items() if config.push == "gradients" else ():
             first = next(report for report in reports if report.worker == worker)
             self.write("round", rows.pushes_row(first, values))
-        measured = clocks | {"images_per_s": speed}
-        self.write(
-            "times",
-            place | rows.times_row(workers, plan) | rows.figures_together(reports) | measured,
-        )
+        times = rows.times_row(workers, plan) | figures | clocks | {"images_per_s": speed}
+        self.write("times", place | times)
         if evaluation is not None:
             self._evaluations.append(evaluation)
             self._evaluated_epoch = epoch
-            found = rows.given_values(asdict(evaluation))
-            found |= found.pop("more") | clocks
-            found |= {"learning_rate": rate, "train_resolution": resolution}
-            self.write("eval", {"epoch": epoch} | found)
+            row = {"epoch": epoch} | rows.given_values(asdict(evaluation))
+            row |= row.pop("more") | clocks
+            self.write("eval", row | {"learning_rate": rate, "train_resolution": resolution})
         for event, values in chain(*self._run.extras.each(Extra.epoch, epoch, plan, reports)):
             self.write(event, place | values)
         # Other workers may have taken all of its steps: their losses are not known.
-        told = {self._loss: rows.together(reports)["loss"]} | rows.figures_together(reports)
-        loss = "".join(f"  {n} {short_loss(value)}" for n, value in told.items()) if samples else ""
-        epochs = self._run.config.epochs
+        told = {self._loss: found["loss"]} | figures if found["samples"] else {}
+        loss = "".join(f"  {name} {short_loss(value)}" for name, value in told.items())
+        epochs = config.epochs
         self._say(
             f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}  {px(resolution, after='  ')}"
             f"lr {rate:.3g}{loss}{evaluation_in_words(evaluation, self._eval_loss)}  "
             f"{speed_in_words(speed, self._unit)}"
             f"{times_in_words([values['time_s'] for values in workers.values()])}"
         )
-        self._warn(epoch, workers, reports, evaluation)
+        self._warn(epoch, workers, evaluation, found["loss"])
         self._display.pause()
 
     def _warn(
         self,
         epoch: int,
         workers: Mapping[int, Mapping[str, float]],
-        reports: Sequence[RoundReport],
         evaluation: Evaluation | None,
+        loss: float,
     ) -> None:
-        run, plan = self._run, self._plan_at(epoch)
+        run, config, so_far = self._run, self._config, self._so_far
         # Plans that follow measured times, and workers slowed on purpose, are not warned of.
-        expected = run.known.measured and run.config.balance == "none" and not run.machine.slows
+        expected = run.known.measured and config.balance == "none" and not run.machine.slows
         if expected and epoch == _JUDGED_EPOCH and (warning := missed_times(workers)):
             self._say(warning)
         if evaluation is not None and evaluation.samples < self._evaluated:
@@ -383,14 +378,16 @@ class RunLog:
                 f"warning: evaluations are of {plural(evaluation.samples, self._unit[:-1])}: "
                 f"{left_out} of {left_out + evaluation.samples} cannot be decoded"
             )
-        if any(report.samples for report in reports):
-            self._divergence.look(
-                epoch,
-                rows.together(reports)["loss"],
-                evaluation,
-                steps=max(values["steps"] for values in workers.values()),
-                batch_size=samples_a_step(plan),
+        # A training loss may be anybody's function: it is only known to fall.
+        if math.isnan(so_far.first_loss) and math.isfinite(loss):
+            so_far.first_loss = loss
+        if loss > _RISES * abs(so_far.first_loss) + 1:
+            self._say(
+                f"warning: the training loss of epoch {epoch + 1} is {loss:.3g}, and was "
+                f"{so_far.first_loss:.3g} in the first epoch: training diverges; lower lr "
+                f"({config.lr:g} with {config.optimizer})"
             )
+            so_far.first_loss = math.inf  # said once
 
     def is_evaluated(self, epoch: int) -> bool:
         """Whether an epoch was evaluated, on the main process."""
@@ -405,21 +402,17 @@ class RunLog:
 
     def results(self) -> dict[str, Any]:
         """Return what the run came to so far: accuracies, loss, time, samples."""
-        last = self._evaluations[-1]
+        last, so_far = self._evaluations[-1], self._so_far
         values = {
-            "final_accuracy": last.accuracy,
+            **{f"final_{name}": getattr(last, name) for name in _FINAL},
+            **{f"final_{name}": value for name, value in last.more.items()},
             "best_accuracy": max(evaluation.accuracy for evaluation in self._evaluations),
-            "final_loss": last.loss,
-            "final_top5_accuracy": last.top5_accuracy,
-            "final_ema_accuracy": last.ema_accuracy,
-            "final_ema_loss": last.ema_loss,
             "train_accuracy": last.train_accuracy,
             "train_loss": last.train_loss,
-            **{f"final_{name}": value for name, value in last.more.items()},
             "last_epoch_refused": self._all_refused or None,
-            "train_time_s": self._train_time_s,
-            "images_per_s": self._samples / max(self._train_time_s, 1e-9),
-            "samples_seen": self._samples,
+            "train_time_s": so_far.train_time_s,
+            "images_per_s": so_far.samples / max(so_far.train_time_s, 1e-9),
+            "samples_seen": so_far.samples,
         }
         return rows.given_values(values)
 
@@ -427,12 +420,12 @@ class RunLog:
         """Write summary.json in one go, print the result, and have extras report on the run."""
         if not self.enabled:
             return
-        session, config, data = self._session, self._run.config, self._run.data
+        session, config, data = self._session, self._config, self._run.data
         found = self._run.extras.each(Extra.summary)
         sources = {"train": data.train, "evaluation": data.evaluation}
         mishaps = {
             "refused_rounds": session.cluster.refused,
-            **self.members.found,
+            **{name: v for name, v in vars(self._so_far).items() if name.startswith(_MISHAPS)},
             "bad_images": {name: sorted(each.bad) for name, each in sources.items() if each.bad},
         }
         values = {
@@ -440,7 +433,7 @@ class RunLog:
             **{name: value for own in found for name, value in own.items()},
             "start_up_time_s": session.stopwatch.start_up_s,
             "total_time_s": session.stopwatch.total_s,
-            "epochs": self._epochs_done,
+            "epochs": self._so_far.epochs,
             **{n: getattr(config, n) for n in ("seed", "workers", "small_workers", "sync")},
             "classes": data.num_classes,
             "device": device_name(session.accelerator.device),

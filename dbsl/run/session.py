@@ -298,7 +298,7 @@ class Work:
             yield
         progress.steps += 1
         progress.learning_rate = learning_rate
-        session.log.members.hear(session.cluster)  # at once, not at the end of a long round
+        session.log.hear(session.cluster)  # at once, not at the end of a long round
 
     def forget(self) -> None:
         """Clear the optimizer state of the turn's workers."""

@@ -44,7 +44,6 @@ class Run(Generic[ConfigT]):
     # Builds what steps on a model; each group's rate is in ``lr_scale``.
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     default_workers: bool = False  # nobody has said how many workers there are
-    default_resolutions: bool = False  # nobody has said at which resolutions it trains
     nodes: tuple[int, ...] = (0,)  # the node of each process, from 0
     figures: tuple[str, ...] = ()  # names of what the loss function gives besides the loss
     also: Mapping[str, Source] = field(default_factory=dict)  # further evaluation sets, by name

@@ -85,8 +85,8 @@ class _Player:
         members = self._cluster.server.members
         if not members.active - set(workers):
             raise ValueError("a run must begin with a worker, got none")
-        self._run.planner.leave_out(workers)
         for worker in workers:
+            self._run.planner.drop(worker, last=0)  # nobody has begun a round
             members.leave(worker)
 
     def play(self) -> Played:

@@ -1,80 +1,17 @@
-"""Lines for people: training that diverges, workers that come and go, times and losses."""
+"""Lines for people: refused rounds, runs without a result, times and losses."""
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 
 from dbsl.base.errors import EXIT_DIVERGED, one_line_errors
 from dbsl.base.words import short_loss
-from dbsl.log.lines import Divergence, MemberLog, missed_times, refusal, times_in_words
+from dbsl.log.lines import missed_times, refusal, times_in_words
 from dbsl.log.rows import no_result
-from dbsl.plan.types import JoinedWorker, LostWorker, RoundReport
-from dbsl.run.evaluation import Evaluation
+from dbsl.plan.types import RoundReport
 from tests.helpers import run
 from train import Config
-
-
-def told(losses, evaluations=None, steps=8, classes=3, accuracy=0.33, **settings):
-    """Return the epochs after which something is said, with that.
-
-    Losses are those of training, by epoch, and so are the evaluations' unless they are given.
-    """
-    said = []
-    config = Config(**{"lr": 0.1, "epochs": 10, "warmup_epochs": 1.0, **settings})
-    divergence = Divergence(config, classes, lambda line: said.append((epoch + 1, line)))
-    for epoch, (loss, found) in enumerate(zip(losses, evaluations or losses, strict=True)):
-        evaluation = None if found is None else Evaluation(accuracy, found, 100, 16)
-        divergence.look(epoch, loss, evaluation, steps=steps, batch_size=16)
-    return dict(said)
-
-
-@pytest.mark.parametrize("loss", [74.0, 8.0])
-def test_a_training_loss_that_has_risen_far_is_said_once_with_what_to_lower(loss):
-    losses = [2.3, 3.0, 5.5, loss, loss]
-    assert told(losses, [None] * 5, optimizer="adamw") == {
-        4: f"warning: the training loss of epoch 4 is {loss:g}, and was 2.3 in the first epoch: "
-        "training diverges; lower lr (0.1 with adamw)"
-    }
-
-
-@pytest.mark.parametrize(
-    "losses", [[693.0, 7.7], [51.2, 60.0, 40.0], [-3.0, -50.0], [0.01, 0.9], [math.nan, 9.0]]
-)
-def test_a_training_loss_of_any_size_is_no_alarm_as_long_as_it_does_not_rise_far(losses):
-    """Distillation, penalties and sums over classes know nothing of the logarithm of classes."""
-    assert told(losses, [None] * len(losses), steps=100) == {}
-
-
-def test_a_run_that_learns_nothing_after_its_warm_up_is_told_the_setting_and_what_to_try():
-    """Losses of a ResNet-18 at lr 0.1 in batches of 16: far from diverging, and useless."""
-    assert told([1.124, 1.910, 1.468, 1.415, 1.5]) == {
-        4: "warning: the evaluation's cross-entropy is 1.42 after epoch 4, no better than guessing "
-        "among 3 classes (1.10): nothing is learnt with lr 0.1 (sgd, 16 samples a step); try "
-        "another, 0.01 first"
-    }
-
-
-@pytest.mark.parametrize(
-    ("losses", "evaluations", "options", "epochs"),
-    [
-        ([1.124, 1.910, 1.468], None, {"steps": 16}, []),
-        ([1.124, 1.910, 1.468], None, {"steps": 100}, [2]),  # an epoch is enough
-        ([1.2], None, {"steps": 16, "epochs": 1}, [1]),  # the run is over, be it all warm-up
-        ([1.2] * 2, None, {"steps": 4, "epochs": 2}, []),  # too few steps to tell
-        ([1.124, 1.3, 0.7, 1.2, 1.1, 0.9], None, {}, []),
-        ([1.2] * 6, [None, None, None, None, 1.2, 1.2], {}, [5]),  # where it is evaluated
-        ([52.0] * 6, [0.9] * 6, {}, []),  # a training loss that is 50 times something
-        ([0.2] * 6, [1.2] * 6, {}, [4]),
-        ([0.001] * 6, [1.5] * 6, {"accuracy": 0.7}, []),  # confident, and wrong at times
-        ([9.0, 8.0, 7.0, 6.0, 5.0], [1.2] * 5, {}, []),  # it falls clearly
-        ([-9.0, -8.0, -10.0, -12.0, -14.0], [1.2] * 5, {}, []),
-        ([1.0] * 6, [0.0] * 6, {"classes": 1}, []),
-    ],
-)
-def test_only_the_evaluation_is_held_against_guessing(losses, evaluations, options, epochs):
-    assert [*told(losses, evaluations, **options)] == epochs
 
 
 @pytest.mark.parametrize(
@@ -134,16 +71,6 @@ def test_a_diverged_run_ends_with_a_status_and_without_a_model_card(
 )
 def test_a_loss_a_thousand_times_that_of_guessing_is_no_result(loss, classes, diverged):
     assert bool(no_result({"final_loss": loss, "classes": classes})) == diverged
-
-
-def test_workers_that_are_lost_and_join_between_two_looks_are_recorded_in_order():
-    events, said = [], []
-    members = MemberLog(lambda event, row: events.append(event), said.append)
-    loss, again = LostWorker(1, 1, 3, 7, "its process died"), JoinedWorker(1, 1, 5, 5)
-    members.hear(SimpleNamespace(membership=lambda: [loss, again, loss]))
-    assert events == ["lost", "joined", "lost"]
-    assert members.found == {"lost_workers": [1, 1], "joined_workers": [1], "lost_samples": 14}
-    assert ["was lost" in line for line in said] == [True, False, True]
 
 
 @pytest.mark.parametrize(("error", "said"), [(0.6, True), (-0.6, True), (0.4, False)])

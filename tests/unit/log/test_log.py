@@ -22,7 +22,7 @@ from dbsl.log.rows import PLAN_TOTALS, read_metrics, step_row
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.solve import TimeModel, plan_dual_batch
 from dbsl.plan.stages import make_stages, stage_at
-from dbsl.plan.types import Handover, RoundReport, StepLine, Turn
+from dbsl.plan.types import Handover, JoinedWorker, LostWorker, RoundReport, StepLine, Turn
 from dbsl.run.evaluation import Evaluation
 from dbsl.run.session import Progress
 from train import Config
@@ -435,6 +435,39 @@ def test_a_batch_that_balance_made_too_small_for_batch_norm_is_told_once(
     told = "warning: worker 0 has batches of 3, of which batch norm has no good statistics"
     printed = capsys.readouterr().out
     assert (printed.count(told), printed.count("batch norm")) == (normalises, normalises)
+
+
+@pytest.mark.parametrize("loss", [8.0, 74.0, math.inf])
+def test_a_training_loss_that_has_risen_far_is_said_once_with_what_to_lower(make_log, capsys, loss):
+    """Distillation, penalties, sums over classes: no loss is told by its size alone."""
+    said = []
+    for losses in ([2.3, 5.5, loss, loss], [693.0, 7.7], [-3.0, -50.0], [math.nan, 9.0, 7.0]):
+        with make_log(stages=make_stages(4, [24]), lr=0.1, optimizer="adamw") as log:
+            for epoch, value in enumerate(losses):
+                log.round(report_of(0, epoch, loss=value))
+                log.epoch_end(epoch, train_time_s=1.0 + epoch)
+        said += re.findall("warning.*", capsys.readouterr().out)
+    assert said == [
+        f"warning: the training loss of epoch 3 is {loss:g}, and was 2.3 in the first epoch: "
+        "training diverges; lower lr (0.1 with adamw)"
+    ]
+
+
+def test_workers_that_are_lost_and_join_between_two_looks_are_recorded_in_order(
+    make_log, rows, capsys
+):
+    loss, again = LostWorker(1, 1, 3, 7, "its process died"), JoinedWorker(1, 1, 5, 5)
+    with make_log() as log:
+        log.hear(SimpleNamespace(membership=lambda: [loss, again, loss]))
+        play(log)
+        log.sum_up()
+    assert [row["event"] for row in rows()[2:5]] == ["lost", "joined", "lost"]
+    summary = json.loads((log.folder / "summary.json").read_text())
+    assert (summary["lost_workers"], summary["joined_workers"]) == ([1, 1], [1])
+    assert summary["lost_samples"] == 14
+    said = [line.partition(" (")[0] for line in capsys.readouterr().out.splitlines()[:3]]
+    lost = "warning: rank 1"
+    assert said == [lost, "rank 1 has joined, its share begins in epoch 6", lost]
 
 
 def test_results_are_those_of_the_last_and_of_the_best_evaluation(make_log):
