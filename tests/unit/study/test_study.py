@@ -14,6 +14,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from dbsl.config.image_settings import ImageConfig
+from dbsl.config.parse import yaml_to_argv
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.model import load_model
@@ -34,22 +35,21 @@ from dbsl.tools.study.trials import (
 from tests.helpers import Forked, refused, rows, run, wait_until, write_shards
 
 TINY = {
-    "--batch-sizes": "16,32",
-    "--goal-error": "0.8",
-    "--trials": "3",
-    "--optimizers": "sgd,momentum",
-    "--model": "test_resnet",
-    "--train-samples": "64",
-    "--eval-samples": "40",
-    "--max-steps": "6",
-    "--mixed-precision": "no",
-    "--cpu-threads": "1",
+    "batch_sizes": "16,32",
+    "goal_error": 0.8,
+    "trials": 3,
+    "optimizers": "sgd,momentum",
+    "model": "test_resnet",
+    "train_samples": 64,
+    "eval_samples": 40,
+    "max_steps": 6,
+    "mixed_precision": "no",
+    "cpu_threads": 1,
 }
 
 
 def flags(folder, **changes):
-    given = TINY | {f"--{name.replace('_', '-')}": str(v) for name, v in changes.items()}
-    return [part for pair in given.items() for part in pair] + ["--output-dir", str(folder)]
+    return yaml_to_argv({**TINY, **changes, "output_dir": folder})
 
 
 def run_study(folder, **changes):
@@ -252,7 +252,7 @@ def test_trial_that_kills_its_process_every_time_is_named(tmp_path):
 
 
 def test_study_runs_writes_and_goes_on(tmp_path, capsys):
-    study.main([*flags(tmp_path, trials=1), "--no-early-stopping"])
+    run_study(tmp_path, trials=1, early_stopping=False)
     printed = capsys.readouterr().out
     assert "maximum useful batch" in printed or "no batch size reached the goal" in printed
     found = trials_of(tmp_path)
@@ -260,8 +260,7 @@ def test_study_runs_writes_and_goes_on(tmp_path, capsys):
     for (name, *_), (status, steps, given) in found.items():
         assert (status, steps) == ("COMPLETE", 6)
         assert ("momentum" in given) == ("momentum" in name)
-    AcceleratorState._reset_state(True)
-    study.main([*flags(tmp_path, trials=2), "--no-early-stopping"])
+    run_study(tmp_path, trials=2, early_stopping=False)
     assert capsys.readouterr().out.count("trial 2/2") == 4  # the first ones did not run again
     more = trials_of(tmp_path)
     assert len(more) == 8
