@@ -244,16 +244,17 @@ class Transfer:
 class Channel:
     """A worker's connection with the server, at either end: what travels on it, in which order.
 
-    Pushes travel as `wire`, if that is given: gradients are rounded to it. Weights lose less as
-    their change since the pull, which both ends count from what was pulled.
+    What comes is received into `vector`. Pushes travel as `wire`, if that is given: gradients are
+    rounded to it. Weights lose less as their change since the pull, which both ends count from what
+    was pulled.
     """
 
     def __init__(
-        self, pair: dist.ProcessGroup, like: Tensor, wire: torch.dtype | None, *, weights: bool
+        self, pair: dist.ProcessGroup, vector: Tensor, wire: torch.dtype | None, *, weights: bool
     ) -> None:
-        self.pair = pair
-        self._changes = weights and wire not in (None, like.dtype)
-        self._whole, self._narrow = Transfer(like, pair), Transfer(like, pair, wire)
+        self.pair, self.vector = pair, vector
+        self._changes = weights and wire not in (None, vector.dtype)
+        self._whole, self._narrow = Transfer(vector, pair), Transfer(vector, pair, wire)
         self._pulled: Tensor | None = None  # not before the first pull of a resumed run
 
     def ask(self, kind: Kind) -> tuple[Ending, int, int, str]:
@@ -269,10 +270,10 @@ class Channel:
         transfer, pulled = self._pushed_by()
         transfer.send(vector, minus=pulled)
 
-    def take_push(self, text: str, vector: Tensor) -> RoundReport:
-        """Receive a push into a vector; return its report, refused if the vector is not finite."""
+    def take_push(self, text: str) -> RoundReport:
+        """Receive a push; return its report, refused if the vector is not finite."""
         report, (transfer, pulled) = read_report(text), self._pushed_by()
-        if transfer.receive(vector, plus=pulled, check=True) or report.refused:
+        if transfer.receive(self.vector, plus=pulled, check=True) or report.refused:
             return report
         return replace(report, refused=True, fault=BAD_WEIGHTS)
 
@@ -282,10 +283,10 @@ class Channel:
         self._keep(weights)  # meanwhile
         self._whole.wait()
 
-    def take_weights(self, vector: Tensor) -> None:
-        """Receive what `give_weights` sends into a vector."""
-        self._whole.receive(vector)
-        self._keep(vector)
+    def take_weights(self) -> None:
+        """Receive what `give_weights` sends."""
+        self._whole.receive(self.vector)
+        self._keep(self.vector)
 
     def _keep(self, pulled: Tensor) -> None:
         if self._changes:

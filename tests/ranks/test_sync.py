@@ -31,6 +31,13 @@ from tests.helpers import ROOT, free_port, short, slow
 FAST = TimeModel(0.001, 0.01)
 
 
+def server_of(weights, members, sync, staleness):
+    """Return a server that takes means at a barrier, and else each push by its ratio."""
+    bound, together = {"bsp": 0, "ssp": staleness, "asp": None}[sync], sync == "bsp"
+    rule = mean if together else ratio
+    return Server(weights.vector, members, rule, together=together, staleness=bound)
+
+
 def make(
     rank, sync, epochs, *, rounds=1, staleness=1, timeout_s=20.0, server_only=False, **options
 ):
@@ -46,15 +53,7 @@ def make(
         maker=SimpleNamespace(replan=lambda *_: plan),
         sampler=SimpleNamespace(count=lambda segment, turn: 10),
     )
-    server = None
-    if rank == 0:
-        server = Server(
-            weights.vector,
-            planner.members,
-            mean if sync == "bsp" else ratio,
-            together=sync == "bsp",
-            staleness={"bsp": 0, "ssp": staleness, "asp": None}[sync],
-        )
+    server = None if rank else server_of(weights, planner.members, sync, staleness)
     options |= {"planner": planner, "workers": (own,) * (own >= 0), "epochs": epochs}
     if sync == "bsp":
         cluster = BarrierCluster(weights, server, control=ControlGroup(timeout_s), **options)

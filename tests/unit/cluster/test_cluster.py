@@ -9,36 +9,27 @@ import torch
 import torch.nn.functional as F
 
 from dbsl.cluster.launch import _interface_to
-from dbsl.cluster.merges import mean, ratio
-from dbsl.cluster.server import Server
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.ledger import Members
 from dbsl.plan.sampler import EpochSampler, split_evenly
 from dbsl.plan.types import EpochEnd, RoundReport
+from tests.ranks.test_sync import server_of
 
 
 def make_cluster(model, durations, *, sync, epochs, rounds=1, staleness=1):
     weights, members = FlatWeights(model), Members(len(durations), rounds)
-    server = Server(
-        weights.vector,
-        members,
-        mean if sync == "bsp" else ratio,
-        together=sync == "bsp",
-        staleness={"bsp": 0, "ssp": staleness, "asp": None}[sync],
-    )
-    cluster = SimulatedCluster(
+    return SimulatedCluster(
         weights,
-        server,
+        server_of(weights, members, sync, staleness),
         planner=SimpleNamespace(members=members),  # nothing here asks for a plan
         workers=range(len(durations)),
         epochs=epochs,
         times=lambda worker, epoch, round_: (durations[worker], 0.0),
     )
-    return cluster
 
 
-def play(cluster, train=lambda turn: None, weight=1.0):
+def play(cluster, train=lambda turn: None):
     """Run a cluster to its end; return (virtual time, turn) pairs."""
     history = []
     for turn in cluster.turns():
@@ -47,7 +38,7 @@ def play(cluster, train=lambda turn: None, weight=1.0):
             continue
         cluster.pull(turn)
         train(turn)
-        report = RoundReport(turn.workers[0], turn.epoch, turn.round, 8, 1, 1, 1, 0.0, 0.0, weight)
+        report = RoundReport(turn.workers[0], turn.epoch, turn.round, 8, 1, 1, 1, 0.0, 0.0, 1.0)
         cluster.push([report])
     return history
 
