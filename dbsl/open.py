@@ -147,7 +147,7 @@ class _Opening:
             if folder.parent.name != CHECKPOINTS:
                 run_folder = run_folder_of(config.resume, config.output_dir)
                 last = newest(run_folder, with_model=True)
-                folder = last[0] if last else run_folder  # a finished run may have no checkpoint
+                folder = last.folder if last else run_folder  # a finished one may have none
             if not (folder / MODEL_FILE).exists():
                 raise SettingError(
                     "resume must name a run that is finished or has a checkpoint of an epoch's "

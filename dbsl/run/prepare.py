@@ -19,6 +19,7 @@ from dbsl.base.seeds import stream_seed
 from dbsl.base.words import plural
 from dbsl.cluster.merges import MergeRule
 from dbsl.cluster.steps import takes_fractions
+from dbsl.config.complete import says_unlike
 from dbsl.config.fields import Role, with_role
 from dbsl.config.hooks import Extra, Extras, Machine
 from dbsl.config.image_settings import DataConfig
@@ -41,7 +42,7 @@ from dbsl.plan.follow import PlanMaker, Planner
 from dbsl.plan.ledger import Members, TurnSampler
 from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.sampler import Order
-from dbsl.plan.solve import check_parts, count_workers
+from dbsl.plan.solve import check_parts, round_half_up
 from dbsl.plan.stages import (
     Stage,
     default_milestones,
@@ -229,7 +230,7 @@ def prepare(
     extras: Extras | None = None,
 ) -> Run[ConfigT]:
     """Load the data, build the model, measure step times unless given, and plan the run."""
-    config = _count_workers(given, accelerator)
+    config = count_workers(given, accelerator.num_processes, accelerator.device.type)
     replaced, extras = replaced or Replaced(), extras or Extras.of(config)
     machine = extras.first(Extra.machine, config) or Machine()
     data = replaced.load_data(config, accelerator)
@@ -278,9 +279,31 @@ def prepare(
     )
 
 
-def _count_workers(config: ConfigT, accelerator: Accelerator) -> ConfigT:
-    processes, device = accelerator.num_processes, accelerator.device.type
-    workers, small_workers = count_workers(config, processes)
+def count_workers(config: ConfigT, processes: int, device: str) -> ConfigT:
+    """Return the config with its number of workers and of small workers among them.
+
+    One process holds all workers; of several, each is one, but for a dedicated server. Unless told
+    otherwise one process has 4 workers where something is said of unlike ones, else 1: on equal
+    samples several workers cost accuracy. A ratio above 0 makes at least one small worker.
+    """
+    total, small_workers, ratio = config.workers, config.small_workers, config.small_ratio
+    if processes > 1:
+        total = processes - config.dedicated_server
+        if config.workers not in (None, total):
+            what = f"processes{' less the dedicated server' * config.dedicated_server}"
+            raise SettingError(
+                f"workers must equal the number of {what} ({total}), got {config.workers}"
+            )
+    elif config.dedicated_server:
+        raise SettingError("dedicated_server must have at least 2 processes, got 1")
+    elif total is None:
+        total = 4 if says_unlike(ratio, small_workers, config.local_batch_sizes) else 1
+    if small_workers is None:
+        small_workers = max(1, round_half_up(ratio * total)) if ratio > 0 else 0
+    if small_workers > total:
+        raise SettingError(
+            f"small_workers must be at most the workers ({total}), got {small_workers}"
+        )
     if config.wire != "float32" and processes == 1:
         raise SettingError(
             f"wire must be float32 in one process, where nothing is sent, got {config.wire}"
@@ -290,7 +313,7 @@ def _count_workers(config: ConfigT, accelerator: Accelerator) -> ConfigT:
             "sync_batch_norm must be false except with a process per worker on CUDA devices, got "
             f"true in {processes} processes on {device}"
         )
-    return replace(config, workers=workers, small_workers=small_workers)
+    return replace(config, workers=total, small_workers=small_workers)
 
 
 def _make_stages(

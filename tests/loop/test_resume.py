@@ -14,7 +14,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
-from dbsl.checkpoint import disk, resume
+from dbsl.checkpoint import resume
 from dbsl.checkpoint.disk import Found, newest, read_manifest
 from dbsl.checkpoint.resume import changed_settings
 from dbsl.cluster.simulated import SimulatedCluster
@@ -126,7 +126,7 @@ def unbroken(tmp_path_factory):
 @pytest.fixture
 def misaligned(monkeypatch):
     """Have a resumed run's tensors lie where an unbroken run never has them, whatever the CPU."""
-    read, known = disk.read_shard, {}
+    read, known = Found.shard, {}
 
     def moved(state):
         if isinstance(state, dict):
@@ -140,7 +140,7 @@ def misaligned(monkeypatch):
             known[id(state)] = state, flat.view(state.shape).copy_(state)
         return known[id(state)][1]
 
-    monkeypatch.setattr(disk, "read_shard", lambda *arguments: moved(read(*arguments)))
+    monkeypatch.setattr(Found, "shard", lambda *arguments: moved(read(*arguments)))
 
 
 SAVED = {"epochs-float32": (1, "no"), "in-rounds-bf16": ("0.0001m", "bf16")}
@@ -314,7 +314,7 @@ def test_a_refused_resume_leaves_all_as_it_was(ended, left, tmp_path, inside, se
 def test_a_checkpoint_of_other_classes_says_so(ended, tmp_path, monkeypatch):
     shutil.copytree(ended, tmp_path / "run")
     monkeypatch.setattr(
-        "dbsl.checkpoint.resume.read_manifest",
+        "dbsl.checkpoint.disk.read_manifest",
         lambda folder: replace(read_manifest(folder), classes=3),
     )
     with pytest.raises(ValueError, match="got 3 classes in the checkpoint, 10 in the data"):
@@ -557,7 +557,7 @@ def test_a_change_that_was_allowed_stays_allowed_where_the_run_is_killed_before_
 def test_settings_of_other_workers_are_written_as_they_are_trained_with(left):
     """config.yaml repeats the run: what was given for three workers is no setting of one of two."""
     folder = left("step", False)
-    found = Found(folder, *newest(folder))
+    found = newest(folder)
     given = Config(**{**SETTINGS, **MODES["step"]}, workers=4)
     now = resume.adapt_to_processes(given, found, 2, given)
     written = _given_now(given, given, now)
@@ -623,7 +623,7 @@ def test_samples_of_epochs_with_several_plans_come_once_where_plans_follow_no_lo
 def test_what_was_found_for_other_workers_is_found_anew(left):
     """Also where the number of workers was given: half of four workers are half of two."""
     folder = left("bsp", False)
-    found = Found(folder, *newest(folder))
+    found = newest(folder)
     config = {**MODES["bsp"], "small_workers": None, "small_ratio": 0.5, "workers": 4}
     before = {"small_workers": 2, "small_batch_size": (2,), "processes": 1}
     given = Config(**config, resolved=before)
@@ -632,11 +632,11 @@ def test_what_was_found_for_other_workers_is_found_anew(left):
 
 
 def test_batches_of_two_workers_are_no_batches_of_two_resolutions(left):
-    folder, manifest = left("bsp", False), newest(left("bsp", False))[1]
+    found = newest(left("bsp", False))
     sizes = {"local_batch_sizes": [3, 5], "resolutions": [16, 32]}
-    manifest = replace(manifest, workers=2, config={**manifest.config, **sizes})
+    manifest = replace(found.manifest, workers=2, config={**found.manifest.config, **sizes})
     given = Config(workers=1, local_batch_sizes=(3, 5), resolutions=(16, 32))
-    now = resume.adapt_to_processes(given, Found(folder, folder, manifest), 1, given)
+    now = resume.adapt_to_processes(given, replace(found, manifest=manifest), 1, given)
     assert now.local_batch_sizes is None
 
 

@@ -334,7 +334,7 @@ def read(dataset):
         images, labels = next(source.batches([np.arange(len(source))], raw))
         pixels = images.permute(0, 2, 3, 1).to(torch.uint8).contiguous().numpy()
         found.append([len(source), zlib.crc32(pixels.tobytes()), labels.tolist()])
-    names = [list(data.class_names), data.image_column, data.label_column, data.eval_split]
+    names = [list(data.class_names), data.eval_split]
     return [*found, names]
 
 

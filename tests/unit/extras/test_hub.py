@@ -2,7 +2,6 @@ import base64
 import hashlib
 import http.server
 import json
-import threading
 
 import huggingface_hub
 import pytest
@@ -15,7 +14,7 @@ import train
 from dbsl.base.errors import SettingError
 from dbsl.config.parse import parse_config
 from dbsl.model import load_model
-from tests.helpers import run
+from tests.helpers import run, serving
 
 
 class FakeHub(http.server.BaseHTTPRequestHandler):
@@ -81,18 +80,14 @@ class FakeHub(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    server.repos, server.files, server.store, server.calls = set(), {}, {}, []
-    server.broken = "nothing"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    yield server
-    server.shutdown()
-    server.server_close()
+    with serving(FakeHub) as server:
+        server.repos, server.files, server.store, server.calls = set(), {}, {}, []
+        server.broken = "nothing"
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", "secret")
+        yield server
 
 
 WANTED = {"train_samples": 64, "eval_samples": 40, "epochs": 1, "mixed_precision": "no"}
