@@ -433,7 +433,7 @@ class PlanMaker:
         if self._by_hand:
             return np.array(self._by_hand[resolution])
         total, limits = self._total(resolution), self._limits(resolution)
-        check_global_batch(total, workers, limits, self.least)
+        check_global_batch(total, limits, self.least)
         if total > self._samples:
             raise SettingError(
                 f"global_batch_size must be at most the {self._samples} training samples, "

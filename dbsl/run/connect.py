@@ -14,19 +14,16 @@ from accelerate import Accelerator
 
 from dbsl.base.errors import SettingError, one_of_several
 from dbsl.cluster.alive import ControlGroup, Heartbeats
-from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.cluster import Cluster
-from dbsl.cluster.gradients import GradientServer
-from dbsl.cluster.joint import JointCluster
 from dbsl.cluster.launch import Door, RunningJob
+from dbsl.cluster.meeting import BarrierCluster, JointCluster
 from dbsl.cluster.merges import MergeRule, choose_rule
-from dbsl.cluster.server import Server
+from dbsl.cluster.server import GradientServer, Server
 from dbsl.cluster.serving import through_server
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import (
     ComputeTimer,
     DistributedSteps,
-    JointSteps,
     PushedGradients,
     Stepper,
 )
@@ -76,7 +73,6 @@ def connect(
     common = {
         "planner": run.planner,
         "epochs": config.epochs,
-        "rounds_per_epoch": run.rounds,
         "workers": workers,
         "outgoing": stepper.vector if config.push == "gradients" else None,
         "control": control,
@@ -105,19 +101,15 @@ def connect(
 def _server(
     run: Run, weights: FlatWeights, device: torch.device, merge: MergeRule | None
 ) -> Server:
-    config, workers = run.config, run.config.workers
-    common = {
-        "staleness": {"bsp": 0, "ssp": config.staleness, "asp": None}[config.sync],
-        "rounds_per_epoch": run.rounds,
-        "observe": run.planner.observe,
-        "members": run.planner.members,
-    }
+    config, members = run.config, run.planner.members
+    staleness = {"bsp": 0, "ssp": config.staleness, "asp": None}[config.sync]
+    common = {"staleness": staleness, "observe": run.planner.observe}
     if config.push == "gradients":
         build_clip = partial(make_clip, bound=config.clip_grad, mode=config.clip_mode)
         common["build_clip"] = build_clip
-        return GradientServer(run.model, device, run.build_optimizer, workers, **common)
+        return GradientServer(run.model, device, run.build_optimizer, members, **common)
     rule, together = choose_rule(config, weights, merge), config.sync == "bsp"
-    return Server(weights.vector.to(device), workers, rule, together=together, **common)
+    return Server(weights.vector.to(device), members, rule, together=together, **common)
 
 
 def _stepper(
@@ -140,10 +132,8 @@ def _stepper(
         for worker in (workers[:1] if joint else workers)  # of joint steps one for all
     }
     common = (model, weights, timer, optimizers)
-    if not joint:
-        stepper = Stepper(*common)
-    elif control is None:
-        stepper = JointSteps(*common)
+    if not joint or control is None:
+        stepper = Stepper(*common, joint=joint)
     else:
         images, labels = run.data.example(2, config.resolutions[0])
         stepper = DistributedSteps(
