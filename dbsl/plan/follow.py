@@ -433,7 +433,7 @@ class PlanMaker:
         if self._by_hand:
             return np.array(self._by_hand[resolution])
         total, limits = self._total(resolution), self._limits(resolution)
-        check_global_batch(total, workers, limits, self.least)
+        check_global_batch(total, limits, self.least)
         if total > self._samples:
             raise SettingError(
                 f"global_batch_size must be at most the {self._samples} training samples, "
@@ -451,5 +451,5 @@ class PlanMaker:
 
     def _limits(self, resolution: int) -> np.ndarray:
         """Return the most that each worker may take of a joint step, int64 [n]."""
-        total, limits = self._total(resolution), self._known.limits[resolution]
-        return np.full(self._config.workers, total) if limits is None else np.minimum(limits, total)
+        total, limits = self._total(resolution), self._known.limits or {}
+        return np.minimum(limits.get(resolution, [total] * self._config.workers), total)

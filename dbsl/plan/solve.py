@@ -25,7 +25,7 @@ from dbsl.plan.machines import (
     split_batch,
     steps_in_shares,
 )
-from dbsl.plan.sampler import steps_of_epoch
+from dbsl.plan.sampler import cuts_of_epoch
 from dbsl.plan.types import NoPlanError, Plan, TimeModel, WorkerPlan
 
 DEFAULT_TIME_RATIO = 1.05
@@ -383,13 +383,10 @@ def plan_steps(
 ) -> Plan:
     """Plan an epoch of joint steps in which worker i takes `sizes[i]` samples of each, b_i >= 1.
 
-    Their sum is the global batch B. All workers take the same number of steps, the fewest that an
-    epoch needs. Sizes of steps differ by at most one and are split in the same proportions (see
-    `StepSampler`), in parts of at least `least` samples or none. With `drop_last` only whole global
-    batches are trained on. Of the rules these two count here.
+    Their sum is the global batch B. All workers take the same number of steps (see `StepSampler`),
+    split in the same proportions. Of the rules `least` and `drop_last` count here.
     """
-    least, drop_last = rules.least, rules.drop_last
-    sizes = np.asarray(sizes, dtype=np.int64)
+    least, sizes = rules.least, np.asarray(sizes, dtype=np.int64)
     if len(sizes) != len(time_models):
         raise SettingError(
             f"local_batch_sizes must have one value per worker ({len(time_models)}), "
@@ -403,11 +400,9 @@ def plan_steps(
             f"local_batch_sizes must sum to at most the {samples} training samples, "
             f"got {global_batch_size} in all"
         )
-    steps = steps_of_epoch(samples, global_batch_size, drop_last=drop_last, least=least)
-    trained = steps * global_batch_size if drop_last else samples
-    size, larger = divmod(trained, steps)  # steps of one sample more
-    shares = (steps - larger) * split_batch(size, sizes, least)
-    shares += larger * split_batch(size + 1, sizes, least) if larger else 0
+    batches = np.diff(cuts_of_epoch(samples, global_batch_size, least, rules.drop_last))
+    steps, kinds = len(batches), zip(*np.unique(batches, return_counts=True), strict=True)
+    shares = sum(count * split_batch(int(size), sizes, least) for size, count in kinds)
     model, all_steps = TimeModel.of(time_models, len(sizes)), np.full(len(sizes), steps)
     times, weights = model.time(shares, steps), sizes / global_batch_size
     equal = largest_remainder(np.ones(len(sizes)), int(shares.sum()))
@@ -429,7 +424,7 @@ def check_parts(
 
     Batch norm over all workers is an exchange inside the forward pass, which each must take.
     """
-    size = samples // steps_of_epoch(samples, global_batch_size)
+    size = int(np.diff(cuts_of_epoch(samples, global_batch_size)).min())
     if not drop_last and size < workers * least:
         raise SettingError(
             f"drop_last must be true with sync_batch_norm where a joint step has {size} samples "

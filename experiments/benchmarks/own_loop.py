@@ -91,7 +91,7 @@ def _epoch(model: nn.Module, loader: DataLoader, scale: Callable[[int], float]) 
     return time.perf_counter() - began
 
 
-def burden(balance: str | None, seed: int, epochs: int = 8) -> dict[str, float]:
+def burden(balance: str | None, seed: int, epochs: int = 8, samples: int = 960) -> dict[str, float]:
     """Return seconds of an epoch of BERT: of all, and of those after the second."""
     from accelerate import Accelerator
     from accelerate.utils import set_seed
@@ -106,7 +106,7 @@ def burden(balance: str | None, seed: int, epochs: int = 8) -> dict[str, float]:
     model = BertForSequenceClassification(
         BertConfig(vocab_size=accelerate_bert.TOKENS, intermediate_size=512, **sizes)
     )
-    dataset = accelerate_bert.sentences(1280)
+    dataset = accelerate_bert.sentences(samples)
     sampler = dbsl.UnevenBatchSampler(
         len(dataset), 2 * BATCH, balance=balance, seed=seed, interleave=True
     )
@@ -234,13 +234,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"cores must be at least 2, got {len(cores)}")
     with ExitStack() as stack:
         if what == "overhead":
-            rows = [_measure(cores, what, turns)]
+            rows = [measure(cores, what, turns)]
         elif what == "burden":
             other = subprocess.Popen(["taskset", "-c", str(cores[1]), sys.executable, "-c", BURDEN])
             stack.callback(other.kill)
             arms = {"equal": None, "dynamic": "dynamic"}
             rows = [
-                {"arm": arm, "turn": turn} | _rounded(_measure(cores, what, balance, turn))
+                {"arm": arm, "turn": turn} | _rounded(measure(cores, what, balance, turn))
                 for turn in range(turns)
                 for arm, balance in arms.items()
             ]
@@ -248,17 +248,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             ways = [way for way in _WAYS if way != "DiLoCo" or find_spec("torchft")]
             stack.enter_context(_lighthouse())
             rows = [
-                {"way": way, "turn": turn, **_measure(cores, what, way)}
+                {"way": way, "turn": turn, **measure(cores, what, way)}
                 for turn in range(turns)
                 for way in ways
             ]
     record(Path(f"experiments/results/own_loop/{what}.csv"), rows, f"python -m {MODULE} {what}")
 
 
-def _measure(cores: Sequence[int], *call: Any) -> dict[str, Any]:
-    """Return what a function of this module returns on rank 0 of two processes."""
+def measure(cores: Sequence[int], *call: Any) -> dict[str, Any]:
+    """Return what a function of this module returns on rank 0 of two processes; no cores: any."""
     command = [sys.executable, "-m", MODULE, json.dumps(call)]
-    prefixes = [["taskset", "-c", str(core)] for core in cores[:2]]
+    prefixes = [["taskset", "-c", str(core)] for core in cores[:2]] or [[], []]
     return json.loads(run_ranks(command, prefixes, "127.0.0.1").splitlines()[-1])
 
 
@@ -281,7 +281,7 @@ def _lighthouse() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:  # a process of `_measure`
+    if "RANK" in os.environ:  # a process of `measure`
         torch.set_num_threads(1)
         name, *given = json.loads(sys.argv[1])
         print(json.dumps({"overhead": overhead, "burden": burden, "merges": merges}[name](*given)))
