@@ -25,9 +25,9 @@ from dbsl.config.hooks import Extra, Extras, Machine
 from dbsl.config.image_settings import DataConfig
 from dbsl.config.parse import read_settings, run_folder_of
 from dbsl.config.settings import NO_SIDE, RunConfig, steps_in_parts, takes_joint_steps
-from dbsl.data.augment import Mixing
 from dbsl.data.dataset import load_data
 from dbsl.data.sources import Source, TrainingData, as_source
+from dbsl.data.transforms import Mixing
 from dbsl.loss import Figures, LossFunction, figure_names, with_figures
 from dbsl.model import (
     build_model,

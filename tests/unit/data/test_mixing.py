@@ -7,7 +7,7 @@ import torch
 
 import train
 from dbsl.base.seeds import stream_seed
-from dbsl.data.augment import Mixing
+from dbsl.data.transforms import Mixing
 
 
 def batch(size, side=8):
