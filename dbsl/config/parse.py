@@ -25,7 +25,7 @@ from dbsl.base.machine import launched_precision, recall
 from dbsl.base.words import as_given
 from dbsl.config.complete import RESOLVED, still_true
 from dbsl.config.fields import PAIRS, PROCESSES, described, read_text, sources
-from dbsl.config.hooks import file_of, found_extras
+from dbsl.config.hooks import found_extras
 from dbsl.config.image_settings import AugmentKwargs, MixupKwargs
 from dbsl.config.settings import CHECKPOINTS, LrKwargs, RunConfig, is_url
 
@@ -228,8 +228,6 @@ def _unknown(cls: type, must: str, got: str, where: str = "") -> SettingError:
     for here, names in _ELSEWHERE.items() if issubclass(cls, RunConfig) else ():
         if name in map(_name, names):
             return SettingError(f"{must}, got {got}{where}, which is {here} here")
-    if file := file_of(name):
-        return SettingError(f"{must}, got {got}{where}, which needs {file}")
     near = difflib.get_close_matches(name, _flags_of(cls)[0], 1)
     shown = _flag if got.startswith("--") else str
     such = f", such as {shown(near[0])}" if near else ""

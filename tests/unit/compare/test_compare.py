@@ -430,7 +430,7 @@ def test_another_dataset_is_another_setting_and_a_local_copy_is_not(tmp_path, re
 
 def test_without_the_extra_of_trackers_arms_leave_its_setting_out(read_arm, monkeypatch):
     assert "--report-to" in read_arm().flags(0, Path("none"), 1)
-    monkeypatch.setattr(compare, "file_of", lambda name: name == "report_to")
+    monkeypatch.setattr(compare, "defaults_of_extras", dict)
     assert "--report-to" not in read_arm().flags(0, Path("none"), 1)
 
 
