@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from dbsl.run.session import Session
     from dbsl.run.training import SimulatedTimes
 
+    Result, Evaluate = Evaluation | None, Callable[[Session], Evaluation]
+
 T = TypeVar("T")
 Row = Mapping[str, Any]  # of metrics.jsonl, as `dbsl.log.rows.read_metrics` returns it
 
@@ -105,12 +107,8 @@ class Extra:
         """
 
     def evaluated(
-        self,
-        session: Session,
-        end: EpochEnd,
-        result: Evaluation | None,
-        evaluate: Callable[[Session], Evaluation],
-    ) -> Evaluation | None:
+        self, session: Session, end: EpochEnd, result: Result, evaluate: Evaluate
+    ) -> Result:
         """The merged weights of an epoch are in the model: return their result, with more of it.
 
         `result` is None where the epoch is not evaluated.
@@ -188,12 +186,8 @@ class Extras(dict[str, Extra]):
         return next((one for one in self.each(moment, *given) if one is not None), None)
 
     def evaluated(
-        self,
-        session: Session,
-        end: EpochEnd,
-        result: Evaluation | None,
-        evaluate: Callable[[Session], Evaluation],
-    ) -> Evaluation | None:
+        self, session: Session, end: EpochEnd, result: Result, evaluate: Evaluate
+    ) -> Result:
         """Hand an epoch's result from one to the next."""
         for extra in self.values():
             result = extra.evaluated(session, end, result, evaluate)

@@ -469,8 +469,7 @@ def count_workers(config: RunConfig, processes: int) -> tuple[int, int]:
     if processes == 1:
         if dedicated_server:
             raise SettingError("dedicated_server must have at least 2 processes, got 1")
-        unlike = says_unlike(small_ratio, small_workers, config.local_batch_sizes)
-        total = workers if workers is not None else 4 if unlike else 1
+        total = workers if workers is not None else 4 if says_unlike(config) else 1
     else:
         total = processes - dedicated_server
         if workers not in (None, total):
