@@ -31,8 +31,6 @@ from dbsl.checkpoint.disk import (
     prune,
     reading_checkpoint,
     remove,
-    shard_names,
-    vouch_for_shard,
     write_manifest,
     write_shard,
 )
@@ -79,14 +77,14 @@ class Writer:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, copy: Copy) -> None:
-        """Begin to write; `SaveError` if the disk is full, say."""
+        """Begin to write."""
         target, best = self._folder / copy.name, self._session.folder / _BEST_FILE
         if self._rank == SERVER_RANK and best.exists():
             try:  # now: a later epoch may replace the best weights before all is written
                 link_or_copy(best, target / _BEST_FILE)
             except OSError as error:
                 self._failed(target, error)
-                self.raise_failure()
+                return
         self._thread = threading.Thread(target=self.write, args=(copy,), name="checkpoint")
         self._thread.start()
 
@@ -122,10 +120,9 @@ class Writer:
         lower_priority()  # training goes first
         try:
             files = self._write_files(target, copy)
-            if self._control is not None:
-                files |= self._files_of_all(files)
-            elif self.late:
-                vouch_for_shard(target, self._rank, files)
+            if self._control is not None:  # what every process has written, once all have
+                written = map(json.loads, self._control.gather_saved(json.dumps(files)))
+                files = {name: about for own in written for name, about in own.items()}
             if self._rank == SERVER_RANK:
                 seconds = copy.manifest.seconds | {"write": time.perf_counter() - began}
                 write_manifest(target, replace(copy.manifest, files=files, seconds=seconds))
@@ -142,7 +139,7 @@ class Writer:
             extras.each(Extra.saved)
 
     def _write_files(self, target: Path, copy: Copy) -> dict[str, dict[str, Any]]:
-        files = write_shard(target, self._rank, copy.tree, copy.tensors)
+        files = write_shard(target, self._rank, copy.tree, copy.tensors, late=self.late)
         if copy.model is not None:
             data, resolution = self._run.data, self._run.config.resolutions[-1]
             save_model(self._run.model, target, resolution, data, state=copy.model)
@@ -157,12 +154,6 @@ class Writer:
         self._failure = error
         if self._rank == SERVER_RANK:
             remove(target)
-
-    def _files_of_all(self, files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return what every process has written, once all have (a collective)."""
-        own = json.dumps({name: files[name] for name in shard_names(self._rank)})
-        found = map(json.loads, self._control.gather_saved(own))
-        return {name: described for of_rank in found for name, described in of_rank.items()}
 
 
 class Checkpointer:
@@ -326,25 +317,23 @@ class Checkpointer:
         began, session, log = time.perf_counter(), self._session, self._session.log
         progress = self._progress if self._progress.steps else None
         scaler, weights = self._accelerator.scaler, self._cluster.weights
-        counts = progress or self._cluster.holds_weights
+        vector = weights.vector if progress or self._cluster.holds_weights else None
         random = {"cpu": torch.get_rng_state()}  # dropout draws from it
         if self._accelerator.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self._accelerator.device)
-        state = {
-            "model": {"weights": weights.vector if counts else None, "counters": weights.counters},
-            "stepper": self._stepper.state_dict(),
-            "timer": self._stepper.timer.state_dict() if progress else {},
-            "scaler": scaler.state_dict() if scaler else None,
-            "progress": progress and asdict(progress),
-            "random": random if progress else None,
-            "meter": session.meter.state_dict(),
-            "extras": self._run.extras.state_dict(),
-            "epochs_done": self._epochs_done,
-            **session.stopwatch.state_dict(),
-        }
         with self._cluster.held():  # copied, too, in one moment: other threads push meanwhile
             log.hear(self._cluster)  # who was lost or joined in that moment
-            state |= {
+            state = {
+                "model": {"weights": vector, "counters": weights.counters},
+                "stepper": self._stepper.state_dict(),
+                "timer": self._stepper.timer.state_dict() if progress else {},
+                "scaler": scaler.state_dict() if scaler else None,
+                "progress": progress and asdict(progress),
+                "random": random if progress else None,
+                "meter": session.meter.state_dict(),
+                "extras": self._run.extras.state_dict(),
+                "epochs_done": self._epochs_done,
+                **session.stopwatch.state_dict(),
                 "log": log.state_dict() if log.enabled else None,
                 "cluster": self._cluster.state_dict(),
                 "planner": self._run.planner.state_dict(),

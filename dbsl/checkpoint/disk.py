@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -33,6 +32,7 @@ from dbsl.model import FINAL
 FORMAT = 1
 MANIFEST = "manifest.json"
 MODEL_FILE = f"{FINAL}.safetensors"  # only checkpoints of an epoch's end hold it
+LATE = ".sums.json"  # of a file that tells what the manifest does not of a process's files
 _ABANDONED = ".old"
 _FILE_NAME = re.compile(r"rank-\d{5}\.(json|safetensors)|model(_best)?\.safetensors|config\.json")
 _TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
@@ -147,7 +147,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return a checkpoint's manifest; `CheckpointError` unless it is as it was written."""
+    """Return a checkpoint's manifest, with the files that late workers have added.
+
+    `CheckpointError` unless it is as it was written.
+    """
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         body = content["manifest"]
@@ -157,7 +160,11 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(
                 f"it must be of format {FORMAT}, which this version reads, got {body['format']}"
             )
-        manifest = Manifest(**body)
+        files: dict[str, Any] = {}
+        for path in folder.glob(f"rank-*{LATE}"):
+            own = json.loads(path.read_text(encoding="utf-8"))
+            files |= {name: own[name] for name in shard_names(int(path.name[5:10]))}
+        manifest = Manifest(**body | {"files": files | body["files"]})
         for field in fields(Manifest):  # a stranger may have signed
             value, kind = getattr(manifest, field.name), field.type.partition("[")[0]
             if type(value).__name__ != kind:
@@ -181,79 +188,28 @@ def _digest(body: Any) -> str:
 # --- shards
 
 
-def write_shard(
-    folder: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor]
-) -> dict[str, dict[str, Any]]:
-    """Write one process's files and return what the manifest will say of them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text, weights = (folder / name for name in shard_names(rank))
-    write_text(text, json.dumps(tree))
-    write_with(weights, lambda temporary: save_file(dict(tensors), temporary))
-    shutil.copymode(text, weights)  # safetensors leaves it to the owner alone
-    return {path.name: describe(path) for path in (text, weights)}
-
-
 def shard_names(rank: int) -> list[str]:
     """Return the names of a process's files."""
     return [f"rank-{rank:05d}.{kind}" for kind in ("json", "safetensors")]
 
 
-def sums_name(rank: int) -> str:
-    """Return the name of the file that makes a shard count which the manifest lacks."""
-    return f"rank-{rank:05d}.sums.json"
+def write_shard(
+    folder: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor], *, late: bool = False
+) -> dict[str, dict[str, Any]]:
+    """Write one process's files and return what the manifest will say of them.
 
-
-def vouch_for_shard(folder: Path, rank: int, files: Mapping[str, Any]) -> None:
-    """Make a shard count that the manifest lacks: its worker saves in its own time.
-
-    It may be written before or after the manifest.
+    Of a `late` worker, which saves in its own time, before or after the manifest is written, a file
+    of its own says it.
     """
-    write_text(folder / sums_name(rank), json.dumps(files))
-
-
-def shard_files(folder: Path, manifest: Manifest, rank: int) -> dict[str, dict[str, Any]]:
-    """Return length and checksum of a process's files, by name; or raise `MissingShardError`."""
-    files, names = manifest.files, shard_names(rank)
-    try:
-        if any(name not in files for name in names):
-            files = json.loads((folder / sums_name(rank)).read_text(encoding="utf-8"))
-        return {name: files[name] for name in names}
-    except FileNotFoundError:
-        raise MissingShardError(f"{folder} has no shard of process {rank}") from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise CheckpointError(f"{folder} is damaged: {sums_name(rank)}") from None
-
-
-def check_files(folder: Path, manifest: Manifest) -> None:
-    """Raise `CheckpointError` unless every file of a checkpoint that is there has its checksum."""
-    files = dict(manifest.files)
-    for rank in range(manifest.processes):
-        with suppress(MissingShardError):  # its worker saves in its own time
-            files |= shard_files(folder, manifest, rank)
-    for name in files:
-        _check_file(folder / name, files[name])
-
-
-def read_shard(folder: Path, manifest: Manifest, rank: int) -> Any:
-    """Return the state that a process saved, its tensors in host memory."""
-    files = shard_files(folder, manifest, rank)
-    with reading_checkpoint(folder):
-        text, weights = (_check_file(folder / name, about) for name, about in files.items())
-        tree = json.loads(text.read_text(encoding="utf-8"))
-        # A file's tensors lie anywhere in it; clones are aligned, like a run's own. Sums of other
-        # alignment may differ in their last bits.
-        tensors = {name: tensor.clone() for name, tensor in load_file(weights).items()}
-        return unpack(tree, tensors)
-
-
-def _check_file(path: Path, about: Mapping[str, Any]) -> Path:
-    try:
-        if not path.is_symlink() and describe(path) == about:
-            return path
-        why = "is not as it was written"
-    except OSError as error:
-        why = f"({error.strerror})"
-    raise CheckpointError(f"{path.parent} is damaged: {path.name} {why}")
+    folder.mkdir(parents=True, exist_ok=True)
+    text, weights = (folder / name for name in shard_names(rank))
+    write_text(text, json.dumps(tree))
+    write_with(weights, lambda temporary: save_file(dict(tensors), temporary))
+    shutil.copymode(text, weights)  # safetensors leaves it to the owner alone
+    files = {path.name: describe(path) for path in (text, weights)}
+    if late:
+        write_text(text.with_suffix(LATE), json.dumps(files))
+    return files
 
 
 # --- the checkpoints of a run
@@ -267,9 +223,35 @@ class Found:
     folder: Path | None = None
     manifest: Manifest | None = None
 
+    @staticmethod
+    def at(folder: Path) -> Found:
+        """Return the checkpoint in a folder, its files not checked."""
+        return Found(folder.parent.parent, folder, read_manifest(folder))
+
+    def check(self, names: Iterable[str] | None = None) -> None:
+        """Raise `CheckpointError` unless these files, or all, are as they were written."""
+        for name in self.manifest.files if names is None else names:
+            path = self.folder / name
+            try:
+                if not path.is_symlink() and describe(path) == self.manifest.files[name]:
+                    continue
+                why = "is not as it was written"
+            except OSError as error:
+                why = f"({error.strerror})"
+            raise CheckpointError(f"{self.folder} is damaged: {name} {why}")
+
     def shard(self, rank: int) -> Any:
-        """Return the state that a process saved; see `read_shard`."""
-        return read_shard(self.folder, self.manifest, rank)
+        """Return the state that a process saved, its tensors in host memory."""
+        names = shard_names(rank)
+        if not self.manifest.files.keys() >= {*names}:
+            raise MissingShardError(f"{self.folder} has no shard of process {rank}")
+        self.check(names)
+        with reading_checkpoint(self.folder):
+            text, weights = (self.folder / name for name in names)
+            # A file's tensors lie anywhere in it; clones are aligned, like a run's own. Sums of
+            # other alignment may differ in their last bits.
+            tensors = {name: tensor.clone() for name, tensor in load_file(weights).items()}
+            return unpack(json.loads(text.read_text(encoding="utf-8")), tensors)
 
 
 def newest(
@@ -277,30 +259,36 @@ def newest(
     warn: Callable[[str], object] = lambda line: None,
     *,
     with_model: bool = False,
-) -> tuple[Path, Manifest] | None:
+) -> Found | None:
     """Return the newest checkpoint whose files are all as they were written, or None.
 
     `warn` gets a line for each checkpoint that is passed over. Only checkpoints of an epoch's end
     come `with_model`.
     """
-    complete, damaged = _scan(run_folder)
-    for error in damaged:
-        warn(f"passed over: {error}")
-    for folder, manifest in complete:
-        if with_model and MODEL_FILE not in manifest.files:
+    for found in checkpoints_in(run_folder, warn):
+        if with_model and MODEL_FILE not in found.manifest.files:
             continue  # before its files are read for their checksums
         try:
-            check_files(folder, manifest)
+            found.check()
         except CheckpointError as error:
             warn(f"passed over: {error}")
             continue
-        return folder, manifest
+        return found
     return None
 
 
-def checkpoints_in(run_folder: Path) -> list[Path]:
-    """Return the checkpoints of a run, newest first, their files not checked."""
-    return [folder for folder, _ in _scan(run_folder)[0]]
+def checkpoints_in(
+    run_folder: Path, warn: Callable[[str], object] = lambda line: None
+) -> list[Found]:
+    """Return what has a good manifest, newest first, its files not checked."""
+    complete = []
+    for folder in sorted(_folders(run_folder)):
+        try:
+            complete.append(Found.at(folder))
+        except CheckpointError as error:
+            if (folder / MANIFEST).exists():
+                warn(f"passed over: {error}")
+    return sorted(complete, key=lambda found: found.manifest.sequence, reverse=True)
 
 
 def prune(run_folder: Path, keep: int, spared: Collection[str] = ()) -> None:
@@ -309,7 +297,7 @@ def prune(run_folder: Path, keep: int, spared: Collection[str] = ()) -> None:
     Incomplete ones stay: other processes may be writing the next. So does, with a warning, one that
     cannot be removed: that is no reason to end a run.
     """
-    for folder in checkpoints_in(run_folder)[keep:]:
+    for folder in (found.folder for found in checkpoints_in(run_folder)[keep:]):
         if folder.name not in spared:
             try:
                 remove(folder)
@@ -328,29 +316,16 @@ def set_aside_after(run_folder: Path, sequence: int) -> list[Path]:
 
     What never became a checkpoint is removed: nobody may be writing one.
     """
-    renamed, complete = [], dict(_scan(run_folder)[0])
+    sequences = {found.folder: found.manifest.sequence for found in checkpoints_in(run_folder)}
+    renamed = []
     for folder in _folders(run_folder):
-        if folder not in complete:
+        if folder not in sequences:
             remove(folder)
-    for folder, manifest in complete.items():
-        if manifest.sequence > sequence:
+        elif sequences[folder] > sequence:
             target = folder.with_name(folder.name + _ABANDONED)
             shutil.rmtree(target, ignore_errors=True)
-            os.replace(folder, target)
-            renamed.append(target)
+            renamed.append(folder.replace(target))
     return renamed
-
-
-def _scan(run_folder: Path) -> tuple[list[tuple[Path, Manifest]], list[CheckpointError]]:
-    """Return what has a good manifest, newest first, and what is wrong with damaged ones."""
-    complete, damaged = [], []
-    for folder in sorted(_folders(run_folder)):
-        try:
-            complete.append((folder, read_manifest(folder)))
-        except CheckpointError as error:
-            if (folder / MANIFEST).exists():
-                damaged.append(error)
-    return sorted(complete, key=lambda pair: pair[1].sequence, reverse=True), damaged
 
 
 def _folders(run_folder: Path) -> list[Path]:

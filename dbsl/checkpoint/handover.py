@@ -15,9 +15,15 @@ from dbsl.base.errors import SettingError
 from dbsl.base.words import as_given, px
 from dbsl.config.fields import Role, with_role
 from dbsl.config.settings import meets_at_server, takes_joint_steps
-from dbsl.plan.ledger import Ledger, Members, RoundAhead, left_of_epochs
+from dbsl.plan.ledger import Ledger, Members, left_of_epochs
 from dbsl.plan.types import EpochEnd, Handover, Segment, Turn, report_from_plain
 from dbsl.run.training import Run
+
+
+def must_stay(what: str, old: Any, new: Any, why: str, advice: str = "") -> SettingError:
+    """Return the refusal of a change."""
+    then = f": {advice}" if advice else ""
+    return SettingError(f"{what} must stay {as_given(old)}{why}, got {as_given(new)}{then}")
 
 
 class Saved:
@@ -51,10 +57,11 @@ class Saved:
     def members(self) -> Members:
         """Who was there, and how far; joint steps are those of one."""
         cluster = self.state["cluster"]
-        if server := cluster["server"]:
-            return Members.of(server, self.rounds)
         members = Members(1, self.rounds)
-        members.clocks = [cluster["clock"]]
+        if server := cluster["server"]:
+            members.load_state_dict(server)
+        else:
+            members.clocks = [cluster["clock"]]
         return members
 
     def under_way(self, *, at_epoch_end: bool) -> range:
@@ -84,7 +91,7 @@ def make_handover(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Hand
     at_barrier = saved.settings["sync"] == "bsp"  # what it has collected is not merged
     ahead = list(saved.ledger.ahead(members, again=at_barrier))
     if ahead:
-        _check_inside_epoch({each.epoch for each in ahead}, saved, run)
+        _check_inside_epoch({turn.epoch for turn, _ in ahead}, saved, run)
     epoch, round_ = lowest = divmod(members.slowest(), rounds)
     again = [w for w in members.active if at_barrier and members.clocks[w] > members.slowest()]
     if saved.pushes:
@@ -162,34 +169,27 @@ def _check_inside_epoch(epochs: Collection[int], saved: Saved, run: Run) -> None
             kept[what] = tuple(plan.global_batch_size for plan in plans)
     for what, (old, new) in kept.items():
         if old != new:
-            raise SettingError(
-                f"{what} must stay {as_given(old)} inside an epoch, got {as_given(new)}: "
-                f"{saved.advice}"
-            )
+            raise must_stay(what, old, new, " inside an epoch", saved.advice)
 
 
 def _check_whole_steps(
-    ahead: Iterable[RoundAhead], saved: Saved, run: Run, *, inside_epoch: bool
+    ahead: Iterable[tuple[Turn, Segment]], saved: Saved, run: Run, *, inside_epoch: bool
 ) -> None:
     """Refuse to go on inside an epoch of which more is gone than the pushes of all workers."""
     before, config = saved.settings, run.config
     if any(
-        share.samples and worker not in workers
-        for _, _, segment, workers in ahead
+        share.samples and worker not in turn.workers
+        for turn, segment in ahead
         for worker, share in enumerate(segment.plan.workers)
     ):
         names = with_role(type(config), Role.MEETING | Role.SPLIT)
         pairs = {n: (as_given(before[n]), as_given(getattr(config, n))) for n in names}
         name = next((n for n, (old, new) in pairs.items() if old != new), "plans")
-        old, new = pairs.get(name, ("as they are", "others"))
-        raise SettingError(
-            f"{name} must stay {old} with push gradients until all have pushed the same "
-            f"batches, and those that a lost worker has left out are over, got {new}"
-        )
+        why = " with push gradients until all have pushed the same batches, and those that a lost "
+        why += "worker has left out are over"
+        raise must_stay(name, *pairs.get(name, ("as they are", "others")), why)
     if inside_epoch and config.push_every != before["push_every"]:
-        raise SettingError(
-            f"push_every must stay {before['push_every']} inside an epoch, got {config.push_every}"
-        )
+        raise must_stay("push_every", before["push_every"], config.push_every, " inside an epoch")
 
 
 def check_epochs_under_way(
@@ -209,10 +209,8 @@ def check_epochs_under_way(
             f"got {config.epochs}"
         )
     for name in orders if under_way else ():
-        raise SettingError(
-            f"{name} must stay {as_given(before[name])} inside an epoch, got "
-            f"{as_given(getattr(config, name))}: it draws the order of its samples; {saved.advice}"
-        )
+        advice = f"it draws the order of its samples; {saved.advice}"
+        raise must_stay(name, before[name], getattr(config, name), " inside an epoch", advice)
     stages = saved.state["log"]["stages"]
     was = {e: s["resolution"] for s in stages for e in range(s["first_epoch"], s["end_epoch"])}
     for epoch in under_way:
@@ -224,10 +222,8 @@ def check_epochs_under_way(
             if config.schedule == before["schedule"] == "cyclic":
                 milestones = ",".join(map(str, (*before["lr_milestones"], epochs)))
                 advice += f", or give --lr-milestones {milestones} --allow-config-change"
-        raise SettingError(
-            f"resolution of epoch {epoch + 1}, which is under way, must stay {was[epoch]} px, "
-            f"got {now} px: {advice}"
-        )
+        what = f"resolution of epoch {epoch + 1}, which is under way,"
+        raise must_stay(what, px(was[epoch]), px(now), "", advice)
 
 
 def with_lost_workers(state: Mapping[str, Any], run: Run, epochs: int) -> Mapping[str, Any]:

@@ -19,14 +19,18 @@ from dbsl.checkpoint.disk import (
     CheckpointError,
     Found,
     MissingShardError,
-    check_files,
     newest,
-    read_manifest,
     reading_checkpoint,
     set_aside_after,
     versions,
 )
-from dbsl.checkpoint.handover import Saved, check_epochs_under_way, make_handover, with_lost_workers
+from dbsl.checkpoint.handover import (
+    Saved,
+    check_epochs_under_way,
+    make_handover,
+    must_stay,
+    with_lost_workers,
+)
 from dbsl.cluster.weights import vector_length
 from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_text
 from dbsl.config.complete import (
@@ -50,7 +54,6 @@ from dbsl.run.training import Run
 Changes = dict[str, tuple[Any, Any]]  # settings that are not what they were: before, now
 _TIMES = with_role(RunConfig, Role.TIMES)
 _PER_WORKER = with_role(RunConfig, Role.PER_WORKER)
-_ROUND_ANEW = {"progress": None, "timer": {}}  # no steps taken, no time spent
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def find_checkpoint(config: RunConfig, accelerator: Accelerator) -> Found | None
     resume, name = Path(config.resume), ""
     with refused_by_all(accelerator):
         if accelerator.is_main_process and resume.parent.name == CHECKPOINTS:
-            check_files(resume, read_manifest(resume))
+            Found.at(resume).check()
             name = resume.name
         elif accelerator.is_main_process:
             found = newest(run_folder, lambda line: accelerator.print(f"warning: {line}"))
@@ -84,12 +87,9 @@ def find_checkpoint(config: RunConfig, accelerator: Accelerator) -> Found | None
                 raise CheckpointError(
                     f"resume must name a run with a complete checkpoint, got {resume}"
                 )
-            name = found[0].name if found else ""
+            name = found.folder.name if found else ""
     name = share_text(name, accelerator)
-    if not name:
-        return Found(run_folder)
-    folder = run_folder / CHECKPOINTS / name
-    return Found(run_folder, folder, read_manifest(folder))
+    return Found.at(run_folder / CHECKPOINTS / name) if name else Found(run_folder)
 
 
 def is_finished(found: Found, config: RunConfig) -> bool:
@@ -329,17 +329,13 @@ def _check_state(changed: Changes, state: Mapping[str, Any], run: Run) -> None:
     # Other arguments may need more state (amsgrad).
     name = "opt_kwargs" if more != now_more else "optimizer"
     if more != now_more or (optimizer_class(old) or old) != (optimizer_class(new) or new):
-        before, now = map(as_given, changed[name])
-        raise SettingError(f"{name} must stay {before}, whose state the run has, got {now}")
+        raise must_stay(name, *changed[name], ", whose state the run has")
     name = next((name for name in ("model", "model_kwargs") if name in changed), None)
-    if name is None:
-        return
     weights = state["model"]["weights"]
     if weights is None:  # between rounds the server has them
         weights = state["cluster"]["server"]["weights"]
-    if len(weights) != vector_length(run.model):
-        before, now = map(as_given, changed[name])
-        raise SettingError(f"{name} must stay {before}, whose weights the run has, got {now}")
+    if name and len(weights) != vector_length(run.model):
+        raise must_stay(name, *changed[name], ", whose weights the run has")
 
 
 def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:
@@ -376,14 +372,15 @@ def _own_shard(found: Found, saved: Saved, rank: int, run: Run) -> Mapping[str, 
     if rank == SERVER_RANK:
         return first
     clock = first["cluster"]["server"]["clocks"][rank - settings["dedicated_server"]]
+    cluster = {"clock": clock, "refused": 0, "time_s": None, "waited_s": 0.0}
+    anew = {"cluster": cluster, "progress": None, "timer": {}}  # no steps taken, no time spent
     try:
         state = found.shard(rank)
     except MissingShardError:  # it was lost, or had not come to save
-        state = first | {"stepper": {**first["stepper"], "optimizers": {}}} | _ROUND_ANEW
-    if state["cluster"]["clock"] != clock:  # saved in another round than the server was in
-        state = state | _ROUND_ANEW
-    cluster = {"clock": clock, "refused": 0, "time_s": None, "waited_s": 0.0}
-    return state | {"cluster": cluster}
+        return first | {"stepper": {**first["stepper"], "optimizers": {}}} | anew
+    # Else it was saved in another round than the server was in.
+    same = state["cluster"]["clock"] == clock
+    return state | ({"cluster": cluster} if same else anew)
 
 
 def _of_all_shards(found: Found, first: Mapping[str, Any], workers: int) -> dict[int, Any]:

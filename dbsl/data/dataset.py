@@ -73,8 +73,6 @@ class Data:
     # Side of the images in pixels if all are squares of one size, else None. Where images are not
     # stored, 64 of each split were looked at.
     image_side: int | None
-    image_column: str
-    label_column: str
     eval_split: str  # name of the split that `evaluation` comes from, or how it was cut off
     crop_pct: float  # side of the centre crop of evaluation images over their shorter side
     unit: ClassVar[str] = "image"
@@ -174,8 +172,6 @@ def load_data(config: ImageConfig, seed: int = 0, device: torch.device | str = "
         statistics=_channel_statistics(decoded and decoded[0][0]).unless_given(config),
         mirror=config.dataset != "digits",  # a mirrored digit is another character
         image_side=side,
-        image_column=train.image_column,
-        label_column=train.label_column,
         eval_split=eval_split,
         crop_pct=crop_pct if config.crop_pct is None else config.crop_pct,
     )
@@ -250,12 +246,8 @@ def _decode_splits(
     count = sum(map(len, splits))
     if side is None or side > _STORE_UP_TO or count * side * side * 3 > STORE_BYTES:
         return None
-    found = []
-    for split in splits:
-        if (decoded := decode_cached(split, side, max_bad)) is None:
-            return None
-        found.append(decoded)
-    return found
+    found = [decode_cached(split, side, max_bad) for split in splits]
+    return None if None in found else found
 
 
 def _channel_statistics(pixels: np.ndarray | None) -> Statistics:

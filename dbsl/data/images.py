@@ -40,12 +40,10 @@ logger = logging.getLogger(__name__)
 _CHUNK = 1024  # images read from a table at a time
 _CACHE_FORMAT = 1
 _IMPORTS = [__name__, "datasets", "torchvision.transforms.v2"]  # what loader processes import
-_HAS_FORK_SERVER = "forkserver" in multiprocessing.get_all_start_methods()  # not on Windows
 _TELLS_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS: there signals end loader processes
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # ask a run to stop
 
 BadRows = Mapping[int, str]  # rows of images that could not be decoded, and why
-_NONE_BAD: BadRows = MappingProxyType({})
 Decoded = tuple[np.ndarray, np.ndarray, BadRows]  # pixels, their samples
 Request = tuple[np.ndarray, Transform, int]  # samples, transform, epoch: one batch
 Loaded = tuple[torch.Tensor, torch.Tensor, BadRows]  # images, their places
@@ -99,26 +97,27 @@ class ImageLoader(ImageSource):
     Each therefore imports the main script, which needs its ``if __name__ == "__main__":``.
     """
 
+    _Requests: type[list[Request]] = list  # loader processes get what it iterates over
+
     def __init__(
         self,
         split: ImageSplit,
         device: torch.device,
         loader_workers: int,  # processes; 0: this one
         max_bad: int = 0,  # most images that may fail to be decoded before that is an error
-        bad: BadRows = _NONE_BAD,  # those that have failed, and are not in the split
-        requests: list[Request] | None = None,  # empty; loader processes get what it iterates over
+        bad: BadRows = MappingProxyType({}),  # those that have failed, and are not in the split
     ) -> None:
         super().__init__(split.labels, device, bad)
         self._split = split
         self._max_bad = max_bad
         self._calls = 0  # calls of `batches`
-        self._requests = [] if requests is None else requests  # those of the latest call
+        self._requests = self._Requests()  # those of the latest call
         self._loader = DataLoader(
             split,
             batch_size=None,  # a request is a whole batch, of any size
             sampler=self._requests,
             num_workers=loader_workers,
-            multiprocessing_context=_process_context() if loader_workers else None,
+            multiprocessing_context="forkserver" if loader_workers else None,
             worker_init_fn=_end_with_parent,
             persistent_workers=loader_workers > 0,
             pin_memory=device.type == "cuda",
@@ -195,7 +194,6 @@ class ImageSplit:
     rows: np.ndarray  # row of each sample in the table, int64 [N]
     labels: np.ndarray  # class of each sample, int64 [N]
     image_column: str
-    label_column: str
     dataset: str  # as the user named it
     name: str  # the split's
 
@@ -339,21 +337,13 @@ def _write_cache(path: Path, pixels: np.ndarray) -> None:
 # So they, and the fork server that makes them, heed these signals only if the run sends them.
 
 
-def _process_context() -> multiprocessing.context.BaseContext:
-    """Return a way to start processes that does not copy this one's threads and locks."""
-    if not _HAS_FORK_SERVER:
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTS)  # once, for all loader processes
-    return context
-
-
 def _start_server() -> None:
     """Start the process that makes loader processes, unless it runs.
 
     It inherits that the signals are blocked, and so do the processes that it makes.
     """
-    if not (_HAS_FORK_SERVER and _TELLS_SENDER):
+    multiprocessing.set_forkserver_preload(_IMPORTS)  # once, for all loader processes
+    if not _TELLS_SENDER:
         return
     resource_tracker.ensure_running()  # else the server starts it, which unblocks the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)

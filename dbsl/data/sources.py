@@ -31,11 +31,10 @@ class Source(Protocol):
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: Any, epoch: int = 0
     ) -> Iterator[Batch]:
-        """Yield the batches of these samples in this order, inputs and labels on the device.
+        """Yield the batches of these sample numbers, int64 [B], inputs and labels on the device.
 
-        Each has sample numbers, int64 [B]; B may differ between them. Number ``copy * N + i`` is
-        another copy of sample i, augmented by itself. `transform` is what `TrainingData.transform`
-        returned.
+        B may differ between them. Number ``copy * N + i`` is another copy of sample i, augmented by
+        itself. `transform` is what `TrainingData.transform` returned.
         """
 
 
@@ -84,9 +83,9 @@ class TensorSource(Source):
         return TensorSource(self.inputs.to(device), self.labels.to(device))
 
     def batches(
-        self, index_batches: Iterable[np.ndarray], transform: Any = None, epoch: int = 0
+        self, index_batches: Iterable[np.ndarray], transform: None = None, epoch: int = 0
     ) -> Iterator[Batch]:
-        """See `Source.batches`; there is no transform."""
+        """See `Source.batches`."""
         for samples in index_batches:
             places = to_device(samples, self.inputs.device)
             yield self.inputs.index_select(0, places), self.labels.index_select(0, places)

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,13 @@ def open_labelled(config: ImageConfig) -> Splits:
     train_name = next(iter(tables)) if len(tables) == 1 else "train"
     if train_name not in tables:
         raise SettingError(f"dataset must have a split 'train' or only one, got {list(tables)}")
-    tables = _with_class_folders(dataset, tables, train_name)
     image_column, label_column = choose_columns(config, tables[train_name].features)
 
     def split(name: str, labels: np.ndarray) -> ImageSplit:
         table = tables[name].select_columns([image_column])
         table = table.cast_column(image_column, datasets.Image(decode=False))
         rows = np.arange(len(table))
-        return ImageSplit(table, rows, labels, image_column, label_column, dataset, name)
+        return ImageSplit(table, rows, labels, image_column, dataset, name)
 
     return label_splits(dataset, tables, train_name, label_column, split)
 
@@ -144,7 +143,8 @@ def _open_tables(dataset: str) -> dict[str, datasets.Dataset]:
         if path.is_file() and not is_file:  # `datasets` would take it for a hub id
             raise SettingError("it is a file whose name does not end in .parquet")
         if not path.exists():
-            found = _load_from_hub(dataset)
+            with hub_or_cache():
+                found = datasets.load_dataset(dataset)
         elif any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
             _check_saved(path)
             found = datasets.load_from_disk(path)
@@ -172,19 +172,28 @@ def _read_local(path: str, **more: str) -> dict[str, datasets.Dataset]:
     `datasets` would take those of the first split for all: in another order, their names change.
     """
     builder = datasets.load_dataset_builder(path, **more)
-    files = {name: list(found) for name, found in builder.config.data_files.items()}
+    files = {name: list(map(Path, found)) for name, found in builder.config.data_files.items()}
     columns = {name: same_classes(_read_columns(found)) for name, found in files.items()}
-    endings = tuple(builder.EXTENSIONS) if builder.name == "imagefolder" else ()
-    if endings:
-        _check_metadata(Path(file) for found in files.values() for file in found)
+    endings = builder.EXTENSIONS if builder.name == "imagefolder" else ()
+    images = {
+        name: [f for f in found if f.suffix.lower() in endings] for name, found in files.items()
+    }
+    if all(images.values()):
+        names = builder.METADATA_FILENAMES
+        described = [file for found in files.values() for file in found if file.name in names]
+        _check_metadata(described)
+        if not described and len(labelled := _with_labels(path, images)) < len(images):
+            patterns = datasets.data_files.get_data_patterns(path)
+            of_labelled = {name: patterns[name] for name in labelled}
+            builder = datasets.load_dataset_builder(path, data_files=of_labelled)
     builder.download_and_prepare()
     tables = {}
     for name, split in builder.info.splits.items():
-        count, images = split.num_examples, sum(f.lower().endswith(endings) for f in files[name])
-        if images > count:  # `datasets` leaves them out
+        count, there = split.num_examples, len(images[name])
+        if there > count:  # `datasets` leaves them out
             logger.warning(
                 f"images of split {str(name)!r} without a row in a metadata.csv are left out: "
-                f"{images - count} of {images}"
+                f"{there - count} of {there}"
             )
         if not count:
             continue
@@ -195,9 +204,9 @@ def _read_local(path: str, **more: str) -> dict[str, datasets.Dataset]:
     return tables
 
 
-def _read_columns(files: Iterable[str]) -> Iterator[tuple[str, datasets.Features]]:
+def _read_columns(files: Iterable[Path]) -> Iterator[tuple[Path, datasets.Features]]:
     """Yield each parquet file, and its columns as it describes them."""
-    for file in (file for file in files if Path(file).suffix == ".parquet"):
+    for file in (file for file in files if file.suffix == ".parquet"):
         try:
             schema = parquet.read_schema(file)
         except Exception as error:  # pyarrow raises several kinds
@@ -205,7 +214,7 @@ def _read_columns(files: Iterable[str]) -> Iterator[tuple[str, datasets.Features
         yield file, datasets.Features.from_arrow_schema(schema)
 
 
-def same_classes(found: Iterable[tuple[str, datasets.Features]]) -> datasets.Features:
+def same_classes(found: Iterable[tuple[Path | str, datasets.Features]]) -> datasets.Features:
     """Return the columns of the first of a split's files; the others must name the same classes."""
     first = datasets.Features()
     for file, features in found:
@@ -218,18 +227,6 @@ def same_classes(found: Iterable[tuple[str, datasets.Features]]) -> datasets.Fea
                     f"in column {column!r} of {file}"
                 )
     return first
-
-
-def _load_from_hub(name: str) -> datasets.DatasetDict:
-    with hub_or_cache() as answers:
-        try:
-            return datasets.load_dataset(name)
-        except Exception:
-            if answers:
-                raise
-            raise OSError(
-                "there is no such folder, the hub cannot be reached and its cache has none"
-            ) from None
 
 
 def _check_saved(folder: Path) -> None:
@@ -294,47 +291,35 @@ def _encode_labels(values: np.ndarray, classes: np.ndarray, split: str) -> np.nd
     return labels.astype(np.int64)
 
 
-# --- a local folder of image files: the classes that its folders name, and what it lacks
+# --- a local folder of image files
 
 
-def _with_class_folders(
-    dataset: str, tables: dict[str, datasets.Dataset], train: str
-) -> dict[str, datasets.Dataset]:
-    """Return the splits, those of a folder of image files with their class folders as labels.
+def _with_labels(path: str, images: Mapping[str, Sequence[Path]]) -> list[str]:
+    """Return the splits of image files that have class folders; say what class folders lack.
 
-    `datasets` gives no split a label where one lies less deep than the others, as the unlabelled
-    ``test/`` of a competition does. The splits as deep as `train` are then read by themselves.
+    `datasets` would give no split a label where one lies less deep than the others, as the
+    unlabelled ``test/`` of a competition does.
     """
-    path = Path(dataset).expanduser()
-    first = {}  # file of each split
-    for name, table in tables.items() if path.is_dir() else ():
-        class_label = isinstance(table.features.get("label"), datasets.ClassLabel | None)
-        files = class_label and set(table.features) <= {"image", "label"} and _files(table, 1)
-        if not files:
-            return tables
-        first[name] = files[0]
-    labelled = [name for name in first if len(first[name].parts) == len(first[train].parts)]
-    if not labelled:
-        return tables
-    if "label" not in tables[train].features and len(labelled) < len(tables):
-        patterns = datasets.data_files.get_data_patterns(str(path))
-        found = datasets.load_dataset(str(path), data_files={n: patterns[n] for n in labelled})
-        tables = tables | {name: table.with_format(None) for name, table in found.items()}
-    if "label" not in tables[train].features or None in tables[train].unique("label"):
-        folders = sorted({file.parent for file in _files(tables[train], None)})
+    train = "train" if "train" in images else next(iter(images))
+    depths = {name: {len(file.parts) for file in found} for name, found in images.items()}
+    folders = sorted({file.parent for file in images[train]})
+    if len(depths[train]) > 1 or len({folder.name for folder in folders}) < 2:
         raise SettingError(
-            "dataset must have a folder of images for each of two classes or more, or a "
-            f"metadata.csv beside the images, with the columns {_COLUMNS}; got training images in "
+            "it must have a folder of images for each of two classes or more, or a metadata.csv "
+            f"beside the images, with the columns {_COLUMNS}, but has training images in "
             f"{' and '.join(map(str, dict.fromkeys((folders[0], folders[-1]))))}"
         )
-    for name in labelled:
-        folder = first[name].parent.parent
-        labels = tables[name].features["label"]
-        used = {labels.int2str(label) for label in tables[name].unique("label")}
+    labelled = [name for name in images if depths[name] == depths[train]]
+    for name in images:
+        if name not in labelled:
+            logger.warning("split %r of %r has no labels and is left out", str(name), path)
+            continue
+        folder = images[name][0].parent.parent
+        used = {file.parent.name for file in images[name]}
         there = {entry.name for entry in folder.iterdir() if entry.is_dir()}
         if empty := {class_ for class_ in there - used if class_[0] not in "._"}:
             logger.warning("class folders of %s without an image: %s", folder, listed(empty))
-    return tables
+    return labelled
 
 
 def _check_metadata(files: Iterable[Path]) -> None:
@@ -356,12 +341,3 @@ def listed(names: Iterable[str]) -> str:
     """Return names for a message, the first five of them."""
     names = sorted(names)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _files(table: datasets.Dataset, most: int | None) -> list[Path]:
-    """Return the first files of a table of images; none, where it has the images themselves."""
-    if "image" not in table.features:
-        return []
-    rows = table.select_columns(["image"]).cast_column("image", datasets.Image(decode=False))
-    images = [row for row in rows[:most]["image"] if row and row["path"] and not row["bytes"]]
-    return [Path(row["path"]) for row in images]

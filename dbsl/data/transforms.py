@@ -62,9 +62,7 @@ class Transform:
     mean: Means  # subtracted from channels in [0, 1]
     std: Means  # then divides
     seed: int
-    # side of the centre crop of "none" over the image's shorter side; None: 1 of small images,
-    # `EVAL_CROP` of others
-    crop_pct: float | None = None
+    crop_pct: float = 1.0  # side of the centre crop of "none" over the image's shorter side
     interpolation: Interpolation = "bilinear"  # how "none" resizes
     pipeline: AugmentKwargs = field(default_factory=AugmentKwargs)  # what "timm" does
     erasing: EraseKwargs | None = None  # not for "none"
@@ -111,7 +109,7 @@ class Transform:
         sizes = np.asarray(sizes, dtype=np.float64)
         if self.augment == "paper":
             return np.hstack([np.zeros_like(sizes), sizes])
-        side = (self.crop_pct or EVAL_CROP) * sizes.min(1, keepdims=True)
+        side = self.crop_pct * sizes.min(1, keepdims=True)
         return np.hstack([(sizes - side) / 2, (sizes + side) / 2])
 
     def mirrored(self, samples: np.ndarray, epoch: int) -> np.ndarray:
@@ -139,9 +137,9 @@ class Transform:
     def _centre(self, images: torch.Tensor) -> torch.Tensor:
         """Return the central square of images [B, 3, S, S], the nearest whole pixels."""
         side = images.shape[-1]
-        cut = max(1, round(side * (self.crop_pct or 1)))
+        cut = max(1, round(side * self.crop_pct))
         first = (side - cut) // 2
-        return images[:, :, first : first + cut, first : first + cut] if cut < side else images
+        return images[:, :, first : first + cut, first : first + cut]
 
     def _resize(self, images: torch.Tensor) -> torch.Tensor:
         side, mode = self.resolution, self._mode
@@ -260,23 +258,19 @@ def upright(image: Image.Image) -> Image.Image:
 
 
 def cut(
-    image: Image.Image,
-    box: np.ndarray,
-    side: int,
-    mirror: bool = False,
-    resampling: Image.Resampling = Image.Resampling.BILINEAR,
+    image: Image.Image, box: np.ndarray, side: int, mirror: bool, resampling: Image.Resampling
 ) -> Image.Image:
     """Return a part of an image as RGB, [side, side], resized with antialiasing.
 
     It is resized straight from the image, without a copy in between. A JPEG that is not decoded yet
     and at least twice as large as needed is decoded at a half, a quarter or an eighth of its size.
     """
-    before, spare = image.size, min(box[2] - box[0], box[3] - box[1]) / side
+    (width, height), spare = image.size, min(box[2] - box[0], box[3] - box[1]) / side
     if spare >= 2 and hasattr(image, "draft"):
         scale = min(8, 2 ** int(math.log2(spare)))
-        drafted = image.draft(None, (before[0] // scale, before[1] // scale))
+        drafted = image.draft(None, (width // scale, height // scale))
         if drafted is not None:  # JPEG alone can
-            box = np.asarray(box) * (drafted[1][2] / before[0])
+            box = box * (drafted[1][2] / width)
     if image.mode != "RGB":
         image = image.convert("RGB")
     image = image.resize((side, side), resampling, box=tuple(map(float, box)))

@@ -194,8 +194,8 @@ class UnevenBatchSampler:
     def watch(self, model: nn.Module) -> None:
         """Measure the compute time of this process's steps, for ``balance="dynamic"``.
 
-        What it waits for others is left out. `model` may be wrapped in DDP, compiled, or sharded
-        with FSDP2 on the CPU.
+        What it waits for others is left out. `model` may be wrapped in DDP or compiled. FSDP2 is
+        refused: it waits inside both passes.
         """
         self._watch = Watch(model)
 

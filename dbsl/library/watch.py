@@ -2,14 +2,12 @@
 
 The clock runs from the model's forward pass to the end of its backward pass, where a callback of
 the autograd engine stops it: before DDP's own, which waits for the gradients of the others. It
-takes no communication hook. FSDP2 communicates inside both passes: its collectives are timed and
-left out.
+takes no communication hook.
 """
 
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,12 +27,16 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         inner = getattr(model, "module", model)
+        if any(isinstance(module, FSDPModule) for module in inner.modules()):
+            raise SettingError(
+                "watch needs a model whose parameters are whole: FSDP2 waits for other processes "
+                "inside both passes, set local_batch_sizes instead"
+            )
         self.samples = 0
         self._cuda = any(parameter.is_cuda for parameter in inner.parameters())
-        self._collectives = _timed_collectives(inner, self._cuda)
         self._began: Any = None
         self._ending = False
-        self._finished: list[tuple[int, Any, Any, float]] = []
+        self._finished: list[tuple[int, Any, Any]] = []
         inner.register_forward_pre_hook(self._begin)
         inner.register_forward_hook(self._catch_backward)
 
@@ -43,17 +45,16 @@ class Watch:
         finished, self._finished = self._finished, []
         if self._cuda:
             torch.cuda.synchronize()
-        return [
-            (samples, (a.elapsed_time(b) / 1000 if self._cuda else b - a) - waited)
-            for samples, a, b, waited in finished
-        ]
+        return [(n, a.elapsed_time(b) / 1000 if self._cuda else b - a) for n, a, b in finished]
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled() and self._began is None:
-            self._began, self._collectives.seconds = self._now(), 0.0
+            self._began = self._now()
 
     def _catch_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        for leaf in tree_leaves(output if isinstance(output, Tensor) else _plain(output)):
+        if not isinstance(output, Tensor) and hasattr(output, "__dict__"):
+            output = list(vars(output).values())  # torch does not know it as a container
+        for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._backward_begins)
 
@@ -63,7 +64,7 @@ class Watch:
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
-        self._finished.append((self.samples, self._began, self._now(), self._collectives.seconds))
+        self._finished.append((self.samples, self._began, self._now()))
         self._began, self._ending = None, False
 
     def _now(self) -> Any:
@@ -72,40 +73,3 @@ class Watch:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-def _plain(output: Any) -> Any:
-    """Return the tensors of an output that torch does not know as a container."""
-    return list(vars(output).values()) if hasattr(output, "__dict__") else output
-
-
-def _timed_collectives(model: nn.Module, cuda: bool) -> SimpleNamespace:
-    """Have FSDP2's collectives add up the seconds that they take, as `seconds` of the result."""
-    spent = SimpleNamespace(seconds=0.0)
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not sharded:
-        return spent
-    if cuda:
-        raise SettingError(
-            "watch needs a model on the CPU where FSDP2 shards it: on CUDA its collectives are "
-            "not told apart from computing, got a CUDA model"
-        )
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp
-
-    gather, scatter = (
-        _timed(kind, spent)() for kind in (fsdp.DefaultAllGather, fsdp.DefaultReduceScatter)
-    )
-    for module in sharded:
-        module.set_custom_all_gather(gather)
-        module.set_custom_reduce_scatter(scatter)
-    return spent
-
-
-def _timed(collective: type, spent: SimpleNamespace) -> type:
-    class Timed(collective):
-        def __call__(self, *args: Any, async_op: bool = False, **kwargs: Any) -> None:
-            began = time.perf_counter()
-            super().__call__(*args, async_op=False, **kwargs)  # whose waiting has an end to measure
-            spent.seconds += time.perf_counter() - began
-
-    return Timed

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ from dbsl.plan.ledger import Ledger, Members, TurnSampler
 from dbsl.plan.machines import (
     KnownWorkers,
     SpeedEstimate,
-    TimedWorkers,
     balanced_sizes,
     bounded_split,
     check_global_batch,
@@ -41,7 +40,6 @@ from dbsl.plan.types import (
     TimeModel,
     Turn,
     WorkerPlan,
-    report_from_plain,
 )
 
 DEAD_BAND = 0.05  # relative gain in time below which a plan stays
@@ -83,7 +81,8 @@ class Planner:
         self._epochs = [0] * workers  # epoch of each worker's last report
         self._speeds = [SpeedEstimate() for _ in range(workers)]
         self._refine_at = 2  # measurements of each worker
-        self._since: defaultdict[int, list[RoundReport]] = defaultdict(list)  # last change, dbs
+        # By worker: samples and compute time since the last change, for dbs.
+        self._since: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros(2))
 
     def at(self, epoch: int, round_: int = 0) -> Segment:
         """Return the plan in force in a round of an epoch."""
@@ -91,7 +90,9 @@ class Planner:
         if epoch in ledger.kept or self.balance == "none":
             return ledger.at(epoch, round_)
         if epoch not in ledger.segments:
-            ledger.segments[epoch] = [Segment(self._renewed(epoch, 0, ledger.current_at(epoch)))]
+            ledger.segments[epoch] = [
+                Segment(self._renewed(epoch, 0, ledger.planned(epoch)[0].plan))
+            ]
             ledger.decided[epoch] = 1
             # Plans of epochs that every worker has left behind are forgotten.
             slowest = min(self._epochs[worker] for worker in self.members.active)
@@ -110,9 +111,8 @@ class Planner:
 
         It decides nothing and needs no lock.
         """
-        if self.balance != "none" and epoch not in self.ledger.segments:
-            return None
-        segment = self.ledger.at(epoch, round_)
+        known = self.balance == "none" or epoch in self.ledger.segments
+        segment = self.ledger.at(epoch, round_) if known else None
         return segment and segment.plan
 
     def is_boundary(self, epoch: int, round_: int) -> bool:
@@ -126,17 +126,12 @@ class Planner:
         if self.balance == "none" or not report.steps or report.compute_time_s <= 0:
             return
         if self.balance == "dbs":
-            # The log keeps the lines: a checkpoint need not have them, too.
-            self._since[report.worker].append(replace(report, lines=()))
+            self._since[report.worker] += report.samples, report.compute_time_s
         self._speeds[report.worker].observe(
             self._models[report.resolution][report.worker],
             report.samples / report.steps,
             report.compute_time_s / report.steps,
         )
-
-    def leave_out(self, workers: Collection[int]) -> None:
-        """Plan without workers that are not there when the run begins."""
-        self._begin_with(self._plans_of(self.members.active - set(workers)))
 
     def join(self, worker: int, last: int) -> int:
         """Plan with one more worker from the first epoch on that nobody has begun.
@@ -224,7 +219,7 @@ class Planner:
             "begun": self._begun,
             "speeds": [speed.state_dict() for speed in self._speeds],
             "refine_at": self._refine_at,
-            "since": {w: [asdict(r) for r in reports] for w, reports in self._since.items()},
+            "since": {worker: sums.tolist() for worker, sums in self._since.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -234,8 +229,7 @@ class Planner:
         for speed, saved in zip(self._speeds, state["speeds"], strict=True):
             speed.load_state_dict(saved)
         self._since.clear()
-        for worker, reports in state["since"].items():
-            self._since[worker] = [report_from_plain(report) for report in reports]
+        self._since.update({worker: np.array(sums) for worker, sums in state["since"].items()})
 
     def estimates(self, resolution: int) -> TimeModel:
         """Return the workers' time models at a resolution, as estimated so far."""
@@ -290,12 +284,7 @@ class Planner:
         active = sorted(self.members.active)
         if not self._since.keys() >= set(active):  # since the last change
             return plan
-        samples, times_s = np.array(
-            [
-                (sum(r.samples for r in rows), sum(r.compute_time_s for r in rows))
-                for rows in (self._since[worker] for worker in active)
-            ]
-        ).T
+        samples, times_s = np.array([self._since[worker] for worker in active]).T
         self._since.clear()
         speeds = samples / times_s
         planned = self._first[resolution]
@@ -336,14 +325,13 @@ class PlanMaker:
         self._small = {
             r: [size or 0 for size in row] for r, row in zip(resolutions, small, strict=True)
         }
-        by_hand = tuple(config.local_batch_sizes or ())
+        by_hand = config.local_batch_sizes or ()
         if len(by_hand) not in (0, workers, workers * len(resolutions)):
             raise SettingError(
                 f"local_batch_sizes must have one value per worker ({workers}), got {len(by_hand)}"
             )
-        if len(by_hand) == workers:
-            by_hand *= len(resolutions)
-        rows = [list(by_hand[i : i + workers]) for i in range(0, len(by_hand), workers)]
+        rows = [by_hand[i : i + workers] for i in range(0, len(by_hand), workers)]
+        rows *= len(resolutions) if len(rows) == 1 else 1
         self._by_hand = dict(zip(resolutions, rows, strict=False))  # of none where none are given
 
     def first(self, resolution: int, say: Callable[[str], object]) -> Plan:
@@ -391,9 +379,8 @@ class PlanMaker:
         shares = bounded_split(plan.samples, proportions, lowest, plan.samples)
         sizes = np.minimum([w.local_batch_size for w in planned], shares // rules.rounds)
         steps = steps_in_shares(shares, sizes, rules.rounds)
-        model = TimedWorkers.of(workers, sizes, models).model
         weights = merge_weights(shares / shares.max(), rules.factor)
-        times, simplified_s = model.time(shares, steps), shares * model.sample_time(sizes)
+        times, simplified_s = models.time(shares, steps), shares * models.sample_time(sizes)
         small = np.array([worker.small for worker in planned])
         rows = rows_of(sizes, shares, steps, weights, times, simplified_s, small)
         return self._of_all(replace(plan, workers=rows), active)
@@ -446,7 +433,7 @@ class PlanMaker:
         if self._by_hand:
             return np.array(self._by_hand[resolution])
         total, limits = self._total(resolution), self._limits(resolution)
-        check_global_batch(total, workers, limits, self.least)
+        check_global_batch(total, limits, self.least)
         if total > self._samples:
             raise SettingError(
                 f"global_batch_size must be at most the {self._samples} training samples, "
@@ -464,5 +451,5 @@ class PlanMaker:
 
     def _limits(self, resolution: int) -> np.ndarray:
         """Return the most that each worker may take of a joint step, int64 [n]."""
-        total, limits = self._total(resolution), self._known.limits[resolution]
-        return np.full(self._config.workers, total) if limits is None else np.minimum(limits, total)
+        total, limits = self._total(resolution), self._known.limits or {}
+        return np.minimum(limits.get(resolution, [total] * self._config.workers), total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,13 +26,6 @@ class Members:
         self.active = set(range(workers))  # those that are there
         self.newcomers: set[int] = set()  # have joined, and have not begun a round
         self.inside: set[int] = set()  # have begun a round, and not pushed it
-
-    @staticmethod
-    def of(state: Mapping[str, Any], rounds: int) -> Members:
-        """Return the members whose `state_dict` was saved."""
-        members = Members(0, rounds)
-        members.load_state_dict(state)
-        return members
 
     @property
     def lost(self) -> set[int]:
@@ -147,15 +140,6 @@ class TurnSampler:
         return sum(len(part.indices) for step in self.steps(segment, turn) for part in step.parts)
 
 
-class RoundAhead(NamedTuple):
-    """A round that is still to come, its plan, and the workers whose pushes it lacks."""
-
-    epoch: int
-    round: int
-    segment: Segment
-    workers: list[int]
-
-
 class Ledger:
     """By epoch: the plans that its rounds have, whatever is measured later.
 
@@ -171,13 +155,9 @@ class Ledger:
         self.kept: set[int] = set()  # epochs of which all rounds keep their plans
         self._resolution_at = resolution_at
 
-    def current_at(self, epoch: int) -> Plan:
-        """Return the last plan of an epoch's resolution."""
-        return self.current[self._resolution_at(epoch)]
-
     def planned(self, epoch: int) -> list[Segment]:
         """Return the plans of an epoch's rounds, as far as they are known."""
-        return self.segments.get(epoch) or [Segment(self.current_at(epoch))]
+        return self.segments.get(epoch) or [Segment(self.current[self._resolution_at(epoch)])]
 
     def at(self, epoch: int, round_: int) -> Segment | None:
         """Return the plan of a round; None: it was over before those that are known."""
@@ -199,8 +179,8 @@ class Ledger:
             self.decided.pop(epoch, None)
             self.kept.discard(epoch)
 
-    def ahead(self, members: Members, *, again: bool) -> Iterator[RoundAhead]:
-        """Yield each round from the lowest on that some worker has not pushed.
+    def ahead(self, members: Members, *, again: bool) -> Iterator[tuple[Turn, Segment]]:
+        """Yield each round from the lowest on with the workers that have not pushed it, its plan.
 
         It goes on to the end of the epochs that any worker has begun, or that keep the plan of
         before a loss. Nothing of a lost worker's share is to come: it was counted as lost. All do
@@ -211,12 +191,9 @@ class Ledger:
         stop = max(-(-begun // rounds), *(epoch + 1 for epoch in self.kept), 0)
         for moment in range(lowest, stop * rounds):
             epoch, round_ = divmod(moment, rounds)
-            workers = [
-                worker
-                for worker in sorted(members.active)
-                if members.clocks[worker] <= moment or (again and moment == lowest)
-            ]
-            yield RoundAhead(epoch, round_, self.at(epoch, round_), workers)
+            everyone = again and moment == lowest
+            lacking = (w for w in sorted(members.active) if everyone or members.clocks[w] <= moment)
+            yield Turn(tuple(lacking), epoch, round_), self.at(epoch, round_)
 
     def under_way(self, members: Members, last: int) -> range:
         """Return the epochs that a worker has begun, or that are planned, and are not complete.
@@ -254,13 +231,15 @@ class Ledger:
         }
 
 
-def left_of_epochs(ahead: Iterable[RoundAhead], sampler: TurnSampler) -> dict[int, Ranges]:
+def left_of_epochs(
+    ahead: Iterable[tuple[Turn, Segment]], sampler: TurnSampler
+) -> dict[int, Ranges]:
     """Return what is left of each epoch that has begun, as places in its order."""
     left: dict[int, list[tuple[int, int]]] = {}
-    for epoch, round_, segment, workers in ahead:
-        ranges = left.setdefault(epoch, [])
-        for worker in workers:
-            ranges += sampler.sampler(segment).places(worker, round_)
+    for turn, segment in ahead:
+        ranges = left.setdefault(turn.epoch, [])
+        for worker in turn.workers:
+            ranges += sampler.sampler(segment).places(worker, turn.round)
     return {epoch: _joined(ranges) for epoch, ranges in left.items()}
 
 
@@ -268,7 +247,6 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> Ranges:
     joined: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         if joined and joined[-1][1] == begin:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((begin, end))
+            begin, _ = joined.pop()
+        joined.append((begin, end))
     return tuple(joined)

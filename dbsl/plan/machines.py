@@ -32,8 +32,8 @@ class KnownWorkers:
 
     models: dict[int, TimeModel]  # of arrays [n]
     large_batch_sizes: dict[int, list[int]]  # samples of a large step
-    limits: dict[int, np.ndarray | None]  # most samples a step, [n]; None: no bound
     measured: bool  # whether the time models were measured, not given
+    limits: dict[int, list[int]] | None = None  # most samples a step; None: no bound
     micro_batch_sizes: dict[int, list[int]] | None = None  # most samples at once; None: any
     # Most samples of a batch that fit into memory; None: it was not measured.
     fits: dict[int, list[int | None]] | None = None
@@ -154,9 +154,9 @@ class SpeedEstimate:
 
     def __init__(self) -> None:
         self.factors = np.ones(2)  # u, v
-        self._covariance = np.eye(2) * _PRIOR**2
+        self.covariance = np.eye(2) * _PRIOR**2
         self.measured = 0  # before the first measurement all is plan
-        self._outlier = 0.0  # the last measurement's deviation, if it was set aside
+        self.outlier = 0.0  # the last measurement's deviation, if it was set aside
 
     def observe(self, planned: TimeModel, local_batch_size: float, step_time_s: float) -> None:
         """Take in the measured time of a step."""
@@ -167,37 +167,30 @@ class SpeedEstimate:
         direction, measured = parts / expected, step_time_s / expected
         scale = float(direction @ self.factors)
         noise = (NOISE * max(scale, _LOWEST)) ** 2
-        self._covariance += np.eye(2) * (_DRIFT * scale) ** 2
+        self.covariance += np.eye(2) * (_DRIFT * scale) ** 2
         error = measured - scale
-        variance = float(direction @ self._covariance @ direction) + noise
+        variance = float(direction @ self.covariance @ direction) + noise
         deviation = error / math.sqrt(variance)
-        before, self._outlier = self._outlier, 0.0
+        before, self.outlier = self.outlier, 0.0
         self.measured += 1
         if abs(deviation) > _OUTLIER:
             if self.measured > 1 and abs(deviation) < _JUMP and before * deviation <= 0:
-                self._outlier = deviation  # wait for the next to tell
+                self.outlier = deviation  # wait for the next to tell
                 return
             # The time has changed, beyond noise: forget how sure the estimate was.
-            self._covariance += np.eye(2) * error**2 / float(direction @ direction)
-            variance = float(direction @ self._covariance @ direction) + noise
-        gain = self._covariance @ direction / variance
+            self.covariance += np.eye(2) * error**2 / float(direction @ direction)
+            variance = float(direction @ self.covariance @ direction) + noise
+        gain = self.covariance @ direction / variance
         self.factors = np.maximum(self.factors + gain * error, _LOWEST)
-        self._covariance -= np.outer(gain, direction @ self._covariance)
+        self.covariance -= np.outer(gain, direction @ self.covariance)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the estimate in plain numbers."""
-        return {
-            "factors": self.factors.tolist(),
-            "covariance": self._covariance.tolist(),
-            "measured": self.measured,
-            "outlier": self._outlier,
-        }
+        return {name: np.asarray(value).tolist() for name, value in vars(self).items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        self.factors = np.array(state["factors"])
-        self._covariance = np.array(state["covariance"])
-        self.measured, self._outlier = state["measured"], state["outlier"]
+        self.__dict__ |= {k: np.array(v) if isinstance(v, list) else v for k, v in state.items()}
 
     def model(self, planned: TimeModel) -> TimeModel:
         """Return the time model as estimated, for a resolution with this planned one."""
@@ -212,10 +205,10 @@ class SpeedEstimate:
 def split_batch(samples: int, sizes: Sequence[int] | np.ndarray, least: int = 1) -> np.ndarray:
     """Split the samples of a joint step in proportion to its parts' `sizes`, int64 [n].
 
-    Parts come to `samples` exactly. Each has at least `least` samples (or its size, if that is
-    less) or none: of too few samples the largest parts get some. None is above its size, but where
-    what is left is less than `least`: three samples for two parts of 2 are 3 and none; and where
-    there are more samples than all sizes: the largest part takes the rest.
+    Each part has at least `least` samples (or its size, if that is less) or none: of too few the
+    largest parts get some. None is above its size, but where what is left is less than `least`:
+    three samples for two parts of 2 are 3 and none; and where there are more samples than all
+    sizes: the largest part takes the rest.
     """
     sizes = np.array(sizes, dtype=np.int64)
     if samples >= sizes.sum():
@@ -272,8 +265,7 @@ def balanced_sizes(
     T is at least the highest of them with any sizes.
     """
     slopes, intercepts = model.slope, model.intercept
-    workers = len(slopes)
-    check_global_batch(global_batch_size, workers, limits, least)
+    check_global_batch(global_batch_size, limits, least)
 
     def held(time_s: float) -> np.ndarray:
         return np.clip((time_s - intercepts) / slopes, least, limits)
@@ -289,7 +281,7 @@ def balanced_sizes(
         times = np.where(sizes > least, slopes * sizes + intercepts, -np.inf)
         sizes[int(times.argmax())] -= 1
     with_one_more = slopes * (sizes + 1) + intercepts
-    queue = [(with_one_more[i], i) for i in range(workers) if sizes[i] < limits[i]]
+    queue = [(with_one_more[i], i) for i in range(len(sizes)) if sizes[i] < limits[i]]
     heapq.heapify(queue)
     for _ in range(global_batch_size - int(sizes.sum())):
         _, i = heapq.heappop(queue)
@@ -299,12 +291,11 @@ def balanced_sizes(
     return sizes
 
 
-def check_global_batch(
-    global_batch_size: int, workers: int, limits: np.ndarray, least: int = 1
-) -> None:
+def check_global_batch(global_batch_size: int, limits: np.ndarray, least: int = 1) -> None:
     """Raise ``SettingError`` unless each worker can have `least` samples of the global batch."""
-    if not least * workers <= global_batch_size <= int(limits.sum()):
+    lowest, highest = least * len(limits), int(limits.sum())
+    if not lowest <= global_batch_size <= highest:
         raise SettingError(
-            f"global_batch_size must be in [{least * workers}, {limits.sum()}], {least} a worker "
-            f"up to what all workers hold, got {global_batch_size}"
+            f"global_batch_size must be in [{lowest}, {highest}], {least} a worker up to what all "
+            f"workers hold, got {global_batch_size}"
         )

@@ -1,14 +1,10 @@
-r"""Who trains on how much, in which batches: plans from a model of step time.
+"""Who trains on how much, in which batches: plans from a model of step time.
 
 Pure functions. Dual-batch plans are those of Lu, Liu, Hong and Wu, "Dual Batch Size Learning"
 (COMPSAC 2022, doi 10.1109/COMPSAC54236.2022.00110) and of its journal version (arXiv 2509.26092);
 equation numbers below are theirs. Unequal workers are planned by the same balance. The small
 workers come first. In joint steps a worker's weight is its part of the global batch, b_i/B, so that
 the weighted gradients sum to that of the joined batch (Ye, Zhou, Shi, Sun, Lv, arXiv 2007.11831).
-From the shell::
-
-    python -m dbsl.plan --samples 50000 --workers 4 --small-workers 3 --time-ratio 1.05 \
-        --large-batch-size 500 --slope 0.00056607 --intercept 0.014041204118283607
 """
 
 from __future__ import annotations
@@ -21,8 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dbsl.base.errors import SettingError
-from dbsl.config.complete import says_unlike
-from dbsl.config.settings import Rounding, RunConfig, UpdateFactor
+from dbsl.config.settings import Rounding, UpdateFactor
 from dbsl.plan.machines import (
     TimedWorkers,
     bounded_split,
@@ -30,7 +25,7 @@ from dbsl.plan.machines import (
     split_batch,
     steps_in_shares,
 )
-from dbsl.plan.sampler import steps_of_epoch
+from dbsl.plan.sampler import cuts_of_epoch
 from dbsl.plan.types import NoPlanError, Plan, TimeModel, WorkerPlan
 
 DEFAULT_TIME_RATIO = 1.05
@@ -139,14 +134,15 @@ class _DualBatch:
         sizes = self._batch_sizes(batch)
         shares = largest_remainder(machines.speeds(sizes), samples)
         if published:
-            exact = self._published_shares(published[0])
+            small, exact = self.small_workers, np.full(len(sizes), published[0])
+            exact[:small] = largest_remainder(np.ones(small), samples - int(exact[small:].sum()))
             times = machines.times(exact, sizes, rounds)
             if times.max() - times.min() <= rounds * machines.model.time(sizes).max():
                 shares = exact
             else:  # rounding a B_S of a few samples has moved the times
+                published = None
                 note = f"small batch rounded to {batch}, samples moved to finish together"
                 self.notes.append(note)
-                published = None
         if machines.equal:
             self._check_fits(batch, shares)
         shares, sizes = self._fit_rounds(shares, sizes)
@@ -179,10 +175,9 @@ class _DualBatch:
         model = machines.model
         fixed = np.maximum(model.intercept, model.floor)[: self.small_workers]
         if (fixed <= 0).all():
-            eighth = max(self.rules.min_batch_size, int(machines.limits[0]) // 8)
             raise NoPlanError(
-                "intercept must be above 0 s for a small batch to exist, got "
-                f"{model.intercept[0]:g}{self._nearest(eighth)}"
+                "intercept must be above 0 s for a small batch to exist, "
+                f"got {model.intercept[0]:g}"
             )
         speeds = machines.speeds(machines.limits)
         large_part = float(speeds[self.small_workers :].sum() / speeds.sum())
@@ -201,64 +196,56 @@ class _DualBatch:
         if ratio * large_part >= 1:
             raise SettingError(
                 f"time_ratio must be below {1 / large_part:.4g} (beyond it the large workers take "
-                f"all samples), got {ratio}{self._nearest(self.rules.min_batch_size)}"
+                f"all samples), got {ratio}{self._nearest()}"
             )
         return ratio
 
     def _small_batch(self, ratio: float) -> tuple[int, tuple[int, int] | None]:
-        """Return B_S; for equal workers also the whole d_L, and the d_S that it leaves."""
-        machines, least = self.machines, self.rules.min_batch_size
-        model = machines.model[0]
-        batch, published = self._exact_batch(ratio)
-        if batch < least:
-            bound = (
-                f"the solved small batch must be at least min_batch_size={least}, "
-                f"got {batch} (time_ratio {ratio:g}, slope {model.slope:g}, intercept "
-                f"{model.intercept:g})"
-            )
-            if not self.rules.clamp:
-                raise NoPlanError(bound)
-            batch, published = least, None
-            self.notes.append(f"{bound}; taken as {batch}, samples moved to finish together")
-        largest = int(machines.limits[: self.small_workers].max())
-        if batch > NEARLY_LARGE * largest:
-            self.notes.append(_nearly_large(model, batch, largest))
-        return batch, published
-
-    def _exact_batch(self, ratio: float) -> tuple[int, tuple[int, int] | None]:
-        """Return `_small_batch`'s result without bounds.
+        """Return B_S; for equal workers also the whole d_L, and the d_S that it leaves.
 
         B_S follows from the exact time and the whole d_S, and is rounded once. Both pieces of a
         step's time, the line and the floor, bound it from below: the larger bound holds.
         """
-        machines, samples, to_integer = self.machines, self.samples, self.rules.to_integer
+        machines, samples, rules, published = self.machines, self.samples, self.rules, None
         workers, small_workers = len(machines.limits), self.small_workers
-        if not machines.equal:
+        model, limit = machines.model[0], int(machines.limits[:small_workers].max())
+        if machines.equal:
+            large = rules.to_integer(ratio * samples / workers)
+            rest = samples - large * (workers - small_workers)
+            if rest < small_workers:
+                raise SettingError(
+                    f"time_ratio must leave every small worker a sample of {samples}, got "
+                    f"{ratio:g}{self._nearest()}"
+                )
+            published = large, rules.to_integer(rest / small_workers)
+            time_s = ratio * model.sample_time(limit) * samples / workers
+            sample_time = time_s / published[1]  # small workers'
+            exact = model.intercept / (sample_time - model.slope)
+            if model.floor and sample_time > model.slope:
+                exact = max(exact, model.floor / sample_time)
+            # Whole samples may use up a ratio close to 1: then both batches are equally large.
+            batch = rules.to_integer(exact) if 0 < exact <= limit else limit
+        else:
             time_s = ratio * machines.balanced_time(samples, machines.limits)
             large_speeds = machines.speeds(machines.limits)[small_workers:]
             rest = samples - time_s * float(large_speeds.sum())
-            return to_integer(machines.common_batch(small_workers, time_s, rest)), None
-        model, limit = machines.model[0], int(machines.limits[0])
-        large = to_integer(ratio * samples / workers)
-        rest = samples - large * (workers - small_workers)
-        if rest < small_workers:
-            raise SettingError(
-                f"time_ratio must leave every small worker a sample of {samples}, got {ratio:g}"
-                f"{self._nearest(self.rules.min_batch_size)}"
+            batch = rules.to_integer(machines.common_batch(small_workers, time_s, rest))
+        if batch < (least := rules.min_batch_size):
+            bound = (
+                f"the solved small batch must be at least min_batch_size={least}, got {batch} "
+                f"(time_ratio {ratio:g}, slope {model.slope:g}, intercept {model.intercept:g})"
             )
-        small = to_integer(rest / small_workers)
-        time_s = ratio * model.sample_time(limit) * samples / workers
-        sample_time = time_s / small  # small workers'
-        exact = model.intercept / (sample_time - model.slope)
-        if model.floor and sample_time > model.slope:
-            exact = max(exact, model.floor / sample_time)
-        # Whole samples may use up a ratio close to 1: then both batches are equally large.
-        batch = to_integer(exact) if 0 < exact <= limit else limit
-        return batch, (large, small)
+            if not rules.clamp:
+                raise NoPlanError(bound)
+            batch, published = least, None
+            self.notes.append(f"{bound}; taken as {batch}, samples moved to finish together")
+        if batch > NEARLY_LARGE * limit:
+            self.notes.append(_nearly_large(model, batch, limit))
+        return batch, published
 
-    def _nearest(self, batch: int) -> str:
-        """Return what a plan with this small batch would be, for the end of an error."""
-        machines, samples = self.machines, self.samples
+    def _nearest(self) -> str:
+        """Return what a plan with the least small batch would be, for the end of an error."""
+        machines, samples, batch = self.machines, self.samples, self.rules.min_batch_size
         sizes = np.where(self._is_small, np.minimum(batch, machines.limits), machines.limits)
         try:
             all_large_s = machines.balanced_time(samples, machines.limits)
@@ -283,13 +270,6 @@ class _DualBatch:
                 "they hold"
             )
         return np.where(self._is_small, np.minimum(batch, limits), limits)
-
-    def _published_shares(self, large_samples: int) -> np.ndarray:
-        """Return shares, int64 [n]: d_L for each large worker, the rest over the small ones."""
-        small, shares = self.small_workers, np.full(len(self.machines.limits), large_samples)
-        rest = self.samples - large_samples * (len(shares) - small)
-        shares[:small] = largest_remainder(np.ones(small), rest)
-        return shares
 
     def _published_terms(
         self, sizes: np.ndarray, published: tuple[int, int] | None
@@ -403,13 +383,10 @@ def plan_steps(
 ) -> Plan:
     """Plan an epoch of joint steps in which worker i takes `sizes[i]` samples of each, b_i >= 1.
 
-    Their sum is the global batch B. All workers take the same number of steps, the fewest that an
-    epoch needs. Sizes of steps differ by at most one and are split in the same proportions (see
-    `StepSampler`), in parts of at least `least` samples or none. With `drop_last` only whole global
-    batches are trained on. Of the rules these two count here.
+    Their sum is the global batch B. All workers take the same number of steps (see `StepSampler`),
+    split in the same proportions. Of the rules `least` and `drop_last` count here.
     """
-    least, drop_last = rules.least, rules.drop_last
-    sizes = np.asarray(sizes, dtype=np.int64)
+    least, sizes = rules.least, np.asarray(sizes, dtype=np.int64)
     if len(sizes) != len(time_models):
         raise SettingError(
             f"local_batch_sizes must have one value per worker ({len(time_models)}), "
@@ -423,11 +400,9 @@ def plan_steps(
             f"local_batch_sizes must sum to at most the {samples} training samples, "
             f"got {global_batch_size} in all"
         )
-    steps = steps_of_epoch(samples, global_batch_size, drop_last=drop_last, least=least)
-    trained = steps * global_batch_size if drop_last else samples
-    size, larger = divmod(trained, steps)  # steps of one sample more
-    shares = (steps - larger) * split_batch(size, sizes, least)
-    shares += larger * split_batch(size + 1, sizes, least) if larger else 0
+    batches = np.diff(cuts_of_epoch(samples, global_batch_size, least, rules.drop_last))
+    steps, kinds = len(batches), zip(*np.unique(batches, return_counts=True), strict=True)
+    shares = sum(count * split_batch(int(size), sizes, least) for size, count in kinds)
     model, all_steps = TimeModel.of(time_models, len(sizes)), np.full(len(sizes), steps)
     times, weights = model.time(shares, steps), sizes / global_batch_size
     equal = largest_remainder(np.ones(len(sizes)), int(shares.sum()))
@@ -449,36 +424,9 @@ def check_parts(
 
     Batch norm over all workers is an exchange inside the forward pass, which each must take.
     """
-    size = samples // steps_of_epoch(samples, global_batch_size)
+    size = int(np.diff(cuts_of_epoch(samples, global_batch_size)).min())
     if not drop_last and size < workers * least:
         raise SettingError(
             f"drop_last must be true with sync_batch_norm where a joint step has {size} samples "
             f"for {workers} workers, which need {least} each, got false"
         )
-
-
-def count_workers(config: RunConfig, processes: int) -> tuple[int, int]:
-    """Return the number of workers and of small workers among them.
-
-    One process holds all workers; of several, each is one, but for a dedicated server. Unless told
-    otherwise one process has 4 workers where something is said of unlike ones, else 1: on equal
-    samples several workers cost accuracy. A ratio above 0 makes at least one small worker.
-    """
-    workers, small_workers = config.workers, config.small_workers
-    small_ratio, dedicated_server = config.small_ratio, config.dedicated_server
-    if processes == 1:
-        if dedicated_server:
-            raise SettingError("dedicated_server must have at least 2 processes, got 1")
-        total = workers if workers is not None else 4 if says_unlike(config) else 1
-    else:
-        total = processes - dedicated_server
-        if workers not in (None, total):
-            what = "processes less the dedicated server" if dedicated_server else "processes"
-            raise SettingError(f"workers must equal the number of {what} ({total}), got {workers}")
-    if small_workers is None:
-        small_workers = max(1, round_half_up(small_ratio * total)) if small_ratio > 0 else 0
-    if small_workers > total:
-        raise SettingError(
-            f"small_workers must be at most the workers ({total}), got {small_workers}"
-        )
-    return total, small_workers

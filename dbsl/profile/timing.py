@@ -29,12 +29,12 @@ from dbsl.cluster.weights import compile_in_place
 from dbsl.cluster.wire import wait_for_all
 from dbsl.config.settings import ClipMode
 from dbsl.data.sources import Batch, image_batch
-from dbsl.library.planning import TOLERANCE, fit_time_model, measure_step_times
 from dbsl.loss import LossOf
 from dbsl.model import set_training
 from dbsl.optimizer import BuildOptimizer, build_optimizer, make_clip
 from dbsl.plan.sampler import Part, micro_parts
 from dbsl.plan.types import TimeModel
+from dbsl.profile.fit import TOLERANCE, fit_time_model, measure_step_times
 from dbsl.profile.memory import MemoryModel, PeakMemory, without_trials
 
 timm = lazy_import("timm")

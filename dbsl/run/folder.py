@@ -5,7 +5,6 @@ Processes of one run have the same settings and the same code, or none of them b
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -16,8 +15,10 @@ import sys
 import sysconfig
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from dbsl.base.errors import SettingError
 from dbsl.base.files import write_text
 from dbsl.base.machine import launched_precision, remember
 from dbsl.base.words import as_given, px
-from dbsl.cluster.wire import refused_by_all, share_from, share_text
+from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_from, share_text
 from dbsl.config.complete import RESOLVED
 from dbsl.config.fields import Role, with_role
 from dbsl.config.hooks import defaults_of_extras
@@ -99,12 +100,9 @@ class RunFolder:
         rows = {px(resolution) or "plan": asdict(plan) for resolution, plan in plans.items()}
         write_text(self.path / "plan.json", json.dumps(rows, indent=2))
         # Extras' defaults are left out: a run that uses none reads back without them.
-        unsaid = with_role(type(given), Role.COMMAND), defaults_of_extras()
-        settings = {
-            name: value
-            for name, value in asdict(given).items()
-            if name not in unsaid[0] and (name not in unsaid[1] or value != unsaid[1][name])
-        }
+        commands, unused = with_role(type(given), Role.COMMAND), defaults_of_extras().items()
+        said = (pair for pair in asdict(given).items() if pair not in unused)
+        settings = {name: value for name, value in said if name not in commands}
         write_text(self.path / "config.yaml", config_to_yaml(settings, resolved))
         write_code(self.path, code)
 
@@ -121,35 +119,29 @@ class RunFolder:
             self._lock.release()
             self._lock = None
         while self._made:
-            with contextlib.suppress(OSError):  # not empty, or never made
+            with suppress(OSError):  # not empty, or never made
                 self._made.pop(0).rmdir()
 
     def _open(self, new: bool, named: bool) -> None:
-        path, number = self.path, 1
-        while not self._make():
-            if named:
+        path = self.path
+        for number in count(2):
+            self._made = [p for p in (self.path, *self.path.parents) if not p.exists()]
+            try:
+                self.path.mkdir(parents=True)
+            except FileExistsError:
+                self._made = []
+            if named or self._made:
                 break
-            number += 1
             self.path = path.with_name(f"{path.name}-{number}")
         if not self.path.is_dir():
             raise SettingError(f"output_dir must be a folder, got file {self.path}")
         inside = {entry.name for entry in self.path.iterdir()} - {LOCK}
         if new and inside:
-            has_run = "config.yaml" in inside
-            hint = "; --resume auto goes on with the run in it" if has_run else ""
+            hint = "; --resume auto goes on with the run in it" * ("config.yaml" in inside)
             raise SettingError(
                 f"output_dir must be a new folder, got {self.path}, which exists{hint}"
             )
         self._take_lock()
-
-    def _make(self) -> bool:
-        """Make the folder; say whether it was not there."""
-        self._made = [p for p in (self.path, *self.path.parents) if not p.exists()]
-        try:
-            self.path.mkdir(parents=True)
-        except FileExistsError:
-            self._made = []
-        return bool(self._made)
 
     def _take_lock(self) -> None:
         path = self.path / LOCK
@@ -199,28 +191,36 @@ def settings_in(folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Code:
-    """What this process has loaded."""
+    """What this process has loaded, and is not installed; and dbsl, wherever it is."""
 
-    script: str  # name of the file that was started; empty: none, as in a notebook
-    # Contents of the script, and of what was imported that is neither dbsl nor installed, by name.
+    # Contents by name: first the script, then dbsl's.
     files: Mapping[str, bytes]
-    sums: Mapping[str, str]  # SHA-256 of these and of dbsl's files, by name
+
+    @cached_property
+    def sums(self) -> dict[str, str]:
+        """SHA-256 of the files, by name."""
+        return {name: hashlib.sha256(content).hexdigest() for name, content in self.files.items()}
 
 
 def read_code() -> Code:
     """Return the code of this process, as it is on the disk."""
     script = _script()
     names = {str(script): script.name} if script else {}
-    for name, module in sorted(sys.modules.items()):
+    dbsl_first = sorted(sys.modules.items(), key=lambda it: (not it[0].startswith("dbsl"), it[0]))
+    for name, module in dbsl_first:
         path = getattr(module, "__dict__", {}).get("__file__")
-        if name != "__main__" and isinstance(path, str) and _is_own(path):
+        own = isinstance(path, str) and (_is_own(path) or path.startswith(_NOT_OWN[0]))
+        if own and name != "__main__":
             package = "/__init__" * (Path(path).stem == "__init__")
             # The script may be there by another name, too.
             names.setdefault(str(Path(path).absolute()), f"{name.replace('.', '/')}{package}.py")
-    files = {name: Path(path).read_bytes() for path, name in names.items() if os.path.isfile(path)}
-    sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    first = {script.name: sums[script.name]} if script else {}
-    return Code(script.name if script else "", files, first | _sums_of_dbsl() | sums)
+    return Code({name: Path(p).read_bytes() for p, name in names.items() if os.path.isfile(p)})
+
+
+def script_of(sums: Mapping[str, str]) -> str:
+    """Return the name of the script whose code has these sums; empty: none, as in a notebook."""
+    first = next(iter(sums))
+    return "" if first.startswith("dbsl/") else first
 
 
 def unlike(one: Mapping[str, str], other: Mapping[str, str]) -> str:
@@ -230,16 +230,20 @@ def unlike(one: Mapping[str, str], other: Mapping[str, str]) -> str:
     return ", ".join(names[:_MOST]) + more
 
 
-def kept_code(run_folder: Path) -> list[Path]:
-    """Return the folders of the code that a run was trained by, the first first."""
+def kept_code(run_folder: Path) -> dict[Path, dict[str, str]]:
+    """Return the folders of the code that a run was trained by, the first first, and its sums."""
     found = [path for path in run_folder.glob("code*") if (path / SUMS).is_file()]
-    return sorted(found, key=lambda path: int(path.name.partition("-")[2] or 1))
+    kept: dict[Path, dict[str, str]] = {}
+    for folder in sorted(found, key=lambda path: int(path.name.partition("-")[2] or 1)):
+        lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
+        kept[folder] = {line[66:]: line[:64] for line in lines}
+    return kept
 
 
 def changed_since(run_folder: Path, code: Code) -> str:
     """Return in words which files are not what the run was last trained by; empty: none."""
-    kept = kept_code(run_folder)
-    return unlike(_read_sums(kept[-1]), code.sums) if kept else ""
+    kept = [*kept_code(run_folder).values()]
+    return unlike(kept[-1], code.sums) if kept else ""
 
 
 def write_code(run_folder: Path, code: Code) -> None:
@@ -251,9 +255,9 @@ def write_code(run_folder: Path, code: Code) -> None:
     scratch = run_folder / f".{folder.name}.tmp"
     shutil.rmtree(scratch, ignore_errors=True)
     lines = "".join(f"{sum_}  {name}\n" for name, sum_ in code.sums.items())
-    diff = git_diff()
-    own = {SUMS: lines.encode()} | ({_DIFF: diff} if diff else {})
-    for name, content in {**code.files, **own}.items():
+    own = {name: content for name, content in code.files.items() if not name.startswith("dbsl/")}
+    own |= {SUMS: lines.encode()} | ({_DIFF: diff} if (diff := git_diff()) else {})
+    for name, content in own.items():
         path = scratch / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
@@ -263,13 +267,13 @@ def write_code(run_folder: Path, code: Code) -> None:
 def code_in_words(run_folder: Path) -> str:
     """Return which code has trained a run, for its model card."""
     said = []
-    for folder in kept_code(run_folder):
-        script = next(iter(_read_sums(folder)))
+    for folder, sums in kept_code(run_folder).items():
         diff = (folder / _DIFF).read_bytes() if (folder / _DIFF).exists() else b""
         commit, _, changes = diff.partition(b"\n")
         at = f" at git {commit.decode()}" if commit else ""
         at += f" with the changes in `{folder.name}/{_DIFF}`" if changes.strip() else ""
-        what = "code without a script" if script.startswith("dbsl/") else f"`{script}`"
+        script = script_of(sums)
+        what = f"`{script}`" if script else "code without a script"
         said.append(f"{what} (kept in `{folder.name}/` of the run folder){at}")
     return ", after a resume by ".join(said)
 
@@ -277,25 +281,15 @@ def code_in_words(run_folder: Path) -> str:
 def git_diff() -> bytes:
     """Return the commit of the checkout that the code is in, and the changes; empty: none is."""
     script = _script()
-    folder = script.parent if script else _PACKAGE
-    commit = _git(folder, "rev-parse", "HEAD").strip()
-    if not commit:
-        return b""
-    return b"commit " + commit + b"\n" + _git(folder, "diff", "HEAD", "--no-ext-diff", "--no-color")
-
-
-def _git(folder: Path, *command: str) -> bytes:
+    git = ["git", "-C", str(script.parent if script else _PACKAGE)]
+    found, env = b"commit ", os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *command],
-            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
-            capture_output=True,
-            check=True,
-            timeout=_GIT_S,
-        )
+        for command in ("rev-parse HEAD", "diff HEAD --no-ext-diff --no-color"):
+            options = {"env": env, "capture_output": True, "check": True, "timeout": _GIT_S}
+            found += subprocess.run([*git, *command.split()], **options).stdout
     except (OSError, subprocess.SubprocessError):
         return b""  # no git, or no checkout
-    return done.stdout
+    return found
 
 
 def _script() -> Path | None:
@@ -311,20 +305,6 @@ def _is_own(path: str) -> bool:
     return place.endswith(".py") and not installed and not place.startswith(_NOT_OWN)
 
 
-@cache  # what is loaded stays
-def _sums_of_dbsl() -> dict[str, str]:
-    root = _PACKAGE.parent
-    return {
-        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(_PACKAGE.rglob("*.py"))
-    }
-
-
-def _read_sums(folder: Path) -> dict[str, str]:
-    lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
-    return {name: sum_ for sum_, _, name in (line.partition("  ") for line in lines)}
-
-
 def check_alike(config: RunConfig, code: Code, state: PartialState) -> None:
     """Refuse, in all processes, settings or code that are not rank 0's (a collective).
 
@@ -337,21 +317,19 @@ def check_alike(config: RunConfig, code: Code, state: PartialState) -> None:
     now = {n: as_given(v) for n, v in asdict(config).items() if n not in of_node}
     if config.mixed_precision == "auto":
         now["mixed_precision"] = launched_precision() or "auto"
-    now["the script"] = code.script
-    first = share_from(0, json.dumps([now, dict(code.sums)]), state.device)
-    (before, sums), here = json.loads(first), f"rank {state.process_index}"
-    names, found = [name for name, value in now.items() if before.get(name) != value], ""
-    if names:
+    now["the script"] = script_of(code.sums)
+    theirs = share_from(SERVER_RANK, json.dumps([now, code.sums]), state.device)
+    (first, sums), here, found = json.loads(theirs), f"rank {state.process_index}", ""
+    if names := [name for name, value in now.items() if first.get(name) != value]:
         what, *rest = names
         more = f" (also different: {', '.join(rest)})" if rest else ""
         found = (
-            f"{what} must be the same in all processes, got {before.get(what) or 'none'} on "
+            f"{what} must be the same in all processes, got {first.get(what) or 'none'} on "
             f"rank 0, {now[what] or 'none'} on {here}{more}"
         )
     elif files := unlike(sums, code.sums):
         found = f"code must be the same in all processes, got another {files} on {here} than rank 0"
-    flag = torch.tensor(bool(found), device=state.device).int()
-    flags = [torch.empty_like(flag) for _ in range(state.num_processes)]
-    dist.all_gather(flags, flag)
-    if others := [rank for rank, differs in enumerate(flags) if differs]:
-        raise SettingError(share_from(others[0], found, state.device))
+    rank = torch.tensor(state.process_index if found else state.num_processes, device=state.device)
+    dist.all_reduce(rank, dist.ReduceOp.MIN)
+    if rank < state.num_processes:
+        raise SettingError(share_from(int(rank), found, state.device))

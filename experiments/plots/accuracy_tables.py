@@ -69,12 +69,9 @@ def difference(row: dict[str, str]) -> str:
 
 
 def _arms(name: str, arms: Sequence[str], table: str = "arms") -> Rows:
-    """Return the rows of arms; those of data parallelism ran later, in a comparison of their own.
-
-    That has the same baseline.
-    """
-    files = [path for path in (RESULTS / name).glob(f"**/{table}.csv")]
-    rows = {row["arm"]: row for path in sorted(files, reverse=True) for row in read(path)}
+    """Return the rows of arms; those of data parallelism ran later, beside the same baseline."""
+    files = (RESULTS / name / f"ddp/{table}.csv", RESULTS / name / f"{table}.csv")
+    rows = {row["arm"]: row for path in files for row in read(path)}  # the first baseline's stays
     return [rows[arm] for arm in arms]
 
 

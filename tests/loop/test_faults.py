@@ -25,8 +25,8 @@ def test_rounds_that_are_not_finite_are_refused_and_too_many_stop_the_run(tmp_pa
         run(tmp_path / "run", **{**MODES[mode], **ONE_SIDE, **bad})
     if mode != "gradients":  # whose rounds are recorded by epoch
         assert sum(row.get("refused", False) for row in rows(tmp_path / "run", "round")) > 3
-    for folder in checkpoints_in(tmp_path / "run"):
-        state = load_file(folder / "model.safetensors")
+    for found in checkpoints_in(tmp_path / "run"):
+        state = load_file(found.folder / "model.safetensors")
         assert all(value.isfinite().all() for value in state.values() if value.is_floating_point())
 
 
@@ -66,12 +66,12 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_on
 
     write, count = dbsl.checkpoint.checkpointer.write_shard, iter(range(9))
 
-    def full(folder, *rest):
+    def full(folder, *rest, **late):
         if next(count) == 1:
             folder.mkdir(exist_ok=True)
             (folder / "rank-00000.json").write_text("half a fi")
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(folder, *rest)
+        return write(folder, *rest, **late)
 
     monkeypatch.setattr(dbsl.checkpoint.checkpointer, "write_shard", full)
     with pytest.raises(SystemExit) as stopped, one_line_errors():
@@ -107,7 +107,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_told_of_and_costs_nothing(
 def failing_rank(rank, kind):
     with one_line_errors():
         if rank == 1 and kind == "input":
-            check_global_batch(1, 4, np.full(4, 8), 2)
+            check_global_batch(1, np.full(4, 8), 2)
         if rank == 1:
             raise kind("broken")
         torch.distributed.barrier()  # for rank 1, which never comes

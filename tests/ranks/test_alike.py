@@ -12,7 +12,7 @@ from dbsl.run.folder import Code, check_alike
 from tests.helpers import free_port, short, start_rank, to_flags, wait_all
 from train import Config
 
-CODE = Code("train.py", {}, {"train.py": "a", "dbsl/open.py": "b"})
+CODE = Code({"train.py": b"a", "dbsl/open.py": b"b"})
 
 
 def rank_with(rank, unlike):
@@ -41,15 +41,23 @@ def rank_with(rank, unlike):
             "(also different: epochs)",
         ),
         (
-            {1: ({}, replace(CODE, sums={"train.py": "c", "dbsl/open.py": "b", "new.py": "d"}))},
+            {1: ({}, Code({"train.py": b"c", "dbsl/open.py": b"b", "new.py": b"d"}))},
             "code must be the same in all processes, got another train.py on rank 1 than rank 0",
         ),
         (
-            {1: ({}, replace(CODE, script="mine.py"))},
+            {1: ({}, Code({"mine.py": b"a"}))},
             "the script must be the same in all processes, got train.py on rank 0, "
             "mine.py on rank 1",
         ),
-        ({1: ({"cpu_threads": 7, "loader_workers": 2}, replace(CODE, sums={"new.py": "d"}))}, None),
+        (
+            {
+                1: (
+                    {"cpu_threads": 7, "loader_workers": 2},
+                    replace(CODE, files={"train.py": b"a", "new.py": b"d"}),
+                )
+            },
+            None,
+        ),
     ],
 )
 def test_every_process_ends_with_the_line_that_names_what_is_not_the_same(run_ranks, unlike, said):

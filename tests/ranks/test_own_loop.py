@@ -100,3 +100,19 @@ def test_uneven_batches_train_as_one_process_on_all(run, joined, example, sizes)
     if example in SCALED and sizes == [3, 5]:
         unscaled = run(example, sizes, scaled=False)
         assert distance(unscaled[:3], joined[example, total][:3]) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("call", "columns"),
+    [
+        (("overhead", 2, 3, 8), {"plain_ms", "library_ms", "ratio", "half_interval", "epochs"}),
+        (("burden", "dynamic", 0, 3, 160), {"all_s", "epoch_s", "loss", "batch_0", "batch_1"}),
+        (("merges", "Rounds", 8, 3), {"merge_s", "weights"}),
+        (("merges", "LocalSGD", 8, 3), {"merge_s", "weights"}),
+    ],
+)
+def test_the_benchmark_of_foreign_loops_measures_in_two_processes(call, columns):
+    from experiments.benchmarks import own_loop
+
+    assert own_loop.measure((), *call).keys() == columns

@@ -29,15 +29,14 @@ from dbsl.base.errors import RunStopped, SettingError, in_line
 from dbsl.base.files import describe, write_text
 from dbsl.base.machine import connect_store, lower_priority, remember, restarts
 from dbsl.checkpoint.disk import (
+    LATE,
     MANIFEST,
     CheckpointError,
     Found,
     Manifest,
     checkpoints_in,
     read_manifest,
-    shard_files,
     shard_names,
-    sums_name,
 )
 from dbsl.cluster.wire import refused_by_all, share_text
 from dbsl.config.fields import Role
@@ -275,7 +274,7 @@ class Mirror(Extra):
             self._over = True
             return
         while True:
-            local = checkpoints_in(self._folder)
+            local = [found.folder for found in checkpoints_in(self._folder)]
             missing = next((folder for folder in local if not self._has(folder)), None)
             own = self._put_results(own)
             if missing is None:
@@ -297,8 +296,9 @@ class Mirror(Extra):
         """Upload a checkpoint, its manifest and what its run needs to go on from it."""
         self.uploading, there = folder.name, f"{CHECKPOINTS}/{folder.name}"
         try:
-            manifest = read_manifest(folder)
-            listed = manifest.files | self._late_shards(folder, manifest, began)
+            manifest = self._with_late_shards(folder, began)
+            late = folder.glob(f"*{LATE}")
+            listed = manifest.files | {path.name: describe(path) for path in late}
             files = {name: folder / name for name in (*listed, MANIFEST)}
             with tempfile.TemporaryDirectory() as scratch:
                 for name in NEEDED:  # they may change meanwhile
@@ -313,23 +313,15 @@ class Mirror(Extra):
         finally:
             self.uploading = None
 
-    def _late_shards(self, folder: Path, manifest: Manifest, began: float) -> dict[str, Any]:
-        """Return the files of shards that the manifest lacks, once they are there."""
-        late = [r for r in range(manifest.processes) if shard_names(r)[0] not in manifest.files]
-        while any(
-            not (folder / sums_name(rank)).exists()
-            for rank in self.saving(manifest.sequence)
-            if rank in late
-        ):
-            if time.monotonic() - began > (_LAST_SHARDS_S if self._ending else _SHARDS_S):
-                break
+    def _with_late_shards(self, folder: Path, began: float) -> Manifest:
+        """Return a manifest once the shards are there that are to be waited for."""
+        while True:
+            manifest = read_manifest(folder)
+            late = {shard_names(rank)[0] for rank in self.saving(manifest.sequence)}
+            patience = _LAST_SHARDS_S if self._ending else _SHARDS_S
+            if late <= manifest.files.keys() or time.monotonic() - began > patience:
+                return manifest
             time.sleep(0.1)
-        files = {}
-        for rank in late:
-            with suppress(CheckpointError):
-                files |= shard_files(folder, manifest, rank)
-                files[sums_name(rank)] = describe(folder / sums_name(rank))
-        return files
 
     def _put_results(self, own: Listing) -> Listing:
         paths = [path for pattern in (*RESULTS, CODE) for path in self._folder.glob(pattern)]

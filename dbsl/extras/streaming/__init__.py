@@ -79,11 +79,30 @@ class Streaming(Extra):
         data.evaluation.check_room(1, in_order=run.evaluation_batch)
 
 
+class _Awaited(list[Request]):
+    """Requests of loader processes, each given out once its row groups are in the cache."""
+
+    on_its_way: Prefetch | None = None  # the row groups of the latest requests
+
+    def __iter__(self) -> Iterator[Request]:
+        row_groups = self.on_its_way
+        for number, request in enumerate(list.__iter__(self)):
+            row_groups.wait(number)
+            yield request
+
+    def stop(self) -> None:
+        """Bring no more row groups."""
+        if self.on_its_way is not None:
+            self.on_its_way.stop()
+
+
 class StreamLoader(ImageLoader):
     """Images in row groups that come into a cache before loader processes read them.
 
     `block` images are shuffled together.
     """
+
+    _Requests = _Awaited
 
     def __init__(
         self,
@@ -94,20 +113,19 @@ class StreamLoader(ImageLoader):
         cache: GroupCache,
         block: int,
     ) -> None:
-        self._awaited = _Awaited()
-        super().__init__(split, device, loader_workers, max_bad, requests=self._awaited)
+        super().__init__(split, device, loader_workers, max_bad)
         self.blocks = Blocks(np.diff(split.begins), block)
         self._cache = cache
         self._ahead = _BATCHES_AHEAD * loader_workers
         cache.knows(*split.names)
-        weakref.finalize(self, _Awaited.stop, self._awaited)
+        weakref.finalize(self, _Awaited.stop, self._requests)
 
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
     ) -> Iterator[Batch]:
         """See `ImageLoader.batches`; waits for the row groups of the first batches."""
         index_batches = list(index_batches)
-        self._awaited.on_its_way = Prefetch(self._cache, self._split, index_batches, self._ahead)
+        self._requests.on_its_way = Prefetch(self._cache, self._split, index_batches, self._ahead)
         return super().batches(index_batches, transform, epoch)
 
     def described(self, seed: int) -> str:
@@ -140,24 +158,7 @@ class StreamLoader(ImageLoader):
             raise _too_small(needed, self._cache, why)
 
     def _received(self, number: int) -> None:
-        self._awaited.on_its_way.through(number)
-
-
-class _Awaited(list[Request]):
-    """Requests of loader processes, each given out once its row groups are in the cache."""
-
-    on_its_way: Prefetch | None = None  # the row groups of the latest requests
-
-    def __iter__(self) -> Iterator[Request]:
-        row_groups = self.on_its_way
-        for number, request in enumerate(list.__iter__(self)):
-            row_groups.wait(number)
-            yield request
-
-    def stop(self) -> None:
-        """Bring no more row groups."""
-        if self.on_its_way is not None:
-            self.on_its_way.stop()
+        self._requests.on_its_way.through(number)
 
 
 class Streams:

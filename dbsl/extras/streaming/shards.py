@@ -201,8 +201,8 @@ def open_shards(config: ImageConfig, folder: Path, keep: Keep) -> Splits:
         tables[name] = datasets.Dataset(labels, info=info, fingerprint=name)
 
     def split(name: str, labels: np.ndarray) -> ShardedSplit:
-        rows, columns = np.arange(len(labels)), (image_column, label_column)
-        return ShardedSplit(None, rows, labels, *columns, dataset, name, shards[name], folder)
+        rows, of_split = np.arange(len(labels)), (image_column, dataset, name)
+        return ShardedSplit(None, rows, labels, *of_split, shards[name], folder)
 
     return label_splits(dataset, tables, train_name, label_column, split)
 

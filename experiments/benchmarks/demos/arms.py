@@ -21,7 +21,7 @@ _TIMEOUT_S = 1800
 def run_plain(prefixes: Sequence[Sequence[str]], address: str, **settings: Any) -> dict[str, float]:
     """Return what the loop of Accelerate's documentation has measured; see `plain.Settings`."""
     command = [sys.executable, "-m", "experiments.benchmarks.demos.plain", json.dumps(settings)]
-    return json.loads(_run(command, prefixes, address).splitlines()[-1])
+    return json.loads(run_ranks(command, prefixes, address).splitlines()[-1])
 
 
 def run_train(
@@ -43,7 +43,7 @@ def run_train(
         command = [sys.executable, "train.py", "--no-save-best", "--no-noise-scale"]
         for name, value in {**common, **flags}.items():
             command += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-        _run(command, prefixes, address)
+        run_ranks(command, prefixes, address)
         lines = Path(scratch, "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if row["event"] == "eval"]
     first, last = rows[0], rows[-1]
@@ -60,7 +60,7 @@ def settled_after(epochs: int) -> int:
     return max(1, epochs // 3)
 
 
-def _run(command: Sequence[str], prefixes: Sequence[Sequence[str]], address: str) -> str:
+def run_ranks(command: Sequence[str], prefixes: Sequence[Sequence[str]], address: str) -> str:
     """Run a command once per rank, and return what rank 0 printed.
 
     Raises:

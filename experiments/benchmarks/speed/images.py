@@ -25,6 +25,7 @@ from torchvision.transforms import v2
 
 from dbsl.config.image_settings import AugmentKwargs, ImageConfig
 from dbsl.data.dataset import load_data
+from dbsl.data.tables import choose_columns
 from dbsl.data.transforms import Transform
 from dbsl.run.accelerator import keep_freed_memory
 
@@ -38,6 +39,7 @@ def rows(dataset: str, resolutions: Sequence[int]) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     data = load_data(ImageConfig(dataset, loader_workers=0))
     table = datasets.load_dataset(dataset, split="train").with_format(None)
+    column, _ = choose_columns(ImageConfig(dataset), table.features)
     found = []
     for side in resolutions:
         ours = Transform(side, "crop", data.mirror, data.mean, data.std, 0)
@@ -58,7 +60,7 @@ def rows(dataset: str, resolutions: Sequence[int]) -> list[dict[str, Any]]:
 
         def plain(batches: list[np.ndarray], transform: Callable[..., Any] = theirs) -> None:
             for samples in batches:
-                images = (row[data.image_column] for row in table.select(samples))
+                images = (row[column] for row in table.select(samples))
                 torch.stack([transform(image.convert("RGB")) for image in images])
 
         pipelines = {

@@ -17,6 +17,7 @@ import timm
 
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
+from dbsl.data.tables import choose_columns
 from dbsl.model import build_model
 
 
@@ -33,15 +34,10 @@ def main() -> None:
 
     timm.models.create_model = create_model  # dbsl calls timm.create_model
     datasets.load_dataset = lambda path, split, **_: load_dataset(folder, split=split)
-    flags += ["--dataset", "hfds/local", "--input-key", data.image_column]
-    flags += [
-        "--val-split",
-        data.eval_split,
-        "--target-key",
-        data.label_column,
-        "--num-classes",
-        str(data.num_classes),
-    ]
+    features = load_dataset(folder, split="train").features
+    image_column, label_column = choose_columns(ImageConfig(folder), features)
+    flags += ["--dataset", "hfds/local", "--input-key", image_column, "--target-key", label_column]
+    flags += ["--val-split", data.eval_split, "--num-classes", str(data.num_classes)]
     flags += ["--mean", *map(str, data.mean), "--std", *map(str, data.std)]
     sys.argv = [script, *flags]
     runpy.run_path(script, run_name="__main__")

@@ -106,10 +106,10 @@ def test_a_process_that_joins_trains_as_the_job_does():
 
 
 def test_a_process_that_joins_has_the_code_of_the_job():
-    job = asdict(BEFORE) | {SUMS: {"train.py": "a", "dbsl/open.py": "b"}}
-    check_joining(job, BEFORE, code=Code("train.py", {}, {"train.py": "a", "new.py": "c"}))
+    job = asdict(BEFORE) | {SUMS: Code({"train.py": b"a", "dbsl/open.py": b"b"}).sums}
+    check_joining(job, BEFORE, code=Code({"train.py": b"a", "new.py": b"c"}))
     with pytest.raises(ValueError, match=r"^code must be that of the job, got another train.py he"):
-        check_joining(job, BEFORE, code=Code("train.py", {}, {"train.py": "c"}))
+        check_joining(job, BEFORE, code=Code({"train.py": b"c"}))
 
 
 def test_settings_that_come_too_late_are_named(tmp_path):

@@ -9,6 +9,7 @@ import torch
 
 from dbsl.checkpoint.disk import (
     CheckpointError,
+    Found,
     Manifest,
     MissingShardError,
     checkpoints_in,
@@ -16,10 +17,7 @@ from dbsl.checkpoint.disk import (
     pack,
     prune,
     read_manifest,
-    read_shard,
     set_aside_after,
-    sums_name,
-    vouch_for_shard,
     write_manifest,
     write_shard,
 )
@@ -36,7 +34,7 @@ def write(run_folder, sequence, *, ranks=1, late_ranks=()):
         state = {"rank": rank, "weights": torch.full((4,), float(sequence))}
         files |= write_shard(folder, rank, *pack(state))
     for rank in late_ranks:
-        vouch_for_shard(folder, rank, write_shard(folder, rank, *pack({"rank": rank})))
+        write_shard(folder, rank, *pack({"rank": rank}), late=True)
     counts = {"sequence": sequence, "epoch": 1, "workers": 4}
     counts["processes"] = ranks + len(late_ranks)
     write_manifest(folder, Manifest(files=files, config=CONFIG, **counts, **OF_DATA))
@@ -45,13 +43,14 @@ def write(run_folder, sequence, *, ranks=1, late_ranks=()):
 
 def test_every_process_reads_its_own_shard_back(tmp_path):
     folder = write(tmp_path, 3, ranks=2, late_ranks=[2])
-    manifest = read_manifest(folder)
+    found = Found.at(folder)
+    manifest = found.manifest
     assert (manifest.sequence, manifest.processes, manifest.config) == (3, 3, CONFIG)
     for rank in range(3):
-        assert read_shard(folder, manifest, rank)["rank"] == rank
-    assert read_shard(folder, manifest, 0)["weights"].tolist() == [3.0] * 4
+        assert found.shard(rank)["rank"] == rank
+    assert found.shard(0)["weights"].tolist() == [3.0] * 4
     with pytest.raises(CheckpointError, match="no shard of process 3"):
-        read_shard(folder, manifest, 3)
+        found.shard(3)
     assert not [p for p in folder.iterdir() if p.suffix == ".tmp"]
 
 
@@ -59,7 +58,7 @@ def test_tensors_of_a_checkpoint_are_aligned_as_those_of_a_run(tmp_path):
     tree, tensors = pack([torch.arange(float(size)) for size in (1, 3, 5, 7)])
     files = write_shard(tmp_path, 0, tree, tensors)
     write_manifest(tmp_path, Manifest(files=files, config=CONFIG, **COUNTS, **OF_DATA))
-    read = read_shard(tmp_path, read_manifest(tmp_path), 0)
+    read = Found.at(tmp_path).shard(0)
     assert [len(tensor) for tensor in read] == [1, 3, 5, 7]
     assert all(tensor.data_ptr() % 64 == 0 for tensor in read)
 
@@ -71,14 +70,13 @@ def test_a_signed_shard_that_was_never_packed_is_refused_in_one_line(tmp_path, t
     files = write_shard(tmp_path, 0, tree, {})
     write_manifest(tmp_path, Manifest(files=files, config=CONFIG, **COUNTS, **OF_DATA))
     with pytest.raises(CheckpointError, match=r"^.* does not fit this run \(\w+Error: .*\)$"):
-        read_shard(tmp_path, read_manifest(tmp_path), 0)
+        Found.at(tmp_path).shard(0)
 
 
 def test_without_its_manifest_a_checkpoint_does_not_count(tmp_path):
     write(tmp_path, 1)
     (write(tmp_path, 2) / "manifest.json").unlink()
-    found, _ = newest(tmp_path)
-    assert found.name == "save-000001"
+    assert newest(tmp_path).folder.name == "save-000001"
 
 
 @pytest.mark.parametrize("name", ["rank-00000.json", "rank-00000.safetensors", "manifest.json"])
@@ -99,8 +97,8 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, name, dama
         if damage == "link" and name != "manifest.json":
             path.symlink_to(tmp_path / "checkpoints/save-000001" / name)
     warnings = []
-    found, manifest = newest(tmp_path, warnings.append)
-    assert (found.name, manifest.sequence) == ("save-000001", 1)
+    found = newest(tmp_path, warnings.append)
+    assert (found.folder.name, found.manifest.sequence) == ("save-000001", 1)
     unseen = name == "manifest.json" and damage in ("link", "remove")
     assert len(warnings) == (not unseen)
     assert all(line.startswith("passed over: ") and "save-000002" in line for line in warnings)
@@ -113,14 +111,14 @@ def test_a_damaged_shard_that_the_manifest_lacks_is_not_taken_for_one_that_was_n
     write(tmp_path, 1, late_ranks=[1])
     folder = write(tmp_path, 2, late_ranks=[1])
     (folder / f"rank-00001.{name}").write_bytes(b"{}")
-    assert newest(tmp_path)[0].name == "save-000001"
-    with pytest.raises(CheckpointError, match="is damaged") as damaged:
-        read_shard(folder, read_manifest(folder), 1)
+    assert newest(tmp_path).folder.name == "save-000001"
+    with pytest.raises(CheckpointError, match="damaged") as damaged:
+        Found.at(folder).shard(1)
     assert not isinstance(damaged.value, MissingShardError)
-    (folder / sums_name(1)).unlink()
-    assert newest(tmp_path)[0] == folder  # its worker was lost
+    (folder / "rank-00001.sums.json").unlink()
+    assert newest(tmp_path).folder == folder  # its worker was lost
     with pytest.raises(MissingShardError):
-        read_shard(folder, read_manifest(folder), 1)
+        Found.at(folder).shard(1)
 
 
 def test_a_manifest_that_leads_out_of_its_folder_is_refused(tmp_path):
@@ -136,7 +134,7 @@ def test_linked_folders_are_no_checkpoints(tmp_path):
     elsewhere = write(tmp_path / "other", 9)
     write(tmp_path / "run", 1)
     os.symlink(elsewhere, tmp_path / "run/checkpoints/save-000009")
-    assert [f.name for f in checkpoints_in(tmp_path / "run")] == ["save-000001"]
+    assert [found.folder.name for found in checkpoints_in(tmp_path / "run")] == ["save-000001"]
 
 
 def test_a_format_of_the_future_is_named(tmp_path):
@@ -168,6 +166,6 @@ def test_checkpoints_after_the_one_resumed_are_set_aside_not_removed(tmp_path):
         write(tmp_path, sequence)
     renamed = set_aside_after(tmp_path, 1)
     assert sorted(p.name for p in renamed) == ["save-000002.old", "save-000003.old"]
-    assert [f.name for f in checkpoints_in(tmp_path)] == ["save-000001"]
+    assert [found.folder.name for found in checkpoints_in(tmp_path)] == ["save-000001"]
     prune(tmp_path, 1)
     assert (tmp_path / "checkpoints/save-000002.old").is_dir()

@@ -5,7 +5,7 @@ import json
 import shutil
 import threading
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import fsspec
@@ -15,11 +15,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from dbsl.checkpoint.disk import (
     Found,
-    check_files,
     prune,
     read_manifest,
     remove,
-    vouch_for_shard,
     write_manifest,
     write_shard,
 )
@@ -134,8 +132,9 @@ def pull(path):
     """Return the sequence of the checkpoint that was pulled, which is seen to be whole."""
     assert pulled(Config(resume=URL, output_dir=str(path)), MAIN).resume == str(path)
     (folder,) = (path / "checkpoints").iterdir()
-    manifest = read_manifest(folder)
-    check_files(folder, manifest)
+    found = Found.at(folder)
+    found.check()
+    manifest = found.manifest
     for name in ("config.yaml", "metrics.jsonl"):
         assert int((path / name).read_text().split()[-1]) >= manifest.sequence
     return manifest.sequence
@@ -199,7 +198,7 @@ def test_a_run_cut_off_at_any_call_leaves_a_whole_checkpoint(
         wiped(memory).store.update(before)
         shutil.rmtree(folder / "checkpoints")
         old = folder_with(folder, 1) / "checkpoints/save-000001"
-        with mirror_of(folder, Found(folder, old, read_manifest(old))) as mirror:
+        with mirror_of(folder, Found.at(old)) as mirror:
             mirror.wait()
             folder_with(folder, 2)
             remove(old)
@@ -345,17 +344,13 @@ def test_a_connection_that_hangs_holds_the_end_up_for_so_long_only(
     thread.join(20)
 
 
-def test_shards_that_come_late_are_waited_for_and_lost_ones_are_not(
-    tmp_path, memory, monkeypatch, folder_with
-):
+def test_shards_that_come_late_are_waited_for_and_lost_ones_are_not(tmp_path, memory, folder_with):
     checkpoint = folder_with(tmp_path / "run", 1) / "checkpoints/save-000001"
-    manifest = read_manifest(checkpoint)
-    monkeypatch.setattr(mirroring, "read_manifest", lambda _: replace(manifest, processes=3))
     with mirror_of(tmp_path / "run") as mirror:
         mirror.saving = {1: {1}}.__getitem__  # and rank 2 saves nothing
         mirror.saved()
-        threading.Timer(0.3, lambda: vouch_for_shard(checkpoint, 1, shard)).start()
-        shard = write_shard(checkpoint, 1, {"rank": 1}, {})
+        write = partial(write_shard, checkpoint, 1, {"rank": 1}, {}, late=True)
+        threading.Timer(0.3, write).start()
         mirror._ending = False
     there = names_in(memory, "checkpoints/save-000001")
     assert {"rank-00001.json", "rank-00001.safetensors", "rank-00001.sums.json"} <= {*there}
@@ -365,11 +360,10 @@ def test_a_checkpoint_made_anew_under_its_old_name_replaces_it(tmp_path, folder_
     folder = mirrored(1, 2)
     old = folder / "checkpoints/save-000001"
     remove(folder / "checkpoints/save-000002")  # the run goes back to its first
-    found = Found(folder, old, read_manifest(old))
+    found = Found.at(old)
     with mirror_of(folder, found, resume=str(old)):
         folder_with(folder, 2)
         shard = write_shard(folder / "checkpoints/save-000002", 0, {"rank": "anew"}, {})
-        vouch_for_shard(folder / "checkpoints/save-000002", 0, shard)
         manifest = replace(read_manifest(folder / "checkpoints/save-000002"), files=shard)
         write_manifest(folder / "checkpoints/save-000002", manifest)
     assert pull(tmp_path / "pulled") == 2
@@ -400,7 +394,7 @@ def test_a_mirror_of_another_run_or_ahead_of_this_one_is_refused(
             mirror_of(other, **settings)
     old = folder / "checkpoints/save-000001"
     with pytest.raises(ValueError, match=r"mirror must not be ahead of .*, got save-000002 at mem"):
-        mirror_of(folder, Found(folder, old, read_manifest(old)), resume=str(folder))
+        mirror_of(folder, Found.at(old), resume=str(folder))
     assert memory.store == before
     wiped(memory).pipe_file("/bucket/run/thesis.pdf", b"dear")
     with pytest.raises(ValueError, match=r"mirror must be empty .*, which has thesis.pdf"):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dbsl.checkpoint import disk, resume
+from dbsl.checkpoint import resume
 from dbsl.checkpoint.disk import Found, MissingShardError
 from dbsl.checkpoint.handover import Saved, make_handover, with_lost_workers
 from dbsl.cluster.server import Server
@@ -58,12 +58,12 @@ def saved_as(state, config, run=None, **before):
 def test_a_round_that_is_trained_again_counts_no_time_of_the_first_time(
     tmp_path, monkeypatch, saved
 ):
-    def read_shard(folder, manifest, rank):
+    def shard(found, rank):
         if saved is None:
             raise MissingShardError("no shard")
         return {"cluster": {"clock": saved}, "progress": {"steps": 1}, "timer": {1: 0.2}}
 
-    monkeypatch.setattr(disk, "read_shard", read_shard)
+    monkeypatch.setattr(Found, "shard", shard)
     found = Found(tmp_path, tmp_path, Bag(processes=2))
     run = Bag(rounds=2, planner=Bag(members=Members(2)))
     first = saved_as(state_of([1, 1]), Config(sync="asp", workers=2))
@@ -72,13 +72,13 @@ def test_a_round_that_is_trained_again_counts_no_time_of_the_first_time(
 
 
 def test_other_workers_go_on_from_shards_each_of_which_is_read_once(tmp_path, monkeypatch):
-    def read_shard(folder, manifest, rank):
+    def shard(found, rank):
         read.append(rank)
         if rank == 1:
             raise MissingShardError("no shard")
         return {"stepper": {"optimizers": {rank: "own"}}}
 
-    monkeypatch.setattr(disk, "read_shard", read_shard)
+    monkeypatch.setattr(Found, "shard", shard)
     read, found = [], Found(tmp_path, tmp_path, Bag(processes=4))
     assert resume._of_all_shards(found, state_of([1]), 3) == {0: "own", 2: "own"}
     assert read == [1, 2, 3]
@@ -167,7 +167,7 @@ def test_what_nobody_has_been_told_of_is_told_by_the_workers_that_go_on():
     config = Config(seed=3, workers=2)
     run = run_of(config, rounds=2)
     start = make_handover(saved_as(state, config, run, rounds_per_epoch=2, workers=3), {}, run)
-    other = Server(torch.zeros(1), 2, rule="mean", staleness=0, rounds_per_epoch=2)
+    other = Server(torch.zeros(1), Members(2, 2), rule="mean", staleness=0)
     other.take_over(start)
     assert list(start.reports) == reports[:2]  # the log takes them; nobody else tells of them
     assert not other.reports

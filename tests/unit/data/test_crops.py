@@ -8,7 +8,18 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from dbsl.base.seeds import sample_uniforms
-from dbsl.data.transforms import AREA, DRAWS, RATIO, Transform, cut, random_boxes, upright
+from dbsl.data.transforms import (
+    AREA,
+    DRAWS,
+    EVAL_CROP,
+    RATIO,
+    Transform,
+    cut,
+    random_boxes,
+    upright,
+)
+
+BILINEAR = Image.Resampling.BILINEAR
 
 
 def framed(width, height):
@@ -31,12 +42,12 @@ def photograph(width, height):
 
 
 def transform(augment, resolution=48):
-    return Transform(resolution, augment, True, (0.5,) * 3, (0.2,) * 3, 0)
+    return Transform(resolution, augment, True, (0.5,) * 3, (0.2,) * 3, 0, EVAL_CROP)
 
 
 def one_cut(image, augment, side):
     (box,) = transform(augment, side).boxes(np.array([image.size]), np.array([3]), 0)
-    return np.asarray(cut(image, box, side))
+    return np.asarray(cut(image, box, side, False, BILINEAR))
 
 
 def test_none_cuts_the_central_seven_eighths():
@@ -105,18 +116,18 @@ def test_a_large_jpeg_is_decoded_at_reduced_size_and_looks_the_same(side, augmen
     way = replace(transform(augment), crop_pct=0.6)
     (box,) = way.boxes(np.array([[1013, 758]]), np.array([3]), 0)
     image = Image.open(io.BytesIO(content))
-    found = np.asarray(cut(image, box, side)).astype(float)
+    found = np.asarray(cut(image, box, side, False, BILINEAR)).astype(float)
     fewest = min(box[2] - box[0], box[3] - box[1]) / side
     assert image.size[0] <= -(-1013 // min(8, 2 ** int(np.log2(fewest)))) + 1
     whole = Image.open(io.BytesIO(content)).convert("RGB").crop(tuple(np.rint(box).astype(int)))
-    wanted = np.asarray(whole.resize((side, side), Image.Resampling.BILINEAR)).astype(float)
+    wanted = np.asarray(whole.resize((side, side), BILINEAR)).astype(float)
     assert np.abs(found - wanted).mean() < 2.5
 
 
 def test_cut_mirrors_left_and_right():
     image = Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
     box = np.array([0, 0, 4, 4])
-    plain, mirrored = (np.asarray(cut(image, box, 4, mirror)) for mirror in (False, True))
+    plain, mirrored = (np.asarray(cut(image, box, 4, mirror, BILINEAR)) for mirror in (False, True))
     assert (plain[:, ::-1] == mirrored).all()
 
 

@@ -427,8 +427,7 @@ def test_the_hub_is_asked_once_and_not_again_if_it_does_not_answer(monkeypatch, 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.utils, "get_session", lambda: SimpleNamespace(head=head))
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    why = "does not exist on the Hub" if answers else "the hub cannot be reached"
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(ValueError, match="does not exist on the Hub"):
         load("nobody/nothing")
     assert len(asked) == 1
     assert asked[0] <= 5
@@ -466,16 +465,16 @@ def test_an_unlabelled_test_folder_is_left_out(tmp_path, caplog, val, test):
 @pytest.mark.parametrize(
     ("files", "cause"),
     [
-        (["train/cat/1.jpg", "train/cat/2.jpg"], "got training images in .*/train/cat$"),
-        (["cat/1.jpg", "cat/2.jpg"], "got training images in .*/cat$"),
-        (["1.jpg", "2.jpg"], "got training images in .*/set$"),
-        (["train/1.jpg", "metadata.csv"], "metadata.csv beside the images, .* in .*/set/train$"),
+        (["train/cat/1.jpg", "train/cat/2.jpg"], r"has training images in .*/train/cat\)$"),
+        (["cat/1.jpg", "cat/2.jpg"], r"has training images in .*/cat\)$"),
+        (["1.jpg", "2.jpg"], r"has training images in .*/set\)$"),
+        (["train/1.jpg", "metadata.csv"], r"metadata.csv beside the images, .* in .*/set/train\)$"),
         (["images/1.jpg", "train.csv"], "a column of images, got columns 'id' .*'label'"),
-        (["train/cat/1.jpg", "train/dog/x/1.jpg"], "images in .*/train/cat and .*/train/dog/x$"),
+        (["train/cat/1.jpg", "train/dog/x/1.jpg"], r"in .*/train/cat and .*/train/dog/x\)$"),
     ],
 )
 def test_a_folder_without_labels_says_what_it_lacks(tmp_path, files, cause):
-    with pytest.raises(ValueError, match=rf"^dataset must have .*{cause}"):
+    with pytest.raises(ValueError, match=rf"^dataset must .*{cause}"):
         load(make_files(tmp_path / "set", files))
 
 

@@ -1,7 +1,6 @@
 """Plans that follow the machines: right after two sizes, steady under noise, exact in coverage."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from dbsl.config.settings import RunConfig
 from dbsl.plan.follow import PlanMaker, Planner
 from dbsl.plan.ledger import Members, TurnSampler
 from dbsl.plan.machines import KnownWorkers, SpeedEstimate
-from dbsl.plan.types import RoundReport, StepLine, TimeModel
+from dbsl.plan.types import RoundReport, TimeModel
 
 SAMPLES = 6400
 PLANNED = TimeModel(0.001, 0.02)
@@ -23,7 +22,7 @@ def planner_of(config, samples, large, *, least=1):
     """Return the planner of a run at 8 px whose workers are as planned, and its sampler."""
     workers, rounds = config.workers, config.rounds_per_epoch
     models = {8: TimeModel.of(PLANNED, workers)}
-    known = KnownWorkers(models, {8: [large] * workers}, {8: None}, measured=False)
+    known = KnownWorkers(models, {8: [large] * workers}, measured=False)
     maker = PlanMaker(config, known, samples, least)
     sampler = TurnSampler(config, samples, rounds, least)
     planner = Planner(
@@ -285,18 +284,6 @@ def test_without_a_lost_worker_the_others_cover_every_round_that_nobody_had_begu
         if epoch * rounds > max(clocks[w] for w in active):
             assert len(seen) == samples  # not begun by anyone: whole again
     assert trained + missed == 4 * samples
-
-
-def test_step_lines_of_a_long_spell_are_not_kept_in_checkpoints():
-    planner = joint_planner("dbs", every=100)
-    lines = (StepLine(0, 0, 0, 1, 0.5, 2.0, 0.1, 1.0, 10.0, 0.1),)
-    report = RoundReport(0, 0, 0, 8, 64, 640, 10, 1.0, 0.5, 1.0, compute_time_s=1.0)
-    planner.observe(replace(report, lines=lines))
-    kept = unpack(*pack(planner.state_dict()))
-    assert [r["lines"] for r in kept["since"][0]] == [()]
-    again = joint_planner("dbs", every=100)
-    again.load_state_dict(kept)
-    assert again.state_dict() == planner.state_dict()
 
 
 def test_a_planners_state_holds_each_plan_once():

@@ -33,6 +33,13 @@ def know(planner, *clocks, inside=(), lost=(), newcomers=()):
     members.inside = set(inside)
 
 
+def leave_out(planner, *workers):
+    """Plan without workers that are not there when the run begins."""
+    for worker in workers:
+        assert planner.drop(worker, 8) == 0
+        planner.members.leave(worker)
+
+
 def samples_of(run, epoch):
     """Return the samples of each worker in an epoch."""
     return [row.samples for row in run.planner.at(epoch).plan.workers]
@@ -51,7 +58,7 @@ def test_a_worker_that_was_lost_has_a_share_again_from_the_first_epoch_that_nobo
 
 def test_a_worker_that_was_never_there_joins_as_one_that_was_lost():
     run = prepare(case())
-    run.planner.leave_out([1, 2])
+    leave_out(run.planner, 1, 2)
     assert samples_of(run, 0) == [90, 0, 0]
     know(run.planner, 0, 0, 0, inside=(0,), lost=(1, 2))
     assert run.planner.join(2, 8) == 1
@@ -61,7 +68,7 @@ def test_a_worker_that_was_never_there_joins_as_one_that_was_lost():
 @pytest.mark.parametrize("worker", [1, 3, -1])
 def test_a_worker_that_is_there_or_has_no_place_does_not_join(worker):
     planner = prepare(case()).planner
-    planner.leave_out([2])
+    leave_out(planner, 2)
     know(planner, 0, 0, 0, lost=(2,))
     with pytest.raises(ValueError, match=f"one of 3 and not there, got worker {worker}"):
         planner.join(worker, 8)
@@ -69,7 +76,7 @@ def test_a_worker_that_is_there_or_has_no_place_does_not_join(worker):
 
 def test_where_no_epoch_is_left_for_a_worker_nothing_changes():
     run = prepare(case(rounds=2))
-    run.planner.leave_out([2])
+    leave_out(run.planner, 2)
     before = run.planner.state_dict()
     know(run.planner, 14, 3, 0, inside=(0,), lost=(2,))
     assert run.planner.join(2, 16) == 16
@@ -79,7 +86,7 @@ def test_where_no_epoch_is_left_for_a_worker_nothing_changes():
 def test_where_there_is_no_plan_with_a_worker_nothing_changes(monkeypatch):
     run = prepare(case())
     planner = run.planner
-    planner.leave_out([1, 2])
+    leave_out(planner, 1, 2)
     know(planner, 0, 0, 0, lost=(1, 2))
     before, replan = planner.state_dict(), planner._maker.replan
 
@@ -98,7 +105,7 @@ def test_where_there_is_no_plan_with_a_worker_nothing_changes(monkeypatch):
 def test_a_newcomer_that_has_begun_nothing_is_lost_without_a_sample():
     run = prepare(case(rounds=3))
     planner = run.planner
-    planner.leave_out([2])
+    leave_out(planner, 2)
     know(planner, 1, 1, 0, inside=(1,), lost=(2,))
     assert planner.join(2, 24) == 3
     know(planner, 1, 2, 3, inside=(1,), newcomers=(2,))
@@ -149,7 +156,7 @@ def test_what_other_workers_left_of_an_epoch_is_trained_on_once_after_a_loss_and
 @pytest.mark.parametrize("left", [(), ((0, 90),)])
 def test_a_served_worker_asks_for_the_plan_of_an_epoch_that_a_loss_may_change(left):
     run = prepare(case())
-    run.planner.leave_out([2])
+    leave_out(run.planner, 2)
     now = Segment(run.planner.ledger.current[8], left=left)
     cluster = ServedCluster.__new__(ServedCluster)
     cluster._link = SimpleNamespace(ask=lambda kind: (kind, 0, 0, encode(now)))

@@ -12,15 +12,9 @@ from hypothesis import strategies as st
 
 from dbsl.config.settings import RunConfig
 from dbsl.plan.follow import PlanMaker
-from dbsl.plan.machines import KnownWorkers
-from dbsl.plan.solve import (
-    PlanRules,
-    TimeModel,
-    count_workers,
-    largest_remainder,
-    merge_weights,
-    plan_dual_batch,
-)
+from dbsl.plan.machines import KnownWorkers, largest_remainder
+from dbsl.plan.solve import PlanRules, TimeModel, merge_weights, plan_dual_batch
+from dbsl.run.prepare import count_workers
 from dbsl.tools.plan import main as plan_from_the_shell
 from tests.helpers import refused
 
@@ -330,7 +324,7 @@ def test_measured_model_without_a_plan_falls_back_to_an_eighth_or_the_least_and_
     large, intercept, least, batch, why
 ):
     models = {8: TimeModel.of(TimeModel(0.01, intercept), 4)}
-    known = KnownWorkers(models, {8: [large] * 4}, {8: None}, measured=True)
+    known = KnownWorkers(models, {8: [large] * 4}, measured=True)
     config = RunConfig(workers=4, small_workers=1, resolutions=(8,), min_batch_size=least)
     said = []
     plan = PlanMaker(config, known, 8000, 1).first(8, said.append)
@@ -390,7 +384,8 @@ def test_impossible_step_times_are_refused(values):
     ],
 )
 def test_workers_are_counted_from_processes_and_ratio(processes, settings, expected):
-    assert count_workers(RunConfig(**settings), processes) == expected
+    counted = count_workers(RunConfig(**settings), processes, "cpu")
+    assert (counted.workers, counted.small_workers) == expected
 
 
 @pytest.mark.parametrize(
@@ -403,7 +398,7 @@ def test_workers_are_counted_from_processes_and_ratio(processes, settings, expec
 )
 def test_worker_counts_that_do_not_match_are_refused(processes, settings, message):
     with pytest.raises(ValueError, match=message):
-        count_workers(RunConfig(**settings), processes)
+        count_workers(RunConfig(**settings), processes, "cpu")
 
 
 SHELL = [

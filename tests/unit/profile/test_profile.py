@@ -12,12 +12,12 @@ import train
 from dbsl.base.errors import SettingError
 from dbsl.config.settings import RunConfig
 from dbsl.data.sources import image_batch
-from dbsl.library import planning
-from dbsl.library.planning import fit_time_model, measure_step_times
 from dbsl.model import build_model
 from dbsl.plan.types import TimeModel
+from dbsl.profile import fit
 from dbsl.profile import timing as profile
 from dbsl.profile.cache import Profiler, cache_file, write_profiles
+from dbsl.profile.fit import fit_time_model, measure_step_times
 from dbsl.profile.memory import GIB, MemoryModel, PeakMemory, confirm_batch, give_back
 from dbsl.profile.timing import (
     NO_OPTIMIZER,
@@ -171,7 +171,7 @@ def test_a_block_of_steps_is_a_quarter_of_one_that_follows_cudnns_trials(timed):
 
 def test_step_times_stop_as_soon_as_they_are_precise(monkeypatch):
     calls = []
-    monkeypatch.setattr(planning, "_median_error", lambda taken: 0.01)
+    monkeypatch.setattr(fit, "_median_error", lambda taken: 0.01)
     times, errors = measure_step_times(calls.append, [2, 8], seconds=1e9)
     assert (len(times), errors, {*calls}) == (2, [0.01, 0.01], {2, 8})
 

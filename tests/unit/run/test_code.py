@@ -27,21 +27,19 @@ def script(tmp_path, monkeypatch):
     return path
 
 
-def test_code_is_the_script_what_it_imports_and_dbsl_but_nothing_that_is_installed(script):
+def test_code_is_the_script_what_it_imports_and_dbsl_but_nothing_that_is_installed(
+    script, monkeypatch
+):
     found = read_code()
-    assert found.script == "mine.py"
+    assert code.script_of(found.sums) == "mine.py"
     assert found.files["mine.py"] == b"import losses\n"
     assert found.files["losses.py"] == b"smooth = 0.1\n"
-    assert next(iter(found.sums)) == "mine.py"
     assert "dbsl/run/folder.py" in found.sums
-    assert not {"__mp_main__.py", "dbsl/run/folder.py", "pytest/__init__.py"} & {*found.files}
-
-
-def test_without_a_script_as_in_a_notebook_the_rest_is_kept(monkeypatch):
-    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace())
+    assert not {"__mp_main__.py", "pytest/__init__.py"} & {*found.files}
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace())  # as in a notebook
     found = read_code()
-    assert found.script == ""
-    assert "dbsl/__init__.py" in found.sums
+    assert code.script_of(found.sums) == ""
+    assert {"losses.py", "dbsl/__init__.py"} <= {*found.sums}
 
 
 def test_code_that_has_changed_is_named_and_kept_beside_what_it_was(script, tmp_path):
@@ -61,7 +59,9 @@ def test_code_that_has_changed_is_named_and_kept_beside_what_it_was(script, tmp_
         "`mine.py` (kept in `code/` of the run folder), after a resume by "
         "`mine.py` (kept in `code-2/` of the run folder)"
     )
-    assert [path.name for path in folder.iterdir() if path.name.endswith(".tmp")] == []
+    assert {path.name for path in folder.iterdir()} == {"code", "code-2"}
+    assert {path.name for path in (folder / "code").iterdir()} >= {"mine.py", "SHA256SUMS"}
+    assert not (folder / "code/dbsl").exists()
 
 
 def test_a_checkout_leaves_its_commit_and_its_changes_and_others_nothing(
@@ -93,7 +93,7 @@ def test_a_resumed_run_says_which_code_has_changed_and_the_card_has_both(
     assert (folder / "code/train.py").exists()
     run(folder, epochs=2, resume=str(folder))
     assert warning not in capsys.readouterr().out
-    other = Code("train.py", {"train.py": b""}, {"train.py": "0"})
+    other = Code({"train.py": b""})
     monkeypatch.setattr(dbsl.open, "read_code", lambda: other)
     run(folder, epochs=3, resume=str(folder))
     assert f"{warning}: train.py" in capsys.readouterr().out

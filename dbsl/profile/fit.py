@@ -1,0 +1,101 @@
+"""Seconds of any step at several batch sizes, and the line through them."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from dbsl.plan.types import TimeModel
+
+TOLERANCE = 0.10  # relative error of a prediction up to which the line is said to hold
+_SIZES_FOR_A_FLOOR = 4  # a line and a floor are three numbers
+
+
+def measure_step_times(
+    step: Callable[[int], object],
+    batch_sizes: Sequence[int],
+    *,
+    seconds: float,
+    relative_error: float = 0.02,
+) -> tuple[list[float], list[float]]:
+    """Return the median seconds of ``step(batch_size)`` for each size, and their relative errors.
+
+    Sizes take turns, so that a slow spell of the machine falls on all of them: a step that warms up
+    and is left out, then steps for about a quarter of the longest step's time. It ends when the
+    standard error of every median is small enough, or when time is up, after 2 turns at least.
+    """
+    from torch.utils.benchmark import Timer, timer  # imports compilers
+
+    timers = [
+        Timer(
+            "step(batch_size)",
+            globals={"step": step, "batch_size": size},
+            num_threads=torch.get_num_threads(),  # Timer's own default is 1
+        )
+        for size in batch_sizes
+    ]
+    began = time.perf_counter()
+    step(max(batch_sizes))  # the first one compiles, or tries cuDNN's algorithms
+    second = timer()  # which waits for the device
+    step(max(batch_sizes))
+    block_s = max(0.25 * (timer() - second), 1e-3)
+    samples: list[list[float]] = [[] for _ in timers]
+    for turn in itertools.count(1):
+        for each, taken in zip(timers, samples, strict=True):
+            taken += each.blocked_autorange(min_run_time=block_s).times  # waits for the device
+        if turn == 1:
+            continue
+        errors = [_median_error(taken) for taken in samples]
+        if max(errors) < relative_error or time.perf_counter() - began > seconds:
+            return [statistics.median(taken) for taken in samples], errors
+
+
+def _median_error(times_s: Sequence[float]) -> float:
+    """Return the standard error of the median over the median, for roughly normal noise."""
+    error = statistics.stdev(times_s) * 1.2533 / len(times_s) ** 0.5
+    return error / statistics.median(times_s)
+
+
+def fit_time_model(
+    batch_sizes: Sequence[int], times_s: Sequence[float], errors: Sequence[float] = ()
+) -> TimeModel:
+    """Fit step time against batch size by least squares on the *relative* error (weights 1/t).
+
+    A line whose intercept comes out below zero is no model of a step; the slope alone is then
+    fitted, through the origin.
+
+    Noise is not to make a floor. There is one only where the line alone is off by more than
+    `TOLERANCE` and by more than four standard errors, and a floor below at least two of four or
+    more sizes brings the largest error below a third of the line's.
+
+    `batch_sizes` ascend; `errors` are standard errors of the times, relative to them.
+    """
+    x, t = np.asarray(batch_sizes, dtype=np.float64), np.asarray(times_s, dtype=np.float64)
+
+    def off(model: TimeModel) -> float:
+        return max(abs(model.time(size, 1) / time_s - 1) for size, time_s in zip(x, t, strict=True))
+
+    line = _fit_line(x, t)
+    if len(x) < _SIZES_FOR_A_FLOOR or off(line) <= max(TOLERANCE, 4 * max(errors, default=0.0)):
+        return line
+    fits = []
+    for flat in range(2, len(x)):
+        floor = float((1 / t[:flat]).sum() / (1 / t[:flat] ** 2).sum())
+        fits.append(replace(_fit_line(x[flat:], t[flat:]), floor=floor))
+    best = min(fits, key=off)
+    return best if off(best) < off(line) / 3 else line
+
+
+def _fit_line(x: np.ndarray, t: np.ndarray) -> TimeModel:
+    """Return the line alone."""
+    slope, intercept = np.polyfit(x, t, 1, w=1 / t) if len(x) > 1 else (t[0] / x[0], 0.0)
+    if intercept <= 0 or slope <= 0:
+        ratio = x / t
+        slope, intercept = float(ratio.sum() / (ratio**2).sum()), 0.0
+    return TimeModel(float(slope), float(intercept))

@@ -1,0 +1,209 @@
+"""Recompute the figures of README.md and docs/results.md from the rows in experiments/results/.
+
+    python -m experiments.recompute [FOLDER OF THE PAGES]
+
+It shares no code with `plots.tables`, so that no mistake stands in both. recompute.yaml says what
+the rows must give for the cells of tables and for texts. A text that has left its page fails, and
+so does a decimal number, percentage or interval in prose that no text covers. Whole numbers, such
+as batch sizes, are held against rows only where a text has them.
+"""
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import yaml
+from scipy import optimize, stats
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "experiments/results"
+SHORT, TABLES, CLAIMS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).values()
+WORDS = {"three": 3, "four": 4, "five": 5, "eight": 8}
+FIGURE = rf"(?:[-+]?\d[\d,]*(?:\.\d+)?(?![\d.]*\d)|\b(?:{'|'.join(WORDS)})\b)"
+FIGURES = rf"({FIGURE}(?:(?: ± |, | and | to ){FIGURE})*)".replace(" ", r"\s+")
+MEASURED = re.compile(r"[-+]?\d+\.\d+|\d[\d,]*(?=\s%)|(?<=± )\d+")  # what prose must account for
+MARKED = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
+NO_PROSE = re.compile(r"<!-- table.*?<!-- end -->|```.*?```|`[^`]*`|\]\([^)]*\)", re.DOTALL)
+
+
+@cache
+def rows(where: str, arm: str = "") -> pd.DataFrame:
+    """Return an arm's runs (empty: all) by seed or turn, accuracies in percent."""
+    path, _, condition = where.partition(":")
+    names = (f"{path}_runs.csv", f"{path}/arms_runs.csv", f"{path}.csv")
+    table = pd.read_csv(next(file for name in names if (file := RESULTS / name).is_file()))
+    table = table.query(condition) if condition else table
+    table = table[table["arm"] == arm] if arm else table
+    if table.empty:
+        raise LookupError(f"no rows of {arm} in {where}")
+    if "accuracy" in table and table["accuracy"].max() <= 1:
+        table = table.assign(accuracy=100 * table["accuracy"])
+    if path == "recipe":  # the rate that was best with the first seed
+        first = table[table["turn"] == 0]
+        table = table[table["lr"] == first["lr"][first["accuracy"].idxmax()]]
+    index = [name for name in ("seed", "turn") if name in table]
+    return table.set_index(index[0]).sort_index() if index else table
+
+
+def ahead(where: str, arm: str, other: str, whose: str = "") -> pd.Series:
+    """Return by how many points an arm is ahead of another one (`whose` rows), seed by seed."""
+    return (rows(where, arm)["accuracy"] - rows(whose or where, other)["accuracy"]).dropna()
+
+
+def times(where: str, arm: str, other: str, column: str = "") -> pd.Series:
+    """Return the time of an arm over that of another one, seed by seed."""
+    own, base = rows(where, arm), rows(where, other)
+    column = column or next(c for c in ("train_time_s", "virtual_s", "train_s") if c in own)
+    return (own[column] / base[column]).dropna()
+
+
+def interval(values: pd.Series, share: float = 0.95) -> list[float]:
+    """Return the mean and half of its interval."""
+    return [values.mean(), stats.t.ppf((1 + share) / 2, len(values) - 1) * values.sem()]
+
+
+def cost(where: str, arm: str, other: str) -> list[float]:
+    """Return the worker seconds for each point gained, where any is."""
+    own, base = rows(where, arm), rows(where, other)
+    more = (own["train_time_s"] * own["workers"]).mean()
+    more -= (base["train_time_s"] * base["workers"]).mean()
+    return [more / gain] if (gain := ahead(where, arm, other).mean()) > 0 else []
+
+
+def holm(tests: Mapping[str, pd.Series], name: str) -> float:
+    """Return p of one of the tests that a mean is 0, corrected by Holm's rule for all of them."""
+    p = {each: stats.ttest_1samp(values, 0).pvalue for each, values in tests.items()}
+    every = np.nan_to_num([*p.values()], nan=1.0)  # where all values are 0
+    return min(1.0, max((every >= each).sum() * each for each in every if each <= p[name]))
+
+
+def corrected(where: str, arm: str) -> float:
+    """Return an arm's p against the baseline, corrected for all arms of its comparison."""
+    base = "hybrid" if where.startswith("beyond") else "all_large"
+    arms = set(rows(where)["arm"]) - {base}
+    return holm({each: ahead(where, each, base) for each in arms}, arm)
+
+
+def hypothesis(where: str, one: str, other: str) -> list[float]:
+    """Return p, corrected but for the one at 1 Gb/s, and the margin where there is one."""
+    tests = {each: ahead(where, "dual_3", each) for each in ("all_large", "dual_4", "ddp_128")}
+    tests["dual_3"] = ahead(where, "hybrid", "dual_3") + 1.0
+    alone = {other: ahead(where, one, other)}
+    return [holm(tests if other in tests else alone, other), *[-1.0] * (one == "hybrid")]
+
+
+def detectable(where: str) -> list[float]:
+    """Return the least and the most points, by arm, that three seeds find in four of five cases."""
+    shift = optimize.brentq(lambda x: stats.nct.sf(stats.t.ppf(0.975, 2), 2, x) - 0.8, 1, 20)
+    arms = set(rows(where)["arm"]) - {"all_large"}
+    return [shift * f(ahead(where, arm, "all_large").sem() for arm in arms) for f in (min, max)]
+
+
+def change() -> list[float]:
+    """Return what the fixed rate changes in the lead of dual batch."""
+    fixed = ahead("gap/fixed_rate", "dual_3-lr0.1", "all_large-lr0.1")
+    return interval((fixed - ahead("gap", "dual_3", "all_large")).dropna())
+
+
+VERBS = {verb.__name__: verb for verb in (cost, corrected, hypothesis, detectable, change)} | {
+    "ci": lambda where, arm, column="accuracy": interval(rows(where, arm)[column]),
+    "sd": lambda where, arm: rows(where, arm)["accuracy"].agg(["mean", "std"]),
+    "n": lambda where, *arms: min(rows(where, arm).index.nunique() for arm in arms),
+    "arms": lambda where: rows(where)["arm"].nunique(),
+    "all_minutes": lambda where: rows(where)["total_time_s"].sum() / 60,
+    "over": lambda *names: interval(ahead(*names)),
+    "low": lambda *names: np.subtract(*interval(ahead(*names), 0.9)),
+    "gain": lambda *names: ahead(*names).mean(),
+    "ratios": lambda *names: interval(times(*names)),
+    "ratio": lambda *names: times(*names).mean(),
+    "percent": lambda *names: 100 * times(*names).mean(),
+    "more": lambda *names: 100 * times(*names).mean() - 100,
+    "saved": lambda *names: 100 - 100 * times(*names).mean(),
+}
+
+
+@cache
+def values(expressions: str) -> list[float]:
+    """Return what the rows give for expressions with ; between them."""
+    found: list[float] = []
+    for expression in expressions.split(";"):
+        verb, *names = (SHORT.get(word, word) for word in shlex.split(expression))
+        if len(names) > 2 and names[1] == names[2]:  # the row of the baseline itself
+            found += [1.0] * (verb == "ratios")
+            continue
+        value = VERBS[verb](*names) if verb in VERBS else rows(*names).eval(verb).mean()
+        found += np.atleast_1d(value).tolist()
+    return found
+
+
+def cells_of(table: str, label: str) -> list[str]:
+    """Return the expressions of the cells of a row; none where nothing fits its label."""
+    rule = TABLES.get(table, {"rows": {}})
+    for pattern, text in rule["rows"].items():
+        if found := re.search(pattern, label):
+            text = found.expand(text)
+            return (text if "|" in text else rule["cells"].replace("@", text)).split("|")
+    return []
+
+
+def figures(page: str, text: str) -> Iterator[tuple[int, str, str]]:
+    """Yield place, text and expressions of each cell and claim; "" where one lacks the other."""
+    for table in MARKED.finditer(text):
+        for row in [*re.finditer(r"^\|(.*)\|$", table[2], re.MULTILINE)][2:]:
+            label, *cells = map(str.strip, row[1].split("|"))
+            for cell, wanted in zip_longest(cells, cells_of(table[1], label), fillvalue=""):
+                yield table.start(2) + row.start(), cell, wanted
+    prose = NO_PROSE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+    for claim in CLAIMS[page].splitlines():
+        parts = re.split(r"\{(.*?)\}", claim)
+        pattern = FIGURES.join(map(re.escape, parts[::2]))
+        pattern = pattern.replace(r"\ \.\.\.\ ", r"\D+?").replace(r"\ ", r"\s+")
+        found = [*re.finditer(pattern, text)]
+        if len(found) != 1:
+            yield 0, claim, ""
+            continue
+        start, end = found[0].span()
+        prose = prose[:start] + " " * (end - start) + prose[end:]
+        for number, wanted in enumerate(parts[1::2], 1):
+            yield found[0].start(number), found[0][number], wanted
+    start = text.find("# Results")
+    end = text.find("\n## ", start) if page == "README.md" else len(text)
+    for rest in MEASURED.finditer(prose, start, end):
+        yield rest.start(), rest[0], ""
+
+
+def same(figure: str, value: float) -> bool:
+    """Return whether a figure is a value rounded to its decimals."""
+    number = str(WORDS.get(figure, figure)).replace(",", "")
+    return abs(float(number) - value) < 0.5 / 10 ** len(number.partition(".")[2]) + 1e-9
+
+
+def main(argv: list[str]) -> None:
+    """Compare; status 1 if anything differs."""
+    folder, wrong = Path(argv[0]) if argv else ROOT, 0
+    for page in CLAIMS:
+        text, compared = (folder / page).read_text("utf-8"), 0
+        for place, shown, wanted in figures(page, text):
+            told, given = re.findall(FIGURE, shown), values(wanted) if wanted else []
+            compared += len(told) if wanted else 0
+            if wanted and len(told) == len(given) and all(map(same, told, given)):
+                continue
+            if shown == "below 0.001" and given[0] < 0.001:
+                continue
+            wrong += 1
+            why = "no claim covers it" if place else "the page must have it, once"
+            if wanted:
+                why = "the rows give " + ", ".join(f"{value:.4f}" for value in given)
+            print(f"{page}:{text.count(chr(10), 0, place) + 1}: {shown!r}: {why}")
+        print(f"{page}: {compared} figures compared")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,68 @@
+"""The pages' figures are those of the rows; one that is not is named."""
+
+import pytest
+
+from experiments import recompute
+
+CHANGES = {
+    "prose": (
+        "docs/results.md",
+        "three small workers ended 2.0 ± 0.8 points",
+        "three small workers ended 2.1 ± 0.8 points",
+        "'2.1 ± 0.8': the rows give 2.0150, 0.8034",
+    ),
+    "table": ("README.md", "| 47.5 ± 0.2 % |", "| 47.4 ± 0.2 % |", "'47.4 ± 0.2 %': the rows give"),
+    "no claim": (
+        "docs/results.md",
+        "- **H2 does not hold.**",
+        "It took 3.14 times as long.\n- **H2 does not hold.**",
+        "'3.14': no claim covers it",
+    ),
+    "no text": (
+        "README.md",
+        "in 81 % of the time",
+        "in four fifths",
+        "the page must have it, once",
+    ),
+}
+
+
+@pytest.fixture
+def copies(tmp_path):
+    """Copies of the pages, without the changes."""
+    for page in recompute.CLAIMS:
+        (tmp_path / page).parent.mkdir(exist_ok=True)
+        (tmp_path / page).write_text((recompute.ROOT / page).read_text("utf-8"), "utf-8")
+    return tmp_path
+
+
+def told(folder, capsys) -> tuple[int, list[str]]:
+    with pytest.raises(SystemExit) as end:
+        recompute.main([str(folder)])
+    return end.value.code, capsys.readouterr().out.splitlines()
+
+
+def test_every_figure_of_the_pages_is_what_the_rows_give(capsys):
+    status, lines = told(recompute.ROOT, capsys)
+    counts = [int(line.split()[1]) for line in lines]
+    assert (status, len(lines)) == (0, 2), lines
+    assert counts[0] > 100
+    assert counts[1] > 900
+
+
+def test_figures_that_no_longer_hold_are_all_named_and_end_with_status_1(copies, capsys):
+    for page, old, new, _ in CHANGES.values():
+        text = (copies / page).read_text("utf-8")
+        assert text.count(old) == 1
+        (copies / page).write_text(text.replace(old, new), "utf-8")
+    status, lines = told(copies, capsys)
+    assert (status, len(lines)) == (1, len(CHANGES) + 2), lines
+    for page, _, new, message in CHANGES.values():
+        (line,) = (line for line in lines if message in line)
+        place = 1 if "once" in message else _line(copies / page, new)
+        assert line.startswith(f"{page}:{place}: ")
+
+
+def _line(page, text) -> int:
+    before, _, _ = page.read_text("utf-8").partition(text)
+    return before.count("\n") + 1
