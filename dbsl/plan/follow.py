@@ -442,5 +442,5 @@ class PlanMaker:
 
     def _limits(self, resolution: int) -> np.ndarray:
         """Return the most that each worker may take of a joint step, int64 [n]."""
-        total, limits = self._total(resolution), self._known.limits[resolution]
-        return np.full(self._config.workers, total) if limits is None else np.minimum(limits, total)
+        total, limits = self._total(resolution), self._known.limits or {}
+        return np.minimum(limits.get(resolution, [total] * self._config.workers), total)

@@ -32,8 +32,8 @@ class KnownWorkers:
 
     models: dict[int, TimeModel]  # of arrays [n]
     large_batch_sizes: dict[int, list[int]]  # samples of a large step
-    limits: dict[int, np.ndarray | None]  # most samples a step, [n]; None: no bound
     measured: bool  # whether the time models were measured, not given
+    limits: dict[int, list[int]] | None = None  # most samples a step; None: no bound
     micro_batch_sizes: dict[int, list[int]] | None = None  # most samples at once; None: any
     # Most samples of a batch that fit into memory; None: it was not measured.
     fits: dict[int, list[int | None]] | None = None

@@ -22,7 +22,7 @@ def planner_of(config, samples, large, *, least=1):
     """Return the planner of a run at 8 px whose workers are as planned, and its sampler."""
     workers, rounds = config.workers, config.rounds_per_epoch
     models = {8: TimeModel.of(PLANNED, workers)}
-    known = KnownWorkers(models, {8: [large] * workers}, {8: None}, measured=False)
+    known = KnownWorkers(models, {8: [large] * workers}, measured=False)
     maker = PlanMaker(config, known, samples, least)
     sampler = TurnSampler(config, samples, rounds, least)
     planner = Planner(

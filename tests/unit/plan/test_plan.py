@@ -276,7 +276,7 @@ def test_measured_model_without_a_plan_falls_back_to_an_eighth_or_the_least_and_
     large, intercept, least, batch, why
 ):
     models = {8: TimeModel.of(TimeModel(0.01, intercept), 4)}
-    known = KnownWorkers(models, {8: [large] * 4}, {8: None}, measured=True)
+    known = KnownWorkers(models, {8: [large] * 4}, measured=True)
     config = RunConfig(workers=4, small_workers=1, resolutions=(8,), min_batch_size=least)
     said = []
     plan = PlanMaker(config, known, 8000, 1).first(8, said.append)

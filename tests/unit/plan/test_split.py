@@ -161,7 +161,7 @@ def test_sizes_that_make_no_step_are_refused(sizes, message):
 @given(st.lists(st.floats(1e-3, 1e3), min_size=3, max_size=3), st.integers(1, 3))
 def test_other_proportions_never_drift_or_empty_a_part(proportions, rounds):
     limits = np.full(3, 20)
-    known = KnownWorkers({8: TimeModel.of(MODELS, 3)}, {8: [8] * 3}, {8: limits}, measured=False)
+    known = KnownWorkers({8: TimeModel.of(MODELS, 3)}, {8: [8] * 3}, False, {8: limits})
     config = RunConfig(workers=3, resolutions=(8,), min_batch_size=1, rounds_per_epoch=rounds)
     maker, active = PlanMaker(config, known, 103, least=1), range(3)
     joint = plan_steps(103, (12, 6, 2), MODELS)
