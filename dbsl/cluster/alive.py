@@ -113,7 +113,8 @@ class Pulse:
             if speaks:
                 pause_s = min(_BEAT_S, self._timeout_s / 4) if self._asks else 0.0
                 last = self._ending.wait(pause_s)
-                self._say(_LAST + self._last if last else self._says())
+                row = text_row(_LAST + self._last if last else self._says())
+                isend(row, self._pair, self._TAG).wait(timedelta(seconds=self._limit_s))
             else:
                 word = self._hear(self._limit_s)
                 last = word.startswith(_LAST)
@@ -141,10 +142,6 @@ class Pulse:
         return (
             f"rank {self._peer} has said nothing for {setting}" if timed_out else reason_of(error)
         )
-
-    def _say(self, word: str) -> None:
-        work = isend(text_row(word), self._pair, self._TAG)
-        work.wait(timedelta(seconds=self._limit_s))
 
     def _hear(self, limit_s: float) -> str:
         row = text_row("")
@@ -209,17 +206,12 @@ class Heartbeats:
                 interrupted = isinstance(error, KeyboardInterrupt)
                 self._tell("was interrupted" if interrupted else f"failed: {in_line(error)}")
             raise
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        """Be silent from now on, once the others that live know what was found."""
-        self._leaves = True
-        deadline = time.monotonic() + _TOLD_S
-        for pulse in self._pulses.values():
-            pulse.end()
-        for pulse in self._pulses.values():
-            pulse.wait(max(0.0, deadline - time.monotonic()))
+        finally:  # silent from now on, once the others that live know what was found
+            self._leaves, deadline = True, time.monotonic() + _TOLD_S
+            for pulse in self._pulses.values():
+                pulse.end()
+            for pulse in self._pulses.values():
+                pulse.wait(max(0.0, deadline - time.monotonic()))
 
     def _tell(self, said: str) -> None:
         """Have rank 0 find whose fault it is, and wait until that is known."""
@@ -234,17 +226,16 @@ class Heartbeats:
     def _hear(self, peer: int, word: str) -> None:
         """Note what another process says: in rank 0 how far it is, elsewhere what rank 0 found."""
         count, _, said = word.partition(" ")
-        if self._rank != SERVER_RANK:
-            if not count:  # it has left
-                self._known.set()
-            elif not count.isdecimal():
-                self._find(word)
-            return
-        self._entered[peer] = float(count or "inf")
-        if said.startswith(_LOST):
-            _later(_NOTICED_S, self._find_hanging, said.removeprefix(_LOST))
-        elif said:
-            self._find(f"rank {peer} {said}")
+        if self._rank == SERVER_RANK:
+            self._entered[peer] = float(count or "inf")
+            if said.startswith(_LOST):
+                _later(_NOTICED_S, self._find_hanging, said.removeprefix(_LOST))
+            elif said:
+                self._find(f"rank {peer} {said}")
+        elif not count:  # it has left
+            self._known.set()
+        elif not count.isdecimal():
+            self._find(word)
 
     def _gone(self, peer: int) -> None:
         with self._lock:  # all are there
@@ -255,10 +246,8 @@ class Heartbeats:
         """Find who entered the fewest exchanges, unless it is known whose fault it is."""
         fewest = min(self._entered.values())
         hanging = [str(rank) for rank, count in self._entered.items() if count == fewest]
-        if len(hanging) == len(self._entered):
-            self._find(_no_one(reason))
-        else:
-            self._find(f"rank {', '.join(hanging)} hangs ({reason})")
+        none = len(hanging) == len(self._entered)
+        self._find(_no_one(reason) if none else f"rank {', '.join(hanging)} hangs ({reason})")
 
     def _find(self, what: str) -> None:
         """Note whose fault it is; this process ends, unless its main thread is faster."""
@@ -288,17 +277,13 @@ def _no_one(reason: str) -> str:
 
 
 class ControlGroup:
-    """What all processes agree on, beside the weights' own process group.
-
-    A process is waited for `timeout_s`. The heartbeats hear of every exchange that it enters.
-    """
+    """What all processes agree on, apart from the weights' process group; waits for `timeout_s`."""
 
     def __init__(self, timeout_s: float, heartbeats: Heartbeats | None = None) -> None:
         self.heartbeats = heartbeats
         # In host memory: asking must not wait for what a device has queued.
-        timeout = timedelta(seconds=timeout_s)
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._writers = dist.new_group(backend="gloo", timeout=timeout)
+        how = {"backend": "gloo", "timeout": timedelta(seconds=timeout_s)}
+        self._group, self._writers = dist.new_group(**how), dist.new_group(**how)
 
     def enter(self) -> None:
         """Note that this process begins an exchange with all others."""

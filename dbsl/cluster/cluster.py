@@ -61,18 +61,15 @@ class Cluster(ABC):
         planner: Planner,
         workers: Sequence[int],
         epochs: int,
-        rounds_per_epoch: int,
         outgoing: Tensor | None = None,
         control: ControlGroup | None = None,
     ) -> None:
-        self.weights = weights
-        self.server = server
-        self.workers = tuple(workers)
+        self.weights, self.server, self.workers = weights, server, tuple(workers)
         self.outgoing = weights.vector if outgoing is None else outgoing
         self.planner, self.control = planner, control
         self._segment: Segment | None = None  # the plan in force
-        self._rounds = epochs * rounds_per_epoch
-        self._rounds_per_epoch = rounds_per_epoch
+        self._rounds_per_epoch = planner.members.rounds
+        self._rounds = epochs * self._rounds_per_epoch
         self._clock = 0  # rounds of this process's workers that are over
         self._waited_s = 0.0  # since the last report
         self._refused = 0
@@ -183,6 +180,8 @@ class Cluster(ABC):
     def take_over(self, start: Handover) -> None:
         """Go on where other workers, or workers with other plans, stopped."""
         self._clock, self._refused = start.clock, start.refused
+        if self.time_s is not None:
+            self.time_s = start.time_s
         if self.server is not None:
             self.server.take_over(start)
 

@@ -80,7 +80,7 @@ def _meet(timeout_s: float) -> dist.Store | None:
     where, rank = launcher_address(), int(os.environ.get("RANK", "-1"))
     if where is None or rank < 0:
         return None
-    began, processes, came, told = time.monotonic(), int(os.environ["WORLD_SIZE"]), 0, False
+    began, processes, came, told = time.monotonic(), int(os.environ["WORLD_SIZE"]), 0, rank > 0
     store, start = _open_store(*where, rank, timeout_s), f"dbsl/start/{restarts()}"
     try:
         if store.add(f"{start}/{rank}", 1) == 1:  # else it has come before, and was launched again
@@ -90,7 +90,7 @@ def _meet(timeout_s: float) -> dist.Store | None:
             counted = f"{came} of {processes} processes have come"
             if waited_s > timeout_s:
                 raise SyncError(f"{counted} within {timeout_s:g} s (--worker-timeout)")
-            if rank == 0 and waited_s > _QUIET_S and not told:
+            if waited_s > _QUIET_S and not told:
                 told = True
                 _tell(f"{counted}; waiting for the others")
             time.sleep(_LOOK_S)
@@ -111,9 +111,9 @@ def _open_store(address: str, port: int, rank: int, timeout_s: float) -> dist.St
         left_s = end - time.monotonic()
         patience = timedelta(seconds=max(0.1, min(left_s, _QUIET_S)))
         # Many tenants: the process group's store has the same server.
-        options = {"timeout": patience, "wait_for_workers": False, "multi_tenant": True}
+        options = {"is_master": serves, "wait_for_workers": False, "multi_tenant": True}
         try:
-            return connect(address, port, is_master=serves, **options)
+            return connect(address, port, timeout=patience, **options)
         except RuntimeError as error:
             if serves:
                 raise SyncError(f"rank 0 cannot listen at {where}: {reason_of(error)}") from error
@@ -178,12 +178,12 @@ class Admission(NamedTuple):
 class RunningJob:
     """A job that this process was launched into, while the others train.
 
-    A process group of torch.distributed is of fixed size: the process has none, but a gloo
-    connection with rank 0, as the other workers have.
+    torch's process groups are of fixed size: the process has none, but a gloo connection with rank
+    0, as the other workers have.
     """
 
     rank: int
-    processes: int  # of the job, as it was launched
+    processes: int  # as it was launched
     settings: Mapping[str, Any]  # complete, with what else `Door` was given
 
     def enter(self, timeout_s: float) -> Admission:
@@ -207,13 +207,13 @@ class RunningJob:
 
 def find_running_job() -> RunningJob | None:
     """Return the job that this process was launched into; None: it starts with the others."""
-    rank, processes = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
+    rank = int(os.environ.get("RANK", "0"))
     if rank == SERVER_RANK or (settings := _settings_of_job()) is None:
         return None
     if settings == _OVER:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        where = "{}:{}".format(*launcher_address())
         raise SyncError(f"the job at {where} is over, and takes rank {rank} in no more")
-    return RunningJob(rank, processes, json.loads(settings))
+    return RunningJob(rank, int(os.environ["WORLD_SIZE"]), json.loads(settings))
 
 
 def _settings_of_job() -> str | None:
@@ -230,8 +230,8 @@ def _settings_of_job() -> str | None:
                 return None
             if not told:
                 _tell(f"the launcher's store does not answer ({reason_of(error)}): trying again")
-        told = True
-        time.sleep(_LOOK_S)
+            told = True
+            time.sleep(_LOOK_S)
 
 
 class Door:

@@ -1,11 +1,12 @@
 """The owner of the global weights: clocks, staleness and when to merge. No communication in it.
 
-Workers push weights, which a rule of `dbsl.cluster.merges` merges; `dbsl.cluster.gradients` takes
-gradients. The bound on clocks is that of stale synchronous parallel (Ho et al., NIPS 2013).
+Workers push weights, which a rule of `dbsl.cluster.merges` merges, or gradients, which the server's
+optimizer takes. The bound on clocks is that of stale synchronous parallel (Ho et al., NIPS 2013).
 """
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +14,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dbsl.cluster.merges import MergeRule
+from dbsl.cluster.steps import begin_thawed, take_fraction, take_step
+from dbsl.cluster.weights import FlatWeights
+from dbsl.optimizer import BuildOptimizer, Clip, keep_whole, load_optimizer
 from dbsl.plan.ledger import Members
 from dbsl.plan.types import EpochEnd, Handover, RoundReport, report_from_plain
 
@@ -29,35 +33,31 @@ class Server:
     The server keeps its own copy of `weights`, [P]. `rule` merges what was not refused: each push
     alone, or `together` those of all workers in a round, in the order in which they came. A
     `staleness` of 0 is a barrier, None no bound. `observe` is called with each report, before
-    anyone can ask for what follows from it. The run's planner may know the `members`, too.
+    anyone can ask for what follows from it. The run's planner knows the `members`, too.
     """
 
     def __init__(
         self,
         weights: Tensor,
-        workers: int,
+        members: Members,
         rule: MergeRule | None,
         *,
         together: bool = False,
         staleness: int | None,
-        rounds_per_epoch: int,
         observe: Callable[[RoundReport], object] = lambda report: None,
-        members: Members | None = None,
     ) -> None:
         assert not together or staleness == 0, staleness
         self._weights = weights.detach().clone()
         self._rule, self._together, self._observe = rule, together, observe
-        self.staleness, self.rounds_per_epoch = staleness, rounds_per_epoch
-        self.members = members or Members(workers)
+        self.staleness, self.members = staleness, members
         self.refused = 0  # rounds that were not merged, since they were not finite
         self.version = 0  # global updates so far
         self.finished: deque[EpochEnd] = deque()
         self.reports: deque[RoundReport] = deque()
-        self._pulled_version = [0] * workers
+        self._pulled_version = [0] * len(self.clocks)
         # What came in the round that a barrier is in: pushes [workers, P], and their reports.
         self._kept: Tensor | None = None
         self._kept_reports: list[RoundReport] = []
-        self._epochs_ended = 0
 
     @property
     def clocks(self) -> list[int]:
@@ -91,8 +91,8 @@ class Server:
         self._pulled_version[worker] = self.version
         return self.snapshot()
 
-    def push(self, pushed: Tensor, report: RoundReport) -> RoundReport:
-        """Merge what a worker pushes, advance its clock; return the report with its staleness."""
+    def push(self, pushed: Tensor, report: RoundReport) -> None:
+        """Merge what a worker pushes and advance its clock."""
         self.members.inside.discard(report.worker)
         staleness = self.version - self._pulled_version[report.worker]
         report = replace(report, staleness=staleness)
@@ -103,7 +103,6 @@ class Server:
             else:
                 self._merge(pushed[None], [report])
         self._advance([report])
-        return report
 
     def push_joined(self, joined: Tensor | None, reports: Sequence[RoundReport]) -> None:
         """Take the weighted mean of what all workers pushed, made elsewhere, as one update.
@@ -130,7 +129,6 @@ class Server:
             "pulled_version": list(self._pulled_version),
             "kept": self._kept[: len(kept)] if kept else None,
             "kept_reports": [asdict(report) for report in kept],
-            "epochs_ended": self._epochs_ended,
             "refused": self.refused,
             "finished": [asdict(end) for end in self.finished],
             "reports": [asdict(report) for report in self.reports],
@@ -141,7 +139,6 @@ class Server:
         """Go on from what `state_dict` returned."""
         self._replace_weights(state["weights"])
         self.version, self.refused = state["version"], state["refused"]
-        self._epochs_ended = state["epochs_ended"]
         self.members.load_state_dict(state)
         self._pulled_version = list(state["pulled_version"])
         self._kept_reports = [report_from_plain(report) for report in state["kept_reports"]]
@@ -159,7 +156,6 @@ class Server:
         self.version, self.refused = start.version, start.refused
         self.members.clocks = [start.clock] * len(self.clocks)
         self._pulled_version = [start.version] * len(self.clocks)
-        self._epochs_ended = start.clock // self.rounds_per_epoch
         now = time.perf_counter()
         self.finished.extend(replace(end, ended_at=now) for end in start.finished)
         self._load_rule(start.outer)
@@ -197,10 +193,100 @@ class Server:
 
     def _end_rounds(self, before: int) -> None:
         """Merge what a barrier has kept and end epochs, if the slowest was at `before` till now."""
-        if self.members.slowest() > before and self._kept_reports:  # else all were refused
+        slowest, rounds = self.members.slowest(), self.members.rounds
+        if slowest > before and self._kept_reports:  # else all were refused
             self._merge(self._kept[: len(self._kept_reports)], self._kept_reports)
             self._kept_reports = []
-        while self.members.slowest() // self.rounds_per_epoch > self._epochs_ended:
-            end = EpochEnd(self._epochs_ended, self.snapshot(), time.perf_counter())
-            self.finished.append(end)
-            self._epochs_ended += 1
+        for epoch in range(before // rounds, slowest // rounds):
+            self.finished.append(EpochEnd(epoch, self.snapshot(), time.perf_counter()))
+
+
+class GradientServer(Server):
+    """The owner of the run's only optimizer, to which workers push weighted gradients.
+
+    A push is the sum of a worker's gradients over some steps, each weighted b_i/B, followed by the
+    change of its floating-point buffers, weighted alike. With a barrier the pushes of all workers
+    are summed and make one step, as the joined batch would. Without one, each push makes its
+    fraction b_i/B of a step as it comes, in learning rate, momentum and weight decay.
+
+    It is made before `FlatWeights` or a stepper is built on the model, and steps on a copy. What is
+    frozen in the model from time to time is not stepped on. Gradients are clipped before each whole
+    step. `staleness` and the rest are as for `Server`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        build_optimizer: BuildOptimizer,
+        members: Members,
+        *,
+        staleness: int | None,
+        build_clip: Callable[[nn.Module], Clip] = lambda model: keep_whole,
+        observe: Callable[[RoundReport], object] = lambda report: None,
+    ) -> None:
+        own = copy.deepcopy(model).to(device)
+        self._own = FlatWeights(own)
+        self._optimizer, self._clip = build_optimizer(own), build_clip(own)
+        self._pairs = list(zip(own.parameters(), model.parameters(), strict=True))
+        how = {"together": staleness == 0, "staleness": staleness, "observe": observe}
+        super().__init__(self._own.vector, members, None, **how)
+        self._weights = self._own.vector  # not a copy: the optimizer's parameters are views of it
+        self._snapshot: Tensor | None = None  # a copy, until the next step
+
+    def snapshot(self) -> Tensor:
+        """Return a copy of the current global weights, one for all who ask before the next step."""
+        if self._snapshot is None:
+            self._snapshot = self._weights.clone()
+        return self._snapshot
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Server.state_dict`; with the optimizer's state."""
+        return super().state_dict() | {"optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Server.load_state_dict`."""
+        super().load_state_dict(state)
+        load_optimizer(self._optimizer, state["optimizer"])
+
+    def take_over(self, start: Handover) -> None:
+        """See `Server.take_over`."""
+        super().take_over(start)
+        if start.server_optimizer is not None:
+            load_optimizer(self._optimizer, start.server_optimizer)
+
+    def _replace_weights(self, weights: Tensor) -> None:
+        self._weights.copy_(weights)
+        self._snapshot = None
+
+    def _keep(self, pushed: Tensor) -> None:
+        """Add to the round's sum, which is one row for all."""
+        if not self._kept_reports:
+            self._kept = torch.zeros_like(pushed)[None]
+        self._kept[0].add_(pushed)
+
+    def _merge(self, pushed: Tensor, reports: Sequence[RoundReport]) -> None:
+        report = reports[-1]  # all of a step have the same learning rate
+        fraction = 1.0 if self._together else report.merge_weight
+        self._step(pushed[0], report.learning_rate, fraction)
+        self._snapshot = None
+        self.version += 1
+
+    @torch.no_grad()
+    def _step(self, gradients: Tensor, learning_rate: float, fraction: float) -> None:
+        """Take a step, or a fraction of it in (0, 1), on gradients [P] weighted as that."""
+        changed = [own for own, its in self._pairs if own.requires_grad != its.requires_grad]
+        for parameter in changed:  # what the loop freezes does not move
+            parameter.requires_grad_(not parameter.requires_grad)
+        if changed:
+            begin_thawed(self._optimizer)
+        if fraction < 1:
+            self._own.attach_gradients(gradients / fraction)
+            take_fraction(self._optimizer, learning_rate, fraction)
+        else:
+            self._own.attach_gradients(gradients)
+            self._clip(self._optimizer)
+            take_step(self._optimizer, learning_rate)
+        self._optimizer.zero_grad(set_to_none=True)
+        buffers = self._own.buffers
+        buffers.add_(gradients[len(gradients) - len(buffers) :])

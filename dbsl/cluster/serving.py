@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsl.base.errors import NothingLeft, RunFinished, SettingError, SyncError
+from dbsl.base.errors import NothingLeft, SettingError, SyncError
 from dbsl.cluster.alive import Pulse
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.launch import Admission, Door
@@ -122,7 +122,7 @@ class ServedCluster(Cluster):
                 self._link.take_weights(self.weights.vector)
         if ending == Ending.FINISHED:
             self.finish()
-            raise RunFinished
+            raise NothingLeft
         if ending == Ending.STOPPED:
             self._interrupted = True
             self.on_stop()
@@ -229,8 +229,7 @@ class ServingCluster(Cluster):
                 self._wait_for(lambda: self._interrupted or self.server.finished, _LOOK_S)
                 waits = not self.server.finished
             if waits:  # there are no steps after which this process could save or stop: it may here
-                act = self.on_stop if self._interrupted else self.idle
-                act()
+                (self.on_stop if self._interrupted else self.idle)()
 
     def _ends(self) -> Iterator[EpochEnd]:
         while True:
@@ -328,10 +327,8 @@ class ServingCluster(Cluster):
             on_lost=self._wake,
         )
         self._heard[rank] = self._announced[0]  # one that joins takes no part in what was before
-        arguments = _Peer(rank, self._worker_of(rank), link, pulse, pushed), first
-        return threading.Thread(
-            target=self._serve, args=arguments, name=f"serve-{rank}", daemon=True
-        )
+        arguments, name = (_Peer(rank, self._worker_of(rank), link, pulse, pushed), first), "serve"
+        return threading.Thread(target=self._serve, args=arguments, name=name, daemon=True)
 
     def _serve(self, peer: _Peer, first: tuple[int, int] | None) -> None:
         """Answer one rank's messages until it is done (runs in a thread)."""
@@ -354,39 +351,32 @@ class ServingCluster(Cluster):
 
     def _answer(self, peer: _Peer) -> bool:
         """Hear a message and do what it asks; False: it was the last."""
-        kind, *_, text = hear(peer.link.pair, Kind)
+        link, worker = peer.link, peer.worker
+        kind, *_, text = hear(link.pair, Kind)
         if kind == Kind.PLAN:
-            text = encode(self._begin(peer.worker, peer.pulse))
-            tell(peer.link.pair, Ending.GOES_ON, text=text)
-        elif kind == Kind.PULL:
-            self._answer_pull(peer)
-        elif kind == Kind.LEAVE:
-            self._let_go(peer)
-        elif kind != Kind.DONE:
-            report = peer.link.take_push(text, peer.pushed)
-            check_report(report, peer.worker, *self._place(peer.worker))
+            tell(link.pair, Ending.GOES_ON, text=encode(self._begin(worker, peer.pulse)))
+        elif kind == Kind.PUSH:
+            report = link.take_push(text, peer.pushed)
+            check_report(report, worker, *self._place(worker))
             self._merge(peer.pushed, report)
+        elif kind == Kind.PULL:
+            with self._changed:
+                weights = self._pull(worker, peer.pulse)
+                announced = self._tell(peer.rank)
+            if weights is not None:
+                tell(link.pair, Ending.GOES_ON, announced)
+                link.give_weights(weights)
+            else:
+                ending = Ending.FINISHED if self.finished_early else Ending.STOPPED
+                tell(link.pair, ending, announced)
+        elif kind == Kind.LEAVE:  # this process is to stop as well, and says as what it saves
+            with self._changed:
+                if not self._stopping:
+                    self.interrupt()
+                    self._wait_for(lambda: self._stopping)
+                announced = self._tell(peer.rank)
+            tell(link.pair, Ending.STOPPED, announced)
         return kind not in (Kind.LEAVE, Kind.DONE)
-
-    def _answer_pull(self, peer: _Peer) -> None:
-        with self._changed:
-            weights = self._pull(peer.worker, peer.pulse)
-            announced = self._tell(peer.rank)
-        if weights is None:
-            ending = Ending.FINISHED if self.finished_early else Ending.STOPPED
-            tell(peer.link.pair, ending, announced)
-        else:
-            tell(peer.link.pair, Ending.GOES_ON, announced)
-            peer.link.give_weights(weights)
-
-    def _let_go(self, peer: _Peer) -> None:
-        """Answer a worker that is to stop: this process is to, and says as what it saves."""
-        with self._changed:
-            if not self._stopping:
-                self.interrupt()
-                self._wait_for(lambda: self._stopping)
-            announced = self._tell(peer.rank)
-        tell(peer.link.pair, Ending.STOPPED, announced)
 
     # --- who comes and goes
 
@@ -499,8 +489,7 @@ class ServingCluster(Cluster):
         """See `Cluster.finish`: wait until every worker has heard of it, where it comes to pull."""
         self.finished_early = True
         self._stop_serving(self._announced)
-        for thread in self._threads:
-            thread.join()  # it ends: silent workers are given up
+        self.close()
         super().finish()
         self._interrupted = False
         self.server.finished.clear()
@@ -516,7 +505,7 @@ class ServingCluster(Cluster):
         """Wait for the serving threads."""
         self._close_door()
         for thread in self._threads:
-            thread.join(self._timeout_s)
+            thread.join()  # it ends: silent workers are given up
 
     def __exit__(self, *error: Any) -> bool | None:
         self._close_door()

@@ -131,9 +131,8 @@ class SimulatedCluster(Cluster):
         self._queue = [(time_s, worker) for time_s, worker in state["queue"]]
 
     def take_over(self, start: Handover) -> None:
-        """Go on where workers of another number stopped."""
+        """See `Cluster.take_over`."""
         super().take_over(start)
-        self.time_s = start.time_s
         self._ended = [start.time_s] * len(self._ended)
 
     def _start_rounds(self) -> None:

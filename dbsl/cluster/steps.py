@@ -1,8 +1,7 @@
 """What an optimizer step is: a worker's own, one of all workers together, or the server's.
 
-First what steppers are made of: a timer of computation, batch norm's running statistics over
-several passes, whole steps and fractions of one. Each stepper then has the model to call,
-`micro_batch` around a forward and backward pass, and `step`; the loop that uses them is the same.
+First what steppers are made of: a timer of computation, whole steps and fractions of one. Each
+stepper then has the model to call, `micro_batch` around a forward and backward pass, and `step`.
 """
 
 from __future__ import annotations
@@ -72,10 +71,9 @@ class ComputeTimer:
 
     def take_seconds(self, worker: int) -> float:
         """Return the worker's compute time so far and start again at 0; waits for the device."""
-        spent = self._so_far(worker)
-        self._spans.pop(worker, None)
-        self._more_s.pop(worker, None)
-        return spent
+        spent_s = self._so_far(worker)
+        del self._spans[worker], self._more_s[worker]
+        return spent_s
 
     def state_dict(self) -> dict[int, float]:
         """Return the workers' seconds so far; waits for the device."""
@@ -86,10 +84,10 @@ class ComputeTimer:
         self._more_s.update(state)
 
     def _so_far(self, worker: int) -> float:
-        spans = self._spans.get(worker, [])
+        spans = self._spans[worker]
         if self._cuda and spans:
             torch.cuda.synchronize(self._device)
-        return sum(self._between(*span) for span in spans) + self._more_s.get(worker, 0.0)
+        return sum(self._between(*span) for span in spans) + self._more_s[worker]
 
     def _now(self):
         if not self._cuda:
@@ -100,34 +98,6 @@ class ComputeTimer:
 
     def _between(self, start, end) -> float:
         return start.elapsed_time(end) / 1000 if self._cuda else end - start
-
-
-class RunningStatistics:
-    """A model's buffers [S], which several passes move once, by the mean of what each makes.
-
-    Each pass starts from the same statistics, as the joined batch would, and normalises by its own.
-    """
-
-    def __init__(self, buffers: Tensor) -> None:
-        self._buffers = buffers
-        self._start, self._mean = torch.empty_like(buffers), torch.empty_like(buffers)
-        self._under_way = False
-
-    @contextmanager
-    def passing(self, share: float) -> Iterator[None]:
-        """Enclose a pass; `share` is its weight in the mean, which `end` gives to the model."""
-        if not self._under_way:
-            self._start.copy_(self._buffers)
-            self._mean.zero_()
-            self._under_way = True
-        self._buffers.copy_(self._start)
-        yield
-        self._mean.add_(self._buffers, alpha=share)
-
-    def end(self) -> None:
-        """Give the model the mean of all passes."""
-        self._buffers.copy_(self._mean)
-        self._under_way = False
 
 
 def take_step(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
@@ -220,15 +190,18 @@ def _take_fraction_of_sgd(
 class Stepper:
     """Each worker steps by itself, with its own optimizer; its weights are pushed later.
 
-    Of `optimizers`, by worker of this process, there is one where all step together. Without
-    `weights` there are no micro-batches, and nothing that other steppers do. By the time of a
-    `joint` step gradients are those of all workers' batches. While they are whole, `step` calls
+    Or all of this process take `joint` steps, with worker 0's optimizer: by the time of a step
+    gradients are those of all workers' batches. They have one place for the whole run, `vector`:
+    what a CUDA graph returns is overwritten by its next call, so that sums must not lie there.
+
+    Several passes of a step (micro-batches, workers) normalise by their own statistics each, and
+    move the running ones once, by the mean of what each makes of the same start.
+
+    Without `weights` there are no micro-batches. While gradients are whole, `step` calls
     `on_gradients` with the weight of their loss, and then, right before an optimizer of this
     process steps, `clip`.
     """
 
-    joint = False
-    _sums = False  # whether gradients have one place for the whole run
     clip: Clip = staticmethod(keep_whole)
     on_gradients: Callable[[float], object] = staticmethod(lambda weight: None)
 
@@ -238,81 +211,75 @@ class Stepper:
         weights: FlatWeights | None,
         timer: ComputeTimer,
         optimizers: Mapping[int, torch.optim.Optimizer],
+        *,
+        joint: bool = False,
     ) -> None:
         self.model, self.timer, self.optimizers = model, timer, optimizers
+        self.joint = self._together = joint
         self._weights = weights
         self._buffers = torch.empty(0) if weights is None else weights.buffers
-        self._statistics = RunningStatistics(self._buffers)
-        if self._sums:
-            self.vector = torch.zeros_like(weights.vector)
+        self._mean: Tensor | None = None  # of the buffers that passes have made of `_start`
+        self._weight = 0.0  # of the loss behind this process's gradients
+        self.vector = torch.zeros_like(weights.vector) if joint else None
 
     def begin(self, turn: Turn, *, anew: bool = True) -> None:
         """Note which epoch it is, for emulated slowness; not `anew`: inside a resumed round."""
         self.timer.epoch = turn.epoch
         for optimizer in self.optimizers.values():
             begin_thawed(optimizer)
-        if self._sums:
+        if self.vector is not None:
             self._weights.attach_gradients(self.vector)  # of what is trained now
 
     @contextmanager
     def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
         """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
-        several = not (part.begins and part.ends)
-        passing = self._statistics.passing(part.share) if several else nullcontext()
-        with self.timer.running((part.worker,)), passing:
+        several = self._together or not (part.begins and part.ends)
+        if several and self._mean is None:
+            self._start, self._mean = self._buffers.clone(), torch.zeros_like(self._buffers)
+        elif several:
+            self._buffers.copy_(self._start)
+        with self.timer.running((part.worker,)):
             yield part.weight
-        if several and part.ends:
-            self._statistics.end()
+        if several:
+            self._mean.add_(self._buffers, alpha=part.weight if self._together else part.share)
+            if part.ends and not self._together:
+                self._end_passes()
+
+    def _end_passes(self) -> None:
+        self._buffers.copy_(self._mean)
+        self._mean = None
 
     def step(self, step: Step, learning_rate: float) -> None:
         """Take the optimizer step, or leave it to the server."""
+        if self._together:
+            self._end_passes()
         self.on_gradients(1.0)
         workers = tuple(part.worker for part in step.parts)
         optimizer = self.optimizers[workers[0]]
         with self.timer.running(workers):  # in real processes each of them takes a joint step
             self.clip(optimizer)
             take_step(optimizer, learning_rate)
-            if self._sums:
-                self.vector.zero_()
-            else:
+            if self.vector is None:
                 optimizer.zero_grad(set_to_none=True)
+            else:
+                self.vector.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizers' state, and what else lasts from step to step inside a round."""
-        return {"optimizers": {w: o.state_dict() for w, o in self.optimizers.items()}}
+        optimizers = {worker: own.state_dict() for worker, own in self.optimizers.items()}
+        return {"optimizers": optimizers, "weight": self._weight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned; workers that are not in it have nothing yet."""
         for worker, saved in state["optimizers"].items():
             if worker in self.optimizers:
                 load_optimizer(self.optimizers[worker], saved)
+        self._weight = state["weight"]
 
     def forget(self, worker: int) -> None:
         """Clear a worker's optimizer state."""
         if worker in self.optimizers:
             self.optimizers[worker].state.clear()
-
-
-class JointSteps(Stepper):
-    """All workers of one process step together: micro-batches are summed, then one step is taken.
-
-    Each normalises by its own statistics; the running statistics become those of all, weighted as
-    their losses. Gradients have one place for the whole run: what a CUDA graph returns is
-    overwritten by its next call, so that sums must not lie there. Worker 0 has the optimizer.
-    """
-
-    joint = _sums = True
-
-    @contextmanager
-    def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
-        """See `Stepper.micro_batch`."""
-        with self._statistics.passing(part.weight), self.timer.running((part.worker,)):
-            yield part.weight
-
-    def step(self, step: Step, learning_rate: float) -> None:
-        """Take the optimizer step on the sum of all gradients."""
-        self._statistics.end()
-        super().step(step, learning_rate)
 
 
 # Older and newer versions of torch name it differently.
@@ -334,8 +301,6 @@ class DistributedSteps(Stepper):
     and gradients are rounded to `wire` on their way.
     """
 
-    joint = True
-
     def __init__(
         self,
         *arguments: Any,
@@ -344,6 +309,7 @@ class DistributedSteps(Stepper):
         wire: torch.dtype | None = None,
     ) -> None:
         super().__init__(*arguments)
+        self.joint = True
         self._raw, self._example_loss, self._on_exchange = self.model, example_loss, on_exchange
         self._wire, self._reduce = wire, allreduce_hook if wire is None else bf16_compress_hook
         self._world_size = dist.get_world_size()
@@ -376,15 +342,6 @@ class DistributedSteps(Stepper):
             self._sum_gradients()
             self.average_buffers()
         super().step(step, learning_rate)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Stepper.state_dict`."""
-        return super().state_dict() | {"weight": self._weight}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Stepper.load_state_dict`."""
-        super().load_state_dict(state)
-        self._weight = state["weight"]
 
     @torch.no_grad()
     def average_buffers(self) -> None:
@@ -433,13 +390,13 @@ class DistributedSteps(Stepper):
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        flat = torch.cat([p.grad.reshape(-1) for p in parameters])
-        if self._wire is not None:
-            flat = flat.to(self._wire)
+        gradients = [p.grad for p in parameters]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = flat.to(self._wire or flat.dtype)
         dist.all_reduce(flat)
-        summed = flat.split([parameter.numel() for parameter in parameters])
-        for parameter, gradient in zip(parameters, summed, strict=True):
-            parameter.grad.copy_(gradient.view_as(parameter))
+        summed = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, own in zip(gradients, summed, strict=True):
+            gradient.copy_(own.view_as(gradient))
 
 
 class PushedGradients(Stepper):
@@ -449,12 +406,10 @@ class PushedGradients(Stepper):
     weighted alike.
     """
 
-    _sums = True
-
     def __init__(self, model: nn.Module, weights: FlatWeights, timer: ComputeTimer) -> None:
         super().__init__(model, weights, timer, {})
+        self.vector = torch.zeros_like(weights.vector)
         self._changes = self.vector[len(self.vector) - len(self._buffers) :]
-        self._weight = 0.0  # sum over the losses so far
 
     def begin(self, turn: Turn, *, anew: bool = True) -> None:
         """Start a push from zero, or, not anew, go on with the one that a stopped run was in."""
@@ -481,10 +436,9 @@ class PushedGradients(Stepper):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Stepper.state_dict`."""
-        return super().state_dict() | {"gradients": self.vector, "weight": self._weight}
+        return super().state_dict() | {"gradients": self.vector}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Stepper.load_state_dict`."""
         super().load_state_dict(state)
         self.vector.copy_(state["gradients"])
-        self._weight = state["weight"]

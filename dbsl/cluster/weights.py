@@ -30,7 +30,7 @@ class FlatWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        tensors = list(_floating_tensors(model))
+        tensors = list(_floating(model).values())
         kinds = {(t.dtype, t.device) for t in tensors}
         if len(kinds) != 1:
             raise SettingError(
@@ -83,18 +83,17 @@ class FlatWeights:
 
 def vector_length(model: nn.Module) -> int:
     """Return the length of the vector that holds a model's weights."""
-    return _padded_length(_floating_tensors(model))
+    return _padded_length(_floating(model).values())
 
 
 def names_of(model: nn.Module) -> list[str]:
     """Return the names of the tensors in the vector that holds a model's weights."""
-    buffers = [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
-    return [name for name, _ in model.named_parameters()] + buffers
+    return list(_floating(model))
 
 
-def _floating_tensors(model: nn.Module):
-    yield from model.parameters()
-    yield from (b for b in model.buffers() if b.is_floating_point())
+def _floating(model: nn.Module) -> dict[str, Tensor]:
+    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    return dict(model.named_parameters()) | buffers
 
 
 def _padded(count: int) -> int:

@@ -63,9 +63,9 @@ def tell(
 ) -> None:
     """Send a question, or an answer, with two numbers and a text over a group of two."""
     letters = text_row(text, None)
-    send(torch.tensor([what, *numbers, len(letters)]), pair)
+    isend(torch.tensor([what, *numbers, len(letters)]), pair).wait(_EVER)
     if len(letters):
-        send(letters, pair)
+        isend(letters, pair).wait(_EVER)
 
 
 def hear(
@@ -180,11 +180,6 @@ def isend(tensor: Tensor, pair: dist.ProcessGroup, tag: int = 0) -> dist.Work:
 def irecv(tensor: Tensor, pair: dist.ProcessGroup, tag: int = 0) -> dist.Work:
     """Begin to receive into a tensor over a group of two."""
     return pair.recv([tensor], 1 - pair.rank(), tag)
-
-
-def send(tensor: Tensor, pair: dist.ProcessGroup) -> None:
-    """Send a tensor over a group of two, however long the other process is busy."""
-    isend(tensor, pair).wait(_EVER)
 
 
 class Transfer:

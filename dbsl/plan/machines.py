@@ -1,4 +1,4 @@
-"""How long workers take: their step times, speeds that are measured, and shares that fit them.
+"""What workers can do: speeds that are measured, and shares that fit them.
 
 Pure functions on arrays, one entry per worker, so that 100,000 workers cost milliseconds. The
 global batch of joint steps, and with it the learning rate and the number of steps, does not depend
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dbsl.base.errors import SettingError
-from dbsl.plan.types import NoPlanError, TimeModel
+from dbsl.plan.types import TimeModel
 
 NOISE = 0.10  # standard deviation of a measured time, relative
 _PRIOR = 0.5  # relative uncertainty of a planned time model's coefficients
@@ -32,89 +32,14 @@ class KnownWorkers:
 
     models: dict[int, TimeModel]  # of arrays [n]
     large_batch_sizes: dict[int, list[int]]  # samples of a large step
-    limits: dict[int, np.ndarray | None]  # most samples a step, [n]; None: no bound
     measured: bool  # whether the time models were measured, not given
+    limits: dict[int, list[int]] | None = None  # most samples a step; None: no bound
     micro_batch_sizes: dict[int, list[int]] | None = None  # most samples at once; None: any
     # Most samples of a batch that fit into memory; None: it was not measured.
     fits: dict[int, list[int | None]] | None = None
 
 
-@dataclass(frozen=True)
-class TimedWorkers:
-    """Every worker's time model and largest batch."""
-
-    model: TimeModel  # of arrays [n]
-    limits: np.ndarray  # B_L of each, the largest batch it may take, int64 [n]
-
-    @staticmethod
-    def of(
-        workers: int,
-        large_batch_size: int | Sequence[int] | np.ndarray,
-        time_model: TimeModel | Sequence[TimeModel],
-    ) -> TimedWorkers:
-        """Return the machines of `workers` workers from one value for all, or one for each."""
-        if workers < 1:
-            raise SettingError(f"workers must be at least 1, got {workers}")
-        limits = np.atleast_1d(np.asarray(large_batch_size, dtype=np.int64))
-        for name, count in (("large_batch_size", len(limits)), ("slope", len(time_model))):
-            if count not in (1, workers):
-                raise SettingError(
-                    f"{name} must have 1 value or one per worker ({workers}), got {count}"
-                )
-        if limits.min() < 1:
-            raise SettingError(f"large_batch_size must be at least 1, got {limits.min()}")
-        return TimedWorkers(TimeModel.of(time_model, workers), np.broadcast_to(limits, workers))
-
-    @property
-    def equal(self) -> bool:
-        """Whether all workers are the same."""
-        return self.model.equal and bool((self.limits == self.limits[0]).all())
-
-    def speeds(self, sizes: np.ndarray) -> np.ndarray:
-        """Return samples per second in full batches of the given sizes."""
-        sample_times = self.model.sample_time(sizes)
-        if sample_times.min() <= 0:
-            worst = int(sample_times.argmin())
-            model = self.model[worst]
-            raise NoPlanError(
-                f"intercept must be above {-model.slope * sizes[worst]:g} s for a batch of "
-                f"{sizes[worst]}, got {model.intercept:g}"
-            )
-        return 1.0 / sample_times
-
-    def balanced_time(self, samples: int, sizes: np.ndarray) -> float:
-        """Return the seconds for all samples with shares such that all finish together."""
-        return samples / float(self.speeds(sizes).sum())
-
-    def times(self, shares: np.ndarray, sizes: np.ndarray, rounds: int) -> np.ndarray:
-        """Return each worker's seconds for its share, every begun step counted whole."""
-        return self.model.time(shares, steps_in_shares(shares, sizes, rounds))
-
-    def epoch_time(self, samples: int, rounds: int, weights: np.ndarray, most: np.ndarray) -> float:
-        """Return the predicted seconds with shares by `weights`, in batches of at most `most`."""
-        shares = largest_remainder(weights, samples)
-        sizes = np.clip(shares // rounds, 1, most)
-        return float(self.times(shares, sizes, rounds).max())
-
-    def common_batch(self, small: int, time_s: float, samples: float) -> float:
-        """Return B for which the first `small` workers do `samples` samples in `time_s` seconds.
-
-        Worker i takes min(B, its limit); B is at most the highest limit, and 0 where even the
-        smallest batches would do more than the samples.
-        """
-        model, limits = self.model[:small], self.limits[:small]
-
-        def surplus(batch: float) -> float:
-            done = time_s / model.sample_time(np.minimum(batch, limits))
-            return float(done.sum()) - samples
-
-        lowest, highest = 1e-3, float(limits.max())
-        if surplus(lowest) >= 0:
-            return 0.0
-        return highest if surplus(highest) <= 0 else _zero(surplus, lowest, highest)
-
-
-def _zero(rising: Callable[[float], float], low: float, high: float) -> float:
+def zero_of(rising: Callable[[float], float], low: float, high: float) -> float:
     """Return where a function that rises comes to 0, to the last bit: `low` if it is not below."""
     if rising(low) >= 0:
         return low
@@ -154,9 +79,9 @@ class SpeedEstimate:
 
     def __init__(self) -> None:
         self.factors = np.ones(2)  # u, v
-        self._covariance = np.eye(2) * _PRIOR**2
+        self.covariance = np.eye(2) * _PRIOR**2
         self.measured = 0  # before the first measurement all is plan
-        self._outlier = 0.0  # the last measurement's deviation, if it was set aside
+        self.outlier = 0.0  # the last measurement's deviation, if it was set aside
 
     def observe(self, planned: TimeModel, local_batch_size: float, step_time_s: float) -> None:
         """Take in the measured time of a step."""
@@ -167,37 +92,30 @@ class SpeedEstimate:
         direction, measured = parts / expected, step_time_s / expected
         scale = float(direction @ self.factors)
         noise = (NOISE * max(scale, _LOWEST)) ** 2
-        self._covariance += np.eye(2) * (_DRIFT * scale) ** 2
+        self.covariance += np.eye(2) * (_DRIFT * scale) ** 2
         error = measured - scale
-        variance = float(direction @ self._covariance @ direction) + noise
+        variance = float(direction @ self.covariance @ direction) + noise
         deviation = error / math.sqrt(variance)
-        before, self._outlier = self._outlier, 0.0
+        before, self.outlier = self.outlier, 0.0
         self.measured += 1
         if abs(deviation) > _OUTLIER:
             if self.measured > 1 and abs(deviation) < _JUMP and before * deviation <= 0:
-                self._outlier = deviation  # wait for the next to tell
+                self.outlier = deviation  # wait for the next to tell
                 return
             # The time has changed, beyond noise: forget how sure the estimate was.
-            self._covariance += np.eye(2) * error**2 / float(direction @ direction)
-            variance = float(direction @ self._covariance @ direction) + noise
-        gain = self._covariance @ direction / variance
+            self.covariance += np.eye(2) * error**2 / float(direction @ direction)
+            variance = float(direction @ self.covariance @ direction) + noise
+        gain = self.covariance @ direction / variance
         self.factors = np.maximum(self.factors + gain * error, _LOWEST)
-        self._covariance -= np.outer(gain, direction @ self._covariance)
+        self.covariance -= np.outer(gain, direction @ self.covariance)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the estimate in plain numbers."""
-        return {
-            "factors": self.factors.tolist(),
-            "covariance": self._covariance.tolist(),
-            "measured": self.measured,
-            "outlier": self._outlier,
-        }
+        return {name: np.asarray(value).tolist() for name, value in vars(self).items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        self.factors = np.array(state["factors"])
-        self._covariance = np.array(state["covariance"])
-        self.measured, self._outlier = state["measured"], state["outlier"]
+        self.__dict__ |= {k: np.array(v) if isinstance(v, list) else v for k, v in state.items()}
 
     def model(self, planned: TimeModel) -> TimeModel:
         """Return the time model as estimated, for a resolution with this planned one."""
@@ -212,10 +130,10 @@ class SpeedEstimate:
 def split_batch(samples: int, sizes: Sequence[int] | np.ndarray, least: int = 1) -> np.ndarray:
     """Split the samples of a joint step in proportion to its parts' `sizes`, int64 [n].
 
-    Parts come to `samples` exactly. Each has at least `least` samples (or its size, if that is
-    less) or none: of too few samples the largest parts get some. None is above its size, but where
-    what is left is less than `least`: three samples for two parts of 2 are 3 and none; and where
-    there are more samples than all sizes: the largest part takes the rest.
+    Each part has at least `least` samples (or its size, if that is less) or none: of too few the
+    largest parts get some. None is above its size, but where what is left is less than `least`:
+    three samples for two parts of 2 are 3 and none; and where there are more samples than all
+    sizes: the largest part takes the rest.
     """
     sizes = np.array(sizes, dtype=np.int64)
     if samples >= sizes.sum():
@@ -272,8 +190,7 @@ def balanced_sizes(
     T is at least the highest of them with any sizes.
     """
     slopes, intercepts = model.slope, model.intercept
-    workers = len(slopes)
-    check_global_batch(global_batch_size, workers, limits, least)
+    check_global_batch(global_batch_size, limits, least)
 
     def held(time_s: float) -> np.ndarray:
         return np.clip((time_s - intercepts) / slopes, least, limits)
@@ -281,7 +198,7 @@ def balanced_sizes(
     # Later by more than a rounding error: at `latest` each worker holds exactly its limit.
     latest = float((slopes * limits + intercepts).max()) * (1 + 1e-9)
     soonest = float((slopes * least + intercepts).min())
-    time_s = _zero(lambda t: held(t).sum() - global_batch_size, soonest, latest)
+    time_s = zero_of(lambda t: held(t).sum() - global_batch_size, soonest, latest)
     sizes = np.maximum(np.floor(held(time_s) + 1e-6), least).astype(np.int64)
     # Samples that rounding left go to the worker that is done soonest with one more; samples that
     # it gave too many are taken from the slowest.
@@ -289,7 +206,7 @@ def balanced_sizes(
         times = np.where(sizes > least, slopes * sizes + intercepts, -np.inf)
         sizes[int(times.argmax())] -= 1
     with_one_more = slopes * (sizes + 1) + intercepts
-    queue = [(with_one_more[i], i) for i in range(workers) if sizes[i] < limits[i]]
+    queue = [(with_one_more[i], i) for i in range(len(sizes)) if sizes[i] < limits[i]]
     heapq.heapify(queue)
     for _ in range(global_batch_size - int(sizes.sum())):
         _, i = heapq.heappop(queue)
@@ -299,12 +216,11 @@ def balanced_sizes(
     return sizes
 
 
-def check_global_batch(
-    global_batch_size: int, workers: int, limits: np.ndarray, least: int = 1
-) -> None:
+def check_global_batch(global_batch_size: int, limits: np.ndarray, least: int = 1) -> None:
     """Raise ``SettingError`` unless each worker can have `least` samples of the global batch."""
-    if not least * workers <= global_batch_size <= int(limits.sum()):
+    lowest, highest = least * len(limits), int(limits.sum())
+    if not lowest <= global_batch_size <= highest:
         raise SettingError(
-            f"global_batch_size must be in [{least * workers}, {limits.sum()}], {least} a worker "
-            f"up to what all workers hold, got {global_batch_size}"
+            f"global_batch_size must be in [{lowest}, {highest}], {least} a worker up to what all "
+            f"workers hold, got {global_batch_size}"
         )

@@ -1,10 +1,9 @@
 """Which samples each worker takes, step by step; over all workers an epoch covers each one once.
 
-Pure. An epoch is one seeded permutation, or one that an `Order` draws. For rounds it is cut into
-rounds, each round into the workers' parts and each part into batches; for joint steps into global
-batches, each into the workers' parts. Where a round or a step begins is known without the ones
-before it, so a sampler's state is three integers (seed, epoch, position), shares may change between
-rounds, and a process holds one permutation however many workers live in it.
+Pure. An epoch is one seeded permutation, or one that an `Order` draws. Where a round or a joint
+step begins is known without the ones before it, so a sampler's state is three integers (seed,
+epoch, position), shares may change between rounds, and a process holds one permutation however many
+workers live in it.
 
 With `repeats`, an epoch of n samples has the first of its permutation only, each so often in a row
 (arXiv 1902.05509). Copy c of sample i is number ``c * n + i``; each number is met at most once.
@@ -20,7 +19,6 @@ from typing import Protocol
 
 import numpy as np
 
-from dbsl.base.errors import SettingError
 from dbsl.base.seeds import generator
 from dbsl.plan.machines import split_batch
 
@@ -80,10 +78,9 @@ class EpochSampler:
     most one: a leftover batch of a sample or two, on which batch norm and the learning rate would
     be wrong, does not occur, and nothing is dropped.
 
-    `shares` are samples per worker and epoch, each at least `rounds`, and `least` is a batch's
-    fewest samples. Of an epoch that has begun, its `first_round` rounds have taken `start` samples;
-    `shares` and `rounds` are those that are left, as places in its order if not all from `start`
-    on. `blocks` draw the order; None: any is as likely as another.
+    `shares` are samples per worker and epoch, and `least` is a batch's fewest samples. Of an epoch
+    that has begun, its `first_round` rounds have taken `start` samples; `shares` and `rounds` are
+    those that are left, at the places `left` of its order; (): all from `start` on.
     """
 
     def __init__(
@@ -100,12 +97,6 @@ class EpochSampler:
         blocks: Order | None = None,
     ) -> None:
         self._shares = np.asarray(shares, dtype=np.int64)
-        # A worker that was lost has none.
-        smallest = self._shares[self._shares > 0].min(initial=self._shares.max())
-        if smallest < rounds and not (start or first_round or left):
-            raise SettingError(
-                f"rounds must be at most the smallest share ({smallest}), got {rounds}"
-            )
         self.samples = start + int(self._shares.sum())
         self._left = tuple(left) or ((start, self.samples),)
         self._repeats, self._blocks = repeats, blocks
@@ -128,12 +119,12 @@ class EpochSampler:
         taken = self._before(round_ + 1) - before
         first = int(before.sum()) + int(taken[:worker].sum())
         last = first + int(taken[worker])
-        found, offset = [], 0
+        found = []
         for begin, end in self._left:
-            low, high = max(first - offset, 0), min(last - offset, end - begin)
+            low, high = begin + max(first, 0), min(begin + last, end)
             if low < high:
-                found.append((begin + low, begin + high))
-            offset += end - begin
+                found.append((low, high))
+            first, last = first - (end - begin), last - (end - begin)
         return found
 
     def steps(self, worker: int, epoch: int, round_: int, local_batch_size: int) -> list[Step]:
@@ -142,7 +133,7 @@ class EpochSampler:
         There are none where a remainder has too few samples for all workers and rounds.
         """
         indices = self.indices(worker, epoch, round_)
-        batches = split_evenly(indices, local_batch_size, self._least) if len(indices) else []
+        batches = split_evenly(indices, local_batch_size, self._least)
         rounds = self._first_round + self._rounds
         return [
             Step((Part(worker, indices, 1.0),), (round_ + k / len(batches)) / rounds)
@@ -161,16 +152,13 @@ class EpochSampler:
 class StepSampler:
     """Index batches of joint steps: global batches of at most B samples, cut into workers' parts.
 
-    An epoch takes the fewest steps, whose sizes differ by at most one. Whole batches and a leftover
-    would be worse: of 5,000 samples in batches of 128 the last has 8, two for each of four workers,
-    on which batch norm and the learning rate are wrong. Which samples a global batch has does not
-    depend on the sizes of the parts, which may change from step to step.
+    Steps are those of `cuts_of_epoch`; a part has at least `least` samples, unless it is empty.
+    Which samples a global batch has does not depend on the sizes of the parts, which may change
+    from step to step.
 
-    With `drop_last` steps have B samples each, and the leftover of an epoch is not trained on. A
-    part has at least `least` samples, unless it is empty. With `whole` steps have B samples each
-    but the last, as torch's `BatchSampler` cuts them, from the sample `start` on; where the
-    leftover is less than `whole` samples, the last two steps share what they have. With no `seed`
-    samples keep their order.
+    With `whole` steps have B samples each but the last, as torch's `BatchSampler` cuts them, from
+    the sample `start` on; where the leftover is less than `whole` samples, the last two steps share
+    what they have. With no `seed` samples keep their order.
     """
 
     def __init__(
@@ -191,21 +179,12 @@ class StepSampler:
         if whole:
             self._cuts = _whole_steps(samples, global_batch_size, whole, start, drop_last)
         else:
-            steps = steps_of_epoch(samples, global_batch_size, drop_last=drop_last, least=least)
-            trained = steps * global_batch_size if drop_last else samples
-            # The larger steps come last, so that the weights of parts change once in an epoch.
-            size, larger = divmod(trained, steps)
-            numbers = np.arange(steps + 1)
-            self._cuts = numbers * size + np.maximum(0, numbers - (steps - larger))
+            self._cuts = cuts_of_epoch(samples, global_batch_size, least, drop_last)
         self.steps_per_epoch = len(self._cuts) - 1
 
     def begin(self, number: int) -> int:
         """Return how many samples of the epoch come before a step."""
         return int(self._cuts[number])
-
-    def size(self, number: int) -> int:
-        """Return the samples of a step."""
-        return self.begin(number + 1) - self.begin(number)
 
     def step(
         self, epoch: int, number: int, sizes: Sequence[int], workers: Sequence[int] | None = None
@@ -214,7 +193,7 @@ class StepSampler:
 
         Parts of all workers are in proportion to `sizes`, which sum to B.
         """
-        begin, end = self.begin(number), self.begin(number + 1)
+        before, begin, end = (self.begin(max(n, 0)) for n in (number - 1, number, number + 1))
         order = _permutation(self.samples, self._seed, epoch, self._repeats, self._blocks)
         batch = order[begin:end]
         ends = _ends_of_parts(len(batch), tuple(sizes), self._least)
@@ -226,7 +205,7 @@ class StepSampler:
             parts,
             number / self.steps_per_epoch,
             odd=any(a == b for a, b in itertools.pairwise(ends)),
-            reweighted=number > 0 and self.size(number) != self.size(number - 1),
+            reweighted=number > 0 and end - begin != begin - before,
         )
 
     def steps(
@@ -234,6 +213,26 @@ class StepSampler:
     ) -> list[Step]:
         """Return these workers' parts of the steps from `first` up to `last`, exclusive."""
         return [self.step(epoch, number, sizes, workers) for number in range(first, last)]
+
+
+def cuts_of_epoch(
+    samples: int, global_batch_size: int, least: int = 1, drop_last: bool = False
+) -> np.ndarray:
+    """Return where the fewest joint steps of at most B samples begin and end, within one alike.
+
+    Whole batches and a leftover would be worse: of 5,000 samples in batches of 128 the last has 8,
+    two for each of four workers, on which batch norm and the learning rate are wrong. Where a step
+    would have fewer than `least` samples, there are fewer steps. With `drop_last` steps have B
+    samples each, and the leftover of an epoch is not trained on.
+    """
+    steps, rest = divmod(samples, global_batch_size)
+    if drop_last:
+        return np.arange(steps + 1) * global_batch_size
+    steps = min(steps + (rest > 0), max(1, samples // least))
+    # The larger steps come last, so that the weights of parts change once in an epoch.
+    size, larger = divmod(samples, steps)
+    numbers = np.arange(steps + 1)
+    return numbers * size + np.maximum(0, numbers - (steps - larger))
 
 
 def _whole_steps(samples: int, size: int, fewest: int, start: int, drop_last: bool) -> np.ndarray:
@@ -254,17 +253,6 @@ def _ends_of_parts(samples: int, sizes: tuple[int, ...], least: int) -> tuple[in
     return (0, *np.cumsum(split_batch(samples, sizes, least)).tolist())
 
 
-def steps_of_epoch(
-    samples: int, global_batch_size: int, *, drop_last: bool = False, least: int = 1
-) -> int:
-    """Return the joint steps of an epoch: the fewest of at most B samples, or all that are full.
-
-    Where a step would have fewer than `least` samples, there are fewer steps.
-    """
-    whole, rest = divmod(samples, global_batch_size)
-    return whole if drop_last else min(whole + (rest > 0), max(1, samples // least))
-
-
 def micro_parts(part: Part, most: int | None, least: int = 1) -> list[Part]:
     """Return a part as micro-batches whose weighted losses sum to its own.
 
@@ -274,11 +262,10 @@ def micro_parts(part: Part, most: int | None, least: int = 1) -> list[Part]:
     if most is None or count <= most:
         return [part]
     pieces = split_evenly(part.indices, most, least)
-    micro = []
+    last, micro = len(pieces) - 1, []
     for number, piece in enumerate(pieces):
         weight, share = part.weight * len(piece) / count, len(piece) / count
-        ends = number == len(pieces) - 1
-        micro.append(Part(part.worker, piece, weight, share, begins=number == 0, ends=ends))
+        micro.append(Part(part.worker, piece, weight, share, number == 0, number == last))
     return micro
 
 
@@ -288,7 +275,7 @@ def split_evenly(indices: np.ndarray, local_batch_size: int, least: int = 1) -> 
     Where a batch would have fewer than `least`, there are fewer batches, larger by one.
     """
     if not len(indices):
-        return [indices]
+        return []
     steps = max(1, min(-(-len(indices) // local_batch_size), len(indices) // least))
     return [
         indices[len(indices) * k // steps : len(indices) * (k + 1) // steps] for k in range(steps)
@@ -311,4 +298,4 @@ def evaluation_batches(
 ) -> list[np.ndarray]:
     """Return this rank's index batches of an evaluation set; over all ranks each sample once."""
     first, last = samples * rank // world_size, samples * (rank + 1) // world_size
-    return split_evenly(np.arange(first, last), batch_size) if last > first else []
+    return split_evenly(np.arange(first, last), batch_size)

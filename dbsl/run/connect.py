@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -14,19 +13,16 @@ from accelerate import Accelerator
 
 from dbsl.base.errors import SettingError, one_of_several
 from dbsl.cluster.alive import ControlGroup, Heartbeats
-from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.cluster import Cluster
-from dbsl.cluster.gradients import GradientServer
-from dbsl.cluster.joint import JointCluster
 from dbsl.cluster.launch import Door, RunningJob
+from dbsl.cluster.meeting import BarrierCluster, JointCluster
 from dbsl.cluster.merges import MergeRule, choose_rule
-from dbsl.cluster.server import Server
+from dbsl.cluster.server import GradientServer, Server
 from dbsl.cluster.serving import through_server
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import (
     ComputeTimer,
     DistributedSteps,
-    JointSteps,
     PushedGradients,
     Stepper,
 )
@@ -48,7 +44,7 @@ def connect(
     accelerator: Accelerator,
     merge: MergeRule | None = None,
     job: RunningJob | None = None,
-    sums: Mapping[str, str] = MappingProxyType({}),
+    sums: Mapping[str, str] | None = None,
 ) -> tuple[Cluster, Stepper]:
     """Build this process's cluster (how weights move) and stepper (what a step is).
 
@@ -76,7 +72,6 @@ def connect(
     common = {
         "planner": run.planner,
         "epochs": config.epochs,
-        "rounds_per_epoch": run.rounds,
         "workers": workers,
         "outgoing": stepper.vector if config.push == "gradients" else None,
         "control": control,
@@ -98,26 +93,22 @@ def connect(
         begins = admission.clock // run.rounds + 1
         print(f"rank {rank} has joined, its share begins in epoch {begins}", flush=True)
     elif server is not None:
-        common["door"] = Door(asdict(config) | {SUMS: dict(sums)}, dist.get_world_size(), timeout_s)
+        common["door"] = Door(asdict(config) | {SUMS: sums or {}}, dist.get_world_size(), timeout_s)
     return through_server(weights, server, **common), stepper
 
 
 def _server(
     run: Run, weights: FlatWeights, device: torch.device, merge: MergeRule | None
 ) -> Server:
-    config, workers = run.config, run.config.workers
-    common = {
-        "staleness": {"bsp": 0, "ssp": config.staleness, "asp": None}[config.sync],
-        "rounds_per_epoch": run.rounds,
-        "observe": run.planner.observe,
-        "members": run.planner.members,
-    }
+    config, members = run.config, run.planner.members
+    staleness = {"bsp": 0, "ssp": config.staleness, "asp": None}[config.sync]
+    common = {"staleness": staleness, "observe": run.planner.observe}
     if config.push == "gradients":
         build_clip = partial(make_clip, bound=config.clip_grad, mode=config.clip_mode)
         common["build_clip"] = build_clip
-        return GradientServer(run.model, device, run.build_optimizer, workers, **common)
+        return GradientServer(run.model, device, run.build_optimizer, members, **common)
     rule, together = choose_rule(config, weights, merge), config.sync == "bsp"
-    return Server(weights.vector.to(device), workers, rule, together=together, **common)
+    return Server(weights.vector.to(device), members, rule, together=together, **common)
 
 
 def _stepper(
@@ -140,10 +131,8 @@ def _stepper(
         for worker in (workers[:1] if joint else workers)  # of joint steps one for all
     }
     common = (model, weights, timer, optimizers)
-    if not joint:
-        stepper = Stepper(*common)
-    elif control is None:
-        stepper = JointSteps(*common)
+    if not joint or control is None:
+        stepper = Stepper(*common, joint=joint)
     else:
         images, labels = run.data.example(2, config.resolutions[0])
         stepper = DistributedSteps(

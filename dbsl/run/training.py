@@ -63,11 +63,6 @@ class Run(Generic[ConfigT]):
         }
 
     @property
-    def evaluation_transform(self) -> Any:
-        """What images pass for an evaluation: the last resolution, nothing at random."""
-        return self.data.transform(self.config.resolutions[-1], "none", self.config.seed)
-
-    @property
     def largest_batch(self) -> int:
         """Images of a worker that are on the device at once, at the start."""
         return max(

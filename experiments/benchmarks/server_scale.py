@@ -35,6 +35,7 @@ from dbsl.cluster.serving import through_server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.model import build_model
 from dbsl.plan.follow import Planner
+from dbsl.plan.ledger import Members
 from dbsl.plan.solve import plan_dual_batch
 from dbsl.plan.types import RoundReport, TimeModel, Turn
 from experiments.benchmarks.record import record
@@ -52,7 +53,7 @@ _PATIENCE_S = 300.0
 def merge_seconds(name: str, merges: int = 50) -> float:
     """Return the median seconds of a push's merge, from weights that are there already."""
     vector = FlatWeights(build_model(name, 100, (32,))).vector
-    server = Server(vector, 1, ratio, staleness=None, rounds_per_epoch=merges)
+    server = Server(vector, Members(1, merges), ratio, staleness=None)
     pushed, seconds = vector.clone(), []
     for round_ in range(merges):
         server.pull(0)
@@ -166,16 +167,16 @@ def served_cluster(
         wire: What pushes travel as.
     """
     rank, server = dist.get_rank(), None
+    members = Members(workers, rounds)
     if rank == 0:
-        server = Server(weights.vector, workers, ratio, staleness=None, rounds_per_epoch=rounds)
+        server = Server(weights.vector, members, ratio, staleness=None)
     plan = plan_dual_batch(10 * workers, workers, 0, 10, _LINE)
     return through_server(
         weights,
         server,
-        planner=Planner({32: plan}, lambda epoch: 32, {32: [_LINE] * workers}),
+        planner=Planner({32: plan}, lambda epoch: 32, {32: [_LINE] * workers}, members=members),
         workers=() if rank == 0 else (rank - 1,),  # the server's rank has nothing else to do
         epochs=1,
-        rounds_per_epoch=rounds,
         timeout_s=timeout_s,
         wire=wire,
     )

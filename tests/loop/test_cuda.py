@@ -16,13 +16,14 @@ import train
 from dbsl.base.errors import RunStopped
 from dbsl.cluster.merges import ratio
 from dbsl.cluster.server import Server
-from dbsl.cluster.steps import ComputeTimer, JointSteps
+from dbsl.cluster.steps import ComputeTimer, Stepper
 from dbsl.cluster.weights import FlatWeights, uncompiled
 from dbsl.cluster.wire import Transfer
 from dbsl.config.image_settings import EraseKwargs
 from dbsl.data.sources import image_batch
 from dbsl.data.transforms import erase
 from dbsl.extras.noise import NoiseProbe
+from dbsl.plan.ledger import Members
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.types import Turn
 from dbsl.profile.memory import PeakMemory
@@ -93,7 +94,7 @@ def after_joint_steps(*, compiled):
     model = small_net()
     weights = ready(model, compiled=compiled)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    stepper = JointSteps(model, weights, ComputeTimer(CUDA), {0: optimizer})
+    stepper = Stepper(model, weights, ComputeTimer(CUDA), {0: optimizer}, joint=True)
     step = Step((Part(0, np.arange(4), 4 / 12), Part(1, np.arange(8), 8 / 12)), 0.0)
     stepper.begin(Turn((0, 1), 0, 0))
     for _ in range(3):
@@ -258,7 +259,7 @@ def test_a_process_of_local_rank_1_waits_where_there_is_one_gpu(tmp_path, backen
 def test_the_server_in_host_memory_takes_and_gives_weights_of_the_gpu():
     weights = FlatWeights(nn.Linear(2, 1).to(CUDA))
     start = weights.vector.to("cpu", copy=True)
-    owner = Server(start + 1, 1, ratio, staleness=None, rounds_per_epoch=1)
+    owner = Server(start + 1, Members(1), ratio, staleness=None)
     cluster = serving(weights, owner)
     cluster.pull(Turn((0,), 0, 0))
     assert torch.equal(weights.vector.cpu(), start + 1)

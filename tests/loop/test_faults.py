@@ -107,7 +107,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_told_of_and_costs_nothing(
 def failing_rank(rank, kind):
     with one_line_errors():
         if rank == 1 and kind == "input":
-            check_global_batch(1, 4, np.full(4, 8), 2)
+            check_global_batch(1, np.full(4, 8), 2)
         if rank == 1:
             raise kind("broken")
         torch.distributed.barrier()  # for rank 1, which never comes

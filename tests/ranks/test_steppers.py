@@ -15,15 +15,13 @@ from timm.utils import dispatch_clip_grad
 from torch import nn
 
 from dbsl.cluster.alive import ControlGroup
-from dbsl.cluster.barrier import BarrierCluster
-from dbsl.cluster.gradients import GradientServer
-from dbsl.cluster.joint import JointCluster
+from dbsl.cluster.meeting import BarrierCluster, JointCluster
+from dbsl.cluster.server import GradientServer
 from dbsl.cluster.serving import through_server
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import (
     ComputeTimer,
     DistributedSteps,
-    JointSteps,
     PushedGradients,
     Stepper,
     take_step,
@@ -31,6 +29,7 @@ from dbsl.cluster.steps import (
 from dbsl.cluster.weights import FlatWeights
 from dbsl.optimizer import make_clip
 from dbsl.plan.follow import Planner
+from dbsl.plan.ledger import Members
 from dbsl.plan.sampler import Part, Step, StepSampler, micro_parts
 from dbsl.plan.solve import plan_steps
 from dbsl.plan.types import EpochEnd, RoundReport, TimeModel, Turn
@@ -144,10 +143,12 @@ def report_of(worker, round_=0, share=0.5, epoch=0, refused=False):
     return RoundReport(worker, epoch, round_, *counts, learning_rate=LR, refused=refused)
 
 
-def make_planner(sizes, samples):
-    models = [TimeModel(0.001, 0.01)] * len(sizes)
-    plan = plan_steps(samples, sizes, models)
-    return Planner({8: plan}, lambda epoch: 8, {8: models}), plan
+def make_planner(case):
+    """Return the planner of a case, whose rounds are its pushes where gradients are pushed."""
+    models = [TimeModel(0.001, 0.01)] * len(case.sizes)
+    plan = plan_steps(case.samples, case.sizes, models)
+    members = Members(len(models), 1 if case.how == "step" else plan.workers[0].steps)
+    return Planner({8: plan}, lambda epoch: 8, {8: models}, members=members)
 
 
 def example_loss(model):
@@ -157,10 +158,8 @@ def example_loss(model):
 def trained(model, case, rank=None):
     """Return the weights after training as one process of several, or as all workers in one."""
     model, alone = copy.deepcopy(model), rank is None
-    planner, plan = make_planner(case.sizes, case.samples)
-    workers = range(len(case.sizes)) if alone else (rank,)
-    rounds = 1 if case.how == "step" else plan.workers[0].steps
-    common = {"planner": planner, "epochs": EPOCHS, "workers": workers, "rounds_per_epoch": rounds}
+    planner, workers = make_planner(case), range(len(case.sizes)) if alone else (rank,)
+    common = {"planner": planner, "epochs": EPOCHS, "workers": workers}
     if alone:
         common["times"] = lambda worker, epoch, round_: (1.0, 0.0)
     elif case.staleness == 0:
@@ -171,9 +170,8 @@ def trained(model, case, rank=None):
         common["outgoing"] = stepper.vector
         if not rank:
             build_clip = partial(make_clip, bound=case.clip[0], mode=case.clip[1])
-            of_server = {"staleness": case.staleness, "rounds_per_epoch": rounds}
-            of_server["build_clip"] = build_clip
-            server = GradientServer(model, CPU, build, len(case.sizes), **of_server)
+            how = {"staleness": case.staleness, "build_clip": build_clip}
+            server = GradientServer(model, CPU, build, planner.members, **how)
         if alone:
             cluster = SimulatedCluster(weights, server, **common)
         elif case.staleness == 0:
@@ -183,7 +181,7 @@ def trained(model, case, rank=None):
         return train(cluster, stepper, case)
     common_of = (model, weights, timer, {workers[0]: build(model)})
     if alone:
-        stepper = JointSteps(*common_of)
+        stepper = Stepper(*common_of, joint=True)
     else:
         stepper = DistributedSteps(*common_of, example_loss=example_loss, wire=case.wire)
         common["finish_round"] = stepper.average_buffers
@@ -334,7 +332,7 @@ class Normed(NormNet):
 
 STEPPERS = {
     "own": lambda m, w: Stepper(m, w, ComputeTimer(CPU), build_one(m)),
-    "joint": lambda m, w: JointSteps(m, w, ComputeTimer(CPU), build_one(m)),
+    "joint": lambda m, w: Stepper(m, w, ComputeTimer(CPU), build_one(m), joint=True),
     "pushed": lambda m, w: PushedGradients(m, w, ComputeTimer(CPU)),
 }
 
@@ -365,28 +363,6 @@ def test_micro_batches_move_running_statistics_once_a_step(kind):
     if kind == "pushed":
         torch.testing.assert_close(other.vector[-128:-64], stepper.vector[-128:-64])
         assert other.vector[-128:-125].abs().min() > 0  # the change of the running mean
-
-
-def norm_of(model):
-    return torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-
-
-def test_a_worker_of_its_own_clips_before_it_steps_and_tells_the_norm_before(tiny_model):
-    images, labels = make_data(6)
-    plain = copy.deepcopy(tiny_model)
-    stepper = Stepper(tiny_model, None, ComputeTimer(CPU), build_one(tiny_model))
-    stepper.clip = make_clip(tiny_model, 0.01, "norm")
-    told = []
-    stepper.on_gradients = lambda weight: told.append(norm_of(tiny_model).item())
-    for model in (tiny_model, plain):
-        F.cross_entropy(model(images), labels).backward()
-    before = norm_of(plain).item()
-    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-    build(plain).step()
-    stepper.step(Step((Part(0, np.arange(6), 1.0),), 0.0), LR)
-    assert told == [before]
-    assert before > 0.02
-    assert torch.equal(vector_of(tiny_model), vector_of(plain))
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -430,7 +406,7 @@ def pushed(kind, steps, sync, decay=0.0, gradient=lambda step: 0.0):
         return OPTIMIZERS[kind](model.parameters(), weight_decay=decay)
 
     staleness = {"bsp": 0, "asp": None}[sync]
-    server = GradientServer(weight, CPU, build, 4, staleness=staleness, rounds_per_epoch=steps)
+    server = GradientServer(weight, CPU, build, Members(4, steps), staleness=staleness)
     for step in range(steps):
         for worker, share in enumerate(SHARES):
             gradients = torch.full_like(server.snapshot(), share * gradient(step))
@@ -460,10 +436,11 @@ def test_pushes_of_all_workers_are_one_step_of_their_joined_batch(kind):
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_fractions_of_steps_leave_frozen_parameters_where_they_are(kind):
     model = nn.Linear(3, 2)
-    server = GradientServer(
-        *(model, CPU, lambda own: OPTIMIZERS[kind](own.parameters()), 1),
-        **{"staleness": None, "rounds_per_epoch": 9},
-    )
+
+    def build_kind(own):
+        return OPTIMIZERS[kind](own.parameters())
+
+    server = GradientServer(model, CPU, build_kind, Members(1, 9), staleness=None)
     before = server.snapshot()
     model.bias.requires_grad_(False)
     for round_ in range(2):
@@ -485,17 +462,7 @@ def noting_server(monkeypatch, workers, staleness):
 
     monkeypatch.setattr(GradientServer, "_step", note)
     model = nn.ParameterList([torch.zeros(1)])
-    common = {"staleness": staleness, "rounds_per_epoch": 9}
-    return GradientServer(model, CPU, build, workers, **common), steps
-
-
-def test_a_stale_push_is_its_fraction_of_a_step(monkeypatch):
-    server, steps = noting_server(monkeypatch, 2, None)
-    server.pull(0), server.pull(1)
-    for worker in (0, 1):
-        done = server.push(torch.full((64,), 4.0), report_of(worker))
-    assert done.staleness == 1
-    assert steps == [(4.0, LR, 0.5)] * 2
+    return GradientServer(model, CPU, build, Members(workers, 9), staleness=staleness), steps
 
 
 def test_no_step_is_taken_where_all_gradients_of_a_barrier_are_refused(monkeypatch):

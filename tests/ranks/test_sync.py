@@ -16,13 +16,14 @@ import torch.distributed as dist
 
 from dbsl.base.errors import SyncError
 from dbsl.cluster.alive import ControlGroup
-from dbsl.cluster.barrier import BarrierCluster
+from dbsl.cluster.meeting import BarrierCluster
 from dbsl.cluster.merges import mean, ratio
 from dbsl.cluster.server import Server
 from dbsl.cluster.serving import through_server
 from dbsl.cluster.weights import FlatWeights
-from dbsl.cluster.wire import send
+from dbsl.cluster.wire import isend
 from dbsl.plan.follow import Planner
+from dbsl.plan.ledger import Members
 from dbsl.plan.solve import PlanRules, TimeModel, plan_dual_batch
 from dbsl.plan.types import EpochEnd, RoundReport
 from tests.helpers import ROOT, free_port, short, slow
@@ -40,9 +41,8 @@ def make(
     workers, own = workers - server_only, rank - server_only
     plan = plan_dual_batch(100, workers, 1, 10, FAST, PlanRules(time_ratio=1.05))
     planner = Planner(
-        {8: plan},
-        lambda epoch: 8,
-        {8: [FAST] * workers},
+        *({8: plan}, lambda epoch: 8, {8: [FAST] * workers}),
+        members=Members(workers, rounds),
         maker=SimpleNamespace(replan=lambda *_: plan),
         sampler=SimpleNamespace(count=lambda segment, turn: 10),
     )
@@ -50,15 +50,12 @@ def make(
     if rank == 0:
         server = Server(
             weights.vector,
-            workers,
+            planner.members,
             mean if sync == "bsp" else ratio,
             together=sync == "bsp",
             staleness={"bsp": 0, "ssp": staleness, "asp": None}[sync],
-            rounds_per_epoch=rounds,
-            members=planner.members,
         )
     options |= {"planner": planner, "workers": (own,) * (own >= 0), "epochs": epochs}
-    options["rounds_per_epoch"] = rounds
     if sync == "bsp":
         cluster = BarrierCluster(weights, server, control=ControlGroup(timeout_s), **options)
     else:
@@ -308,7 +305,7 @@ def babbling_rank(rank):
 
     def babble(turn):
         if rank == 1 and turn.epoch == 1:
-            send(torch.tensor([9, 0, 0, 0]), cluster._link.pair)
+            isend(torch.tensor([9, 0, 0, 0]), cluster._link.pair).wait()
 
     with contextlib.nullcontext() if rank == 0 else pytest.raises(SyncError) as error:
         train(cluster, plan, babble)

@@ -177,7 +177,7 @@ class _Player:
                 joined.add((change.worker, change.epoch))
                 continue
             played.lost, played.lost_workers = played.lost + change.samples, played.lost_workers + 1
-            epoch = max(server.clocks) // server.rounds_per_epoch + 1
+            epoch = max(server.clocks) // server.members.rounds + 1
             ledger = self._run.planner.ledger  # with epochs that other workers had begun, perhaps
             epoch = max(epoch, *(e + 1 for e in ledger.segments if ledger.left_by_others(e)), 0)
             self._untouched = max(self._untouched, epoch)

@@ -167,7 +167,7 @@ def test_what_nobody_has_been_told_of_is_told_by_the_workers_that_go_on():
     config = Config(seed=3, workers=2)
     run = run_of(config, rounds=2)
     start = make_handover(saved_as(state, config, run, rounds_per_epoch=2, workers=3), {}, run)
-    other = Server(torch.zeros(1), 2, rule="mean", staleness=0, rounds_per_epoch=2)
+    other = Server(torch.zeros(1), Members(2, 2), rule="mean", staleness=0)
     other.take_over(start)
     assert list(start.reports) == reports[:2]  # the log takes them; nobody else tells of them
     assert not other.reports

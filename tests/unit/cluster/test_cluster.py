@@ -1,6 +1,7 @@
 """The simulated cluster: order in simulated time, and equality with one process."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,27 +12,26 @@ from dbsl.cluster.merges import mean, ratio
 from dbsl.cluster.server import Server
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.weights import FlatWeights
+from dbsl.plan.ledger import Members
 from dbsl.plan.sampler import EpochSampler, split_evenly
 from dbsl.plan.types import EpochEnd, RoundReport
 
 
 def make_cluster(model, durations, *, sync, epochs, rounds=1, staleness=1):
-    weights = FlatWeights(model)
+    weights, members = FlatWeights(model), Members(len(durations), rounds)
     server = Server(
         weights.vector,
-        len(durations),
+        members,
         mean if sync == "bsp" else ratio,
         together=sync == "bsp",
         staleness={"bsp": 0, "ssp": staleness, "asp": None}[sync],
-        rounds_per_epoch=rounds,
     )
     cluster = SimulatedCluster(
         weights,
         server,
-        planner=None,  # nothing here asks for a plan
+        planner=SimpleNamespace(members=members),  # nothing here asks for a plan
         workers=range(len(durations)),
         epochs=epochs,
-        rounds_per_epoch=rounds,
         times=lambda worker, epoch, round_: (durations[worker], 0.0),
     )
     return cluster, server

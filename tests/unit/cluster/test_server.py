@@ -1,6 +1,7 @@
 import json
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from dbsl.cluster.merges import Delta, choose_rule, half, mean, ratio
 from dbsl.cluster.server import Server
 from dbsl.cluster.serving import ServingCluster
 from dbsl.cluster.weights import FlatWeights
+from dbsl.plan.ledger import Members
 from dbsl.plan.types import Handover, RoundReport, Turn
 
 
@@ -23,18 +25,17 @@ def broken(weights, pushed, factors):
 
 def pushes(s, *workers, numbers=(0.0, 0.0)):
     for worker in workers:
-        done = s.push(torch.tensor(numbers), report(worker))
-    return done
+        s.push(torch.tensor(numbers), report(worker))
+    return s.reports[-1]
 
 
 def server(rule, workers=2, staleness=None, rounds_per_epoch=1, weights=(1.0, 2.0)):
     return Server(
         torch.tensor(weights),
-        workers,
+        Members(workers, rounds_per_epoch),
         rule,
         together=rule not in (ratio, half, broken),
         staleness=staleness,
-        rounds_per_epoch=rounds_per_epoch,
     )
 
 
@@ -68,9 +69,11 @@ def test_a_mean_waits_for_all_and_weighs_by_factor_also_as_an_outer_step_or_a_fo
     assert s.snapshot().tolist() == [1.0, 1.0]  # nothing is left over from the round before
 
 
-def test_delta_is_a_nesterov_step_on_what_the_workers_changed():
+@pytest.mark.parametrize("a_forkers", [False, True])  # what its rule keeps is saved alike
+def test_delta_is_a_nesterov_step_on_what_the_workers_changed(a_forkers):
     def new():
         rule = Delta(2, 0.5, 0.8)  # the last of three numbers is a buffer
+        rule = choose_rule(None, None, rule) if a_forkers else rule
         return server(rule, staleness=0, weights=(1.0, 2.0, 7.0))
 
     s = new()
@@ -104,26 +107,14 @@ def test_pulled_weights_do_not_change_under_the_worker():
     assert s.pull(1).tolist() == [5.0, 5.5]
 
 
-def test_a_rule_that_fails_leaves_the_weights_as_they_were():
-    owner = server(broken)
-    read = owner.pull(0)
-    with pytest.raises(ZeroDivisionError):
-        owner.push(torch.tensor([3.0, 3.0]), report(0))
-    assert owner.snapshot() is read
-
-
 def serving(weights, owner):
-    return ServingCluster(
-        weights,
-        owner,
-        **{"pairs": {}, "planner": None, "workers": (0,), "epochs": 1, "rounds_per_epoch": 1},
-        **{"timeout_s": 1.0, "wire": None},
-    )
+    common = {"planner": SimpleNamespace(members=owner.members), "workers": (0,), "epochs": 1}
+    return ServingCluster(weights, owner, pairs={}, timeout_s=1.0, wire=None, **common)
 
 
 def test_others_may_push_while_rank_0_copies_what_it_has_pulled(monkeypatch):
     weights = FlatWeights(torch.nn.Linear(2, 1))
-    owner = Server(weights.vector + 1, 2, ratio, staleness=None, rounds_per_epoch=1)
+    owner = Server(weights.vector + 1, Members(2), ratio, staleness=None)
     cluster = serving(weights, owner)
     load, pulled = weights.load, owner.snapshot()
     expected = pulled.clone()
@@ -142,14 +133,15 @@ def test_others_may_push_while_rank_0_copies_what_it_has_pulled(monkeypatch):
     assert not torch.equal(owner.snapshot(), expected)
 
 
-def test_a_server_whose_rule_has_failed_is_not_saved():
+def test_a_server_whose_rule_has_failed_keeps_its_weights_and_is_not_saved():
     weights = FlatWeights(torch.nn.Linear(2, 1))
-    owner = Server(weights.vector, 1, broken, staleness=None, rounds_per_epoch=1)
-    cluster = serving(weights, owner)
+    owner = Server(weights.vector, Members(1), broken, staleness=None)
+    cluster, before = serving(weights, owner), owner.snapshot()
     cluster.state_dict()
     for act in (lambda: cluster.push([report(0)]), cluster.state_dict):
         with pytest.raises(ZeroDivisionError, match="of the rule"):
             act()
+    assert owner.snapshot() is before
 
 
 def test_staleness_counts_global_updates_since_the_pull():
@@ -222,21 +214,6 @@ def test_epochs_end_without_a_worker_that_was_dropped():
     assert [end.epoch for end in s.finished] == [0, 1]
 
 
-def test_a_worker_that_joins_begins_when_another_has_come_as_far():
-    s = server(ratio, workers=3, staleness=None)
-    s.drop(2)
-    pushes(s, 0)
-    s.members.join(2, 2)
-    assert not s.may_start(2)
-    s.drop(1)
-    pushes(s, 0)
-    assert s.may_start(2)
-    s.members.begin(2)
-    pushes(s, 2)
-    assert s.may_start(2)  # from its first round on as any other
-    assert [end.epoch for end in s.finished] == [0, 1]  # the epochs before it end without it
-
-
 def test_newcomers_begin_when_another_has_come_as_far_and_never_wait_for_each_other():
     s = server(ratio, workers=3, staleness=1)
     for worker, clock in ((1, 2), (2, 3)):
@@ -244,6 +221,7 @@ def test_newcomers_begin_when_another_has_come_as_far_and_never_wait_for_each_ot
         s.members.join(worker, clock)
     assert not any(s.may_start(worker) for worker in (1, 2))
     s.drop(0)
+    assert [end.epoch for end in s.finished] == [0, 1]  # the epochs before them end without them
     assert s.may_start(1)
     assert not s.may_start(2)
     s.members.begin(1)
@@ -269,29 +247,3 @@ def test_other_workers_take_over_at_one_clock():
     assert (s.clocks, s.version) == ([5, 5, 5], 9)
     pushes(s, *range(3))
     assert [end.epoch for end in s.finished] == [2]  # not the two before, once more
-
-
-class Halving:
-    """A forker's rule that counts its merges: each moves half as far as the one before."""
-
-    def __init__(self):
-        self.merges = 0
-
-    def __call__(self, global_, pushed, factors):
-        self.merges += 1
-        return torch.lerp(global_, pushed.mean(0), 0.5**self.merges)
-
-    def state_dict(self):
-        return {"merges": self.merges}
-
-    def load_state_dict(self, state):
-        self.merges = state["merges"]
-
-
-def test_what_a_forkers_rule_keeps_is_saved_and_goes_on():
-    first, again = (server(choose_rule(None, None, Halving()), staleness=0) for _ in range(2))
-    pushes(first, 0, 1, numbers=(3.0, 4.0))
-    again.load_state_dict(unpack(*pack(first.state_dict())))
-    for one in (first, again):
-        pushes(one, 0, 1, numbers=(3.0, 4.0))
-    assert first.snapshot().tolist() == again.snapshot().tolist() == [2.25, 3.25]

@@ -42,19 +42,6 @@ def test_tensors_are_aligned_as_compiled_kernels_take_them_to_be(name):
         assert tensor.storage_offset() * tensor.element_size() % 256 == 0
 
 
-def test_training_moves_the_vector_and_load_moves_the_model():
-    model = torch.nn.Linear(2, 1)
-    weights = FlatWeights(model)
-    start = weights.vector.clone()
-    before = [tensor.clone() for tensor in weights.tensors()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    torch.testing.assert_close(weights.tensors(), [tensor - 0.1 for tensor in before])
-    weights.load(start)
-    assert all(map(torch.equal, (model.weight, model.bias), before))
-
-
 def test_weights_and_counters_are_as_before_after_a_while_with_others():
     model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
     weights = FlatWeights(model)

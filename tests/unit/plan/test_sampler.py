@@ -87,11 +87,6 @@ def test_thousands_of_workers_share_one_permutation():
     assert _permutation.cache_info().misses == 1
 
 
-def test_more_rounds_than_samples_are_refused():
-    with pytest.raises(ValueError, match=r"rounds must be at most the smallest share \(2\), got 3"):
-        EpochSampler([5, 2], rounds=3)
-
-
 @given(st.integers(0, 100), st.integers(1, 40), st.integers(1, 7))
 def test_evaluation_counts_each_sample_once_over_all_ranks(samples, batch_size, world_size):
     batches = [
