@@ -20,8 +20,8 @@ from dbsl.cluster.steps import ComputeTimer, Stepper
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import Transfer
 from dbsl.config.image_settings import EraseKwargs
-from dbsl.data.augment import erase
 from dbsl.data.sources import image_batch
+from dbsl.data.transforms import erase
 from dbsl.extras.noise import NoiseProbe
 from dbsl.plan.ledger import Members
 from dbsl.plan.sampler import Part, Step
