@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dbsl.base.errors import NothingLeft, RunFinished, SettingError, SyncError, join_the_others
+from dbsl.base.errors import NothingLeft, SettingError, SyncError, join_the_others
 from dbsl.base.machine import check_installed, threads_of_process
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.disk import MODEL_FILE, Found, newest, reading_checkpoint
@@ -291,7 +291,7 @@ def _running(session: Session) -> Iterator[None]:
     """Train within; a run that has come to its end is saved as such, and its workers part."""
     with session.cluster, session.checkpointer:
         session.start_training()
-        with suppress(RunFinished):
+        with suppress(NothingLeft):
             yield
         session.checkpointer.finish()
         session.cluster.close()

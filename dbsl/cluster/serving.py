@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsl.base.errors import NothingLeft, RunFinished, SettingError, SyncError
+from dbsl.base.errors import NothingLeft, SettingError, SyncError
 from dbsl.cluster.alive import Pulse
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.launch import Admission, Door
@@ -123,7 +123,7 @@ class ServedCluster(Cluster):
                 self._link.take_weights()
         if ending == Ending.FINISHED:
             self.finish()
-            raise RunFinished
+            raise NothingLeft
         if ending == Ending.STOPPED:
             self._interrupted = True
             self.on_stop()

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -45,7 +44,7 @@ def connect(
     accelerator: Accelerator,
     merge: MergeRule | None = None,
     job: RunningJob | None = None,
-    sums: Mapping[str, str] = MappingProxyType({}),
+    sums: Mapping[str, str] | None = None,
 ) -> tuple[Cluster, Stepper]:
     """Build this process's cluster (how weights move) and stepper (what a step is).
 
@@ -94,7 +93,7 @@ def connect(
         begins = admission.clock // run.rounds + 1
         print(f"rank {rank} has joined, its share begins in epoch {begins}", flush=True)
     elif server is not None:
-        common["door"] = Door(asdict(config) | {SUMS: dict(sums)}, dist.get_world_size(), timeout_s)
+        common["door"] = Door(asdict(config) | {SUMS: sums or {}}, dist.get_world_size(), timeout_s)
     return through_server(weights, server, **common), stepper
 
 

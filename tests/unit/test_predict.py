@@ -87,8 +87,6 @@ def test_classes_go_to_a_csv_file(run_folder, photographs, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["{run}"], "the following arguments are required: images"),
-        (["{run}", "{images}", "--top", "x"], "--top: invalid int value: 'x'"),
         (["{empty}", "{images}"], "folder must hold config.json, got"),
         (["{run}", "{images}", "--top", "11"], "top must be in [1, 10], the classes, got 11"),
         (["{run}", "{images}", "--best"], "folder must hold model_best.safetensors, got"),

