@@ -20,12 +20,7 @@ from dbsl.cluster.merges import MergeRule, choose_rule
 from dbsl.cluster.server import GradientServer, Server
 from dbsl.cluster.serving import through_server
 from dbsl.cluster.simulated import SimulatedCluster
-from dbsl.cluster.steps import (
-    ComputeTimer,
-    DistributedSteps,
-    PushedGradients,
-    Stepper,
-)
+from dbsl.cluster.steps import ComputeTimer, DistributedSteps, PushedGradients, Stepper
 from dbsl.cluster.weights import FlatWeights, compile_in_place
 from dbsl.cluster.wire import CPU, SERVER_RANK
 from dbsl.config.settings import RunConfig, meets_at_server
