@@ -25,9 +25,9 @@ from dbsl.config.hooks import Extra, Extras, Machine
 from dbsl.config.image_settings import DataConfig
 from dbsl.config.parse import read_settings, run_folder_of
 from dbsl.config.settings import NO_SIDE, RunConfig, steps_in_parts, takes_joint_steps
-from dbsl.data.augment import Mixing
 from dbsl.data.dataset import load_data
 from dbsl.data.sources import Source, TrainingData, as_source
+from dbsl.data.transforms import Mixing
 from dbsl.loss import Figures, LossFunction, figure_names, with_figures
 from dbsl.model import (
     build_model,
@@ -303,7 +303,7 @@ def count_workers(config: ConfigT, processes: int, device: str) -> ConfigT:
     elif config.dedicated_server:
         raise SettingError("dedicated_server must have at least 2 processes, got 1")
     elif total is None:
-        total = 4 if says_unlike(ratio, small_workers, config.local_batch_sizes) else 1
+        total = 4 if says_unlike(config) else 1
     if small_workers is None:
         small_workers = max(1, round_half_up(ratio * total)) if ratio > 0 else 0
     if small_workers > total:

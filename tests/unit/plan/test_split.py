@@ -42,14 +42,6 @@ def test_each_sample_once_an_epoch_whatever_the_sizes_and_their_changes(
     assert max(totals) - min(totals) <= (not drop_last)  # no step of a few samples that are left
 
 
-def test_no_step_is_left_with_a_few_samples():
-    sampler = StepSampler(5000, 128)
-    sizes = [sum(len(p.indices) for p in sampler.step(0, n, [32] * 4).parts) for n in range(40)]
-    assert sizes == [125] * 40
-    plan = plan_steps(5000, [32] * 4, [TimeModel(0.001, 0.01)] * 4)
-    assert (plan.samples, plan.workers[0].steps) == (5000, 40)
-
-
 def test_a_step_of_one_sample_joins_another_where_it_cannot_stand_alone():
     alone = StepSampler(3, 2)
     assert [len(alone.step(0, number, (2,)).parts[0].indices) for number in (0, 1)] == [1, 2]
@@ -130,11 +122,6 @@ def test_no_exchange_of_one_sample_makes_a_balanced_step_faster(workers, data):
             moved[taker] += 1
             if giver != taker and moved[giver] >= 1 and moved[taker] <= limits[taker]:
                 assert model.time(moved).max() >= slowest * (1 - 1e-9)
-
-
-def test_a_worker_400_times_slower_keeps_one_sample_a_step():
-    model = TimeModel.of([TimeModel(0.4, 0.1), *[TimeModel(0.001, 0.01)] * 2], 3)
-    assert balanced_sizes(100, model, np.full(3, 100)).tolist() == [1, 50, 49]
 
 
 @pytest.mark.parametrize("size", [17, 1])
