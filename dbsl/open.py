@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dbsl.base.errors import NothingLeft, RunFinished, SettingError, SyncError, join_the_others
+from dbsl.base.errors import NothingLeft, SettingError, SyncError, join_the_others
 from dbsl.base.machine import check_installed, threads_of_process
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.disk import MODEL_FILE, Found, newest, reading_checkpoint
@@ -31,12 +31,7 @@ from dbsl.config.complete import found_by, with_resolved
 from dbsl.config.fields import sources
 from dbsl.config.hooks import Extra, Extras
 from dbsl.config.parse import run_folder_of
-from dbsl.config.settings import (
-    CHECKPOINTS,
-    RunConfig,
-    check_effects,
-    meets_at_server,
-)
+from dbsl.config.settings import CHECKPOINTS, RunConfig, check_effects, meets_at_server
 from dbsl.data.sources import TrainingData
 from dbsl.log.lines import print_run
 from dbsl.log.log import check_result, start_log
@@ -291,7 +286,7 @@ def _running(session: Session) -> Iterator[None]:
     """Train within; a run that has come to its end is saved as such, and its workers part."""
     with session.cluster, session.checkpointer:
         session.start_training()
-        with suppress(RunFinished):
+        with suppress(NothingLeft):
             yield
         session.checkpointer.finish()
         session.cluster.close()

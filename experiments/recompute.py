@@ -4,7 +4,8 @@
 
 It shares no code with `plots.tables`, so that no mistake stands in both. recompute.yaml says what
 the rows must give for the cells of tables and for texts. A text that has left its page fails, and
-so does a figure that nothing there covers.
+so does a decimal number, percentage or interval in prose that no text covers. Whole numbers, such
+as batch sizes, are held against rows only where a text has them.
 """
 
 import re

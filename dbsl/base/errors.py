@@ -46,11 +46,7 @@ class SyncError(RuntimeError):
 
 
 class NothingLeft(Exception):
-    """A process was launched into a running job that has no round left for it."""
-
-
-class RunFinished(Exception):
-    """Rank 0 has finished the run before its last epoch; this process's worker leaves it."""
+    """The run has no round left for this process's worker, which leaves it or never came in."""
 
 
 class SaveError(RuntimeError):
@@ -166,15 +162,18 @@ def reason_of(error: BaseException) -> str:
 
     That is without the place in torch's sources, and without its advice behind the first sentence.
     """
-    words = " ".join(str(error).split()) or repr(error)
-    return re.sub(r"^\[\S+:\d+\] ", "", words).split(". ")[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", words_of(error, None)).split(". ")[0]
 
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether torch says that an exchange between processes failed."""
-    return isinstance(error, RuntimeError) and any(
-        word in reason_of(error).lower() for word in _EXCHANGE
-    )
+    said = reason_of(error).lower()
+    return isinstance(error, RuntimeError) and any(word in said for word in _EXCHANGE)
+
+
+def _raised_in_exchange(error: BaseException) -> bool:
+    place = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+    return Path(sys.modules["torch.distributed"].__path__[0]).resolve() in place.parents
 
 
 def words_of(error: BaseException, most: int | None = 200) -> str:
@@ -200,9 +199,3 @@ def one_of_several() -> bool:
 def join_the_others() -> None:
     """Note that this process trains with others, though it has no process group with them all."""
     _joined.set()
-
-
-def _raised_in_exchange(error: BaseException) -> bool:
-    """Whether the last frame of an error is torch's code for exchanges."""
-    place = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    return Path(sys.modules["torch.distributed"].__path__[0]).resolve() in place.parents

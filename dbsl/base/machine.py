@@ -176,6 +176,11 @@ def ask_faults(ask: Callable[[Store], T], otherwise: T) -> T:
         return otherwise
 
 
+def has_fault() -> bool:
+    """Whether a process of this launch has ended, or is about to end, by an error."""
+    return ask_faults(lambda store: store.check(["first"]) or store.check(["ended"]), False)
+
+
 def connect_store(prefix: str, *, at_once: bool = False) -> Store | None:
     """Return a new connection to the launcher's store; None: there is no launcher.
 

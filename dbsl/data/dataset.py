@@ -158,10 +158,10 @@ def load_data(config: ImageConfig, seed: int = 0, device: torch.device | str = "
     def source(split: ImageSplit, found: Decoded | None, keeps: bool) -> ImageSource:
         if found is None:
             return load(split, device, workers, config.max_bad_images)
-        pixels, good, bad = found
+        pixels, split, bad = found
         if keeps:
-            return PixelStore(pixels, split.labels[good], device, bad)
-        return ImageLoader(split.select(good), device, workers, config.max_bad_images, bad)
+            return PixelStore(pixels, split.labels, device, bad)
+        return ImageLoader(split, device, workers, config.max_bad_images, bad)
 
     keeps = (config.augmentation != "timm", True)  # timm's pipeline runs in loader processes
     crop_pct = 1.0 if decoded or (streams and (side or 99) <= _STORE_UP_TO) else EVAL_CROP

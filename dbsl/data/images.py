@@ -17,6 +17,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import MappingProxyType
@@ -44,7 +45,6 @@ _TELLS_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS: there signals en
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # ask a run to stop
 
 BadRows = Mapping[int, str]  # rows of images that could not be decoded, and why
-Decoded = tuple[np.ndarray, np.ndarray, BadRows]  # pixels, their samples
 Request = tuple[np.ndarray, Transform, int]  # samples, transform, epoch: one batch
 Loaded = tuple[torch.Tensor, torch.Tensor, BadRows]  # images, their places
 Stored = Mapping[str, Any] | None  # an image as a table has it: bytes and path, either may be None
@@ -279,32 +279,43 @@ def _attempt(function: Callable[..., Image.Image], *arguments: Any) -> Image.Ima
         return re.sub(r" (file )?<_io.BytesIO .*?>", "", words_of(error, None))
 
 
+Decoded = tuple[np.ndarray, ImageSplit, BadRows]  # pixels, their split, and what is left out of it
+
+
 def decode_cached(split: ImageSplit, side: int, max_bad: int) -> Decoded | None:
     """Return a split's pixels, read from the cache if possible; None if an image has another size.
 
     On the CPU, processes that read the cache share its memory.
     """
     cache, shape = _cache_file(split), (len(split), side, side, 3)
-    everything = np.arange(len(split))
     with contextlib.suppress(Exception):  # no file, or one whose header is damaged in some way
         pixels = np.load(cache, mmap_mode="c", allow_pickle=False)
         if pixels.shape == shape and pixels.dtype == np.uint8:
-            return pixels, everything, {}
+            return pixels, split, {}
     pixels, bad = np.empty(shape, np.uint8), {}
-    for sample, image in enumerate(split.decode(everything)):
+    for sample, image in enumerate(split.decode(np.arange(len(split)))):
         if isinstance(image, str):
             bad[sample] = image
         elif image.size != (side, side):
             return None
         else:
             pixels[sample] = image
-    if not bad:
-        _write_cache(cache, pixels)
-        return pixels, everything, {}
     rows: dict[int, str] = {}
     note_bad(rows, {int(split.rows[sample]): bad[sample] for sample in bad}, max_bad, split)
-    good = np.delete(everything, list(bad))
-    return pixels[good], good, rows
+    if bad:
+        good = np.delete(np.arange(len(split)), list(bad))
+        return pixels[good], split.select(good), rows
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        write_with(cache, partial(_save, pixels))
+    except OSError as error:
+        logger.warning("decoded images are not cached (%s)", error)
+    return pixels, split, rows
+
+
+def _save(pixels: np.ndarray, path: Path) -> None:
+    with path.open("wb") as file:  # to a path NumPy would add an ending
+        np.save(file, pixels, allow_pickle=False)
 
 
 def _cache_file(split: ImageSplit) -> Path:
@@ -318,18 +329,6 @@ def _cache_file(split: ImageSplit) -> Path:
     )
     digest = hashlib.sha256(repr(content).encode() + split.rows.tobytes()).hexdigest()
     return Path(datasets.config.HF_DATASETS_CACHE) / "dbsl" / f"pixels-{digest[:32]}.npy"
-
-
-def _write_cache(path: Path, pixels: np.ndarray) -> None:
-    def save(temporary: Path) -> None:
-        with temporary.open("wb") as file:
-            np.save(file, pixels, allow_pickle=False)
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_with(path, save)
-    except OSError as error:
-        logger.warning("decoded images are not cached (%s)", error)
 
 
 # Whoever asks a run to stop may ask all of its processes at once: a terminal by Ctrl-C, `timeout`

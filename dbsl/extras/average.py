@@ -164,7 +164,8 @@ def recompute_statistics(
             norm.momentum = None  # a plain mean over the batches
         set_training(model)
         with accelerator.autocast(), uncompiled(model):
-            for inputs, _ in images.batches(batches, run.evaluation_transform):
+            transform = run.data.transform(run.config.resolutions[-1], "none", seed)
+            for inputs, _ in images.batches(batches, transform):
                 model(inputs)
         model.train(before)
         for norm, momentum in zip(norms, momenta, strict=True):

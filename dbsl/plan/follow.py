@@ -18,7 +18,7 @@ import numpy as np
 
 from dbsl.base.errors import SettingError
 from dbsl.base.words import px
-from dbsl.config.complete import for_workers, from_workers
+from dbsl.config.complete import for_workers
 from dbsl.config.settings import Balance, RunConfig, takes_joint_steps
 from dbsl.plan.ledger import Ledger, Members, TurnSampler
 from dbsl.plan.machines import (
@@ -90,10 +90,8 @@ class Planner:
         if epoch in ledger.kept or self.balance == "none":
             return ledger.at(epoch, round_)
         if epoch not in ledger.segments:
-            ledger.segments[epoch] = [
-                Segment(self._renewed(epoch, 0, ledger.planned(epoch)[0].plan))
-            ]
-            ledger.decided[epoch] = 1
+            plan = self._renewed(epoch, 0, ledger.planned(epoch)[0].plan)
+            ledger.segments[epoch], ledger.decided[epoch] = [Segment(plan)], 1
             # Plans of epochs that every worker has left behind are forgotten.
             slowest = min(self._epochs[worker] for worker in self.members.active)
             ledger.forget([before for before in ledger.segments if before < slowest])
@@ -102,8 +100,8 @@ class Planner:
             ledger.decided[epoch] = round_ + 1
             plan = self._renewed(epoch, round_, segments[-1].plan)
             if plan is not segments[-1].plan:
-                start = self._sampler.start_of(segments[-1], round_)
-                segments.append(Segment(plan, round_, start))
+                taken = self._sampler.start_of(segments[-1], round_)
+                segments.append(Segment(plan, round_, taken))
         return ledger.at(epoch, round_)
 
     def decided(self, epoch: int, round_: int) -> Plan | None:
@@ -112,8 +110,8 @@ class Planner:
         It decides nothing and needs no lock.
         """
         known = self.balance == "none" or epoch in self.ledger.segments
-        segment = self.ledger.at(epoch, round_) if known else None
-        return segment and segment.plan
+        segment = known and self.ledger.at(epoch, round_)
+        return segment.plan if segment else None
 
     def is_boundary(self, epoch: int, round_: int) -> bool:
         """Whether the plan may change where this round begins."""
@@ -237,7 +235,6 @@ class Planner:
         return TimeModel.of([speed.model(planned) for speed, planned in pairs], len(self._speeds))
 
     def _plans_of(self, active: Collection[int]) -> dict[int, Plan]:
-        """Return each resolution's plan for these workers and the planned time models."""
         if len(active) == len(self._speeds):
             return dict(self._first)
         return {r: self._maker.replan(r, self._models[r], active) for r in self._first}
@@ -270,7 +267,8 @@ class Planner:
         """Return the plan for the speeds as estimated, if it gains enough over this one."""
         models = self.estimates(resolution)
         candidate = self._maker.replan(resolution, models, self.members.active)
-        now, then = (_predicted_time_s(p, models) for p in (plan, candidate))
+        rows = (np.array([(w.samples, w.steps) for w in p.workers]).T for p in (plan, candidate))
+        now, then = (models.time(*row).max() for row in rows)
         band = DEAD_BAND
         if measured >= self._refine_at:
             band, self._refine_at = REFINE, 2 * measured
@@ -292,11 +290,6 @@ class Planner:
             planned = self._maker.replan(resolution, self._models[resolution], active)
         candidate = self._maker.resize(resolution, planned, speeds / speeds.sum(), active)
         return plan if candidate.workers == plan.workers else candidate
-
-
-def _predicted_time_s(plan: Plan, models: TimeModel) -> float:
-    rows = np.array([(worker.samples, worker.steps) for worker in plan.workers])
-    return float(models.time(rows[:, 0], rows[:, 1]).max())
 
 
 _NO_PART = WorkerPlan(0, 0, 0, 0.0, 0.0, 0.0, small=False)
@@ -322,9 +315,7 @@ class PlanMaker:
         )
         resolutions, workers = config.resolutions, config.workers
         small = for_workers("small_batch_size", config.small_batch_size, resolutions, workers)
-        self._small = {
-            r: [size or 0 for size in row] for r, row in zip(resolutions, small, strict=True)
-        }
+        self._small = {r: row[0] for r, row in zip(resolutions, small, strict=True)}
         by_hand = config.local_batch_sizes or ()
         if len(by_hand) not in (0, workers, workers * len(resolutions)):
             raise SettingError(
@@ -341,7 +332,7 @@ class PlanMaker:
             return plan_steps(self._samples, self._first_sizes(resolution), models, self._rules)
         plan, fell_back = self._rounds(resolution, models, everyone, self._known.measured)
         if fell_back:
-            self._small[resolution] = [plan.small_batch_size] * self._config.workers
+            self._small[resolution] = plan.small_batch_size
             say(f"{px(resolution, 'at ', ' ')}{fell_back}")
         return plan
 
@@ -387,8 +378,8 @@ class PlanMaker:
 
     def small_batch_size(self) -> tuple[int, ...] | None:
         """Return the setting that repeats the small batches where they were not solved for."""
-        rows = list(self._small.values())
-        return from_workers(rows) if any(row[0] for row in rows) else None
+        sizes = tuple(size or 0 for size in self._small.values())
+        return sizes if any(sizes) else None
 
     def _of_all(self, plan: Plan, active: Sequence[int]) -> Plan:
         rows = dict(zip(active, plan.workers, strict=True))
@@ -403,7 +394,7 @@ class PlanMaker:
         Noise may leave a measurement without a small batch. B_S is then max(min_batch_size, B_L/8),
         and the workers' samples still balance the measured times.
         """
-        config, given = self._config, self._small[resolution][0]
+        config, given = self._config, self._small[resolution]
         small_workers = sum(worker < config.small_workers for worker in active)
         large = self._by_hand.get(resolution) or self._known.large_batch_sizes[resolution]
         if given:
@@ -451,5 +442,5 @@ class PlanMaker:
 
     def _limits(self, resolution: int) -> np.ndarray:
         """Return the most that each worker may take of a joint step, int64 [n]."""
-        total, limits = self._total(resolution), self._known.limits[resolution]
-        return np.full(self._config.workers, total) if limits is None else np.minimum(limits, total)
+        total, limits = self._total(resolution), self._known.limits or {}
+        return np.minimum(limits.get(resolution, [total] * self._config.workers), total)

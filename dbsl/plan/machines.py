@@ -1,4 +1,4 @@
-"""How long workers take: their step times, speeds that are measured, and shares that fit them.
+"""What workers can do: speeds that are measured, and shares that fit them.
 
 Pure functions on arrays, one entry per worker, so that 100,000 workers cost milliseconds. The
 global batch of joint steps, and with it the learning rate and the number of steps, does not depend
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dbsl.base.errors import SettingError
-from dbsl.plan.types import NoPlanError, TimeModel
+from dbsl.plan.types import TimeModel
 
 NOISE = 0.10  # standard deviation of a measured time, relative
 _PRIOR = 0.5  # relative uncertainty of a planned time model's coefficients
@@ -32,89 +32,14 @@ class KnownWorkers:
 
     models: dict[int, TimeModel]  # of arrays [n]
     large_batch_sizes: dict[int, list[int]]  # samples of a large step
-    limits: dict[int, np.ndarray | None]  # most samples a step, [n]; None: no bound
     measured: bool  # whether the time models were measured, not given
+    limits: dict[int, list[int]] | None = None  # most samples a step; None: no bound
     micro_batch_sizes: dict[int, list[int]] | None = None  # most samples at once; None: any
     # Most samples of a batch that fit into memory; None: it was not measured.
     fits: dict[int, list[int | None]] | None = None
 
 
-@dataclass(frozen=True)
-class TimedWorkers:
-    """Every worker's time model and largest batch."""
-
-    model: TimeModel  # of arrays [n]
-    limits: np.ndarray  # B_L of each, the largest batch it may take, int64 [n]
-
-    @staticmethod
-    def of(
-        workers: int,
-        large_batch_size: int | Sequence[int] | np.ndarray,
-        time_model: TimeModel | Sequence[TimeModel],
-    ) -> TimedWorkers:
-        """Return the machines of `workers` workers from one value for all, or one for each."""
-        if workers < 1:
-            raise SettingError(f"workers must be at least 1, got {workers}")
-        limits = np.atleast_1d(np.asarray(large_batch_size, dtype=np.int64))
-        for name, count in (("large_batch_size", len(limits)), ("slope", len(time_model))):
-            if count not in (1, workers):
-                raise SettingError(
-                    f"{name} must have 1 value or one per worker ({workers}), got {count}"
-                )
-        if limits.min() < 1:
-            raise SettingError(f"large_batch_size must be at least 1, got {limits.min()}")
-        return TimedWorkers(TimeModel.of(time_model, workers), np.broadcast_to(limits, workers))
-
-    @property
-    def equal(self) -> bool:
-        """Whether all workers are the same."""
-        return self.model.equal and bool((self.limits == self.limits[0]).all())
-
-    def speeds(self, sizes: np.ndarray) -> np.ndarray:
-        """Return samples per second in full batches of the given sizes."""
-        sample_times = self.model.sample_time(sizes)
-        if sample_times.min() <= 0:
-            worst = int(sample_times.argmin())
-            model = self.model[worst]
-            raise NoPlanError(
-                f"intercept must be above {-model.slope * sizes[worst]:g} s for a batch of "
-                f"{sizes[worst]}, got {model.intercept:g}"
-            )
-        return 1.0 / sample_times
-
-    def balanced_time(self, samples: int, sizes: np.ndarray) -> float:
-        """Return the seconds for all samples with shares such that all finish together."""
-        return samples / float(self.speeds(sizes).sum())
-
-    def times(self, shares: np.ndarray, sizes: np.ndarray, rounds: int) -> np.ndarray:
-        """Return each worker's seconds for its share, every begun step counted whole."""
-        return self.model.time(shares, steps_in_shares(shares, sizes, rounds))
-
-    def epoch_time(self, samples: int, rounds: int, weights: np.ndarray, most: np.ndarray) -> float:
-        """Return the predicted seconds with shares by `weights`, in batches of at most `most`."""
-        shares = largest_remainder(weights, samples)
-        sizes = np.clip(shares // rounds, 1, most)
-        return float(self.times(shares, sizes, rounds).max())
-
-    def common_batch(self, small: int, time_s: float, samples: float) -> float:
-        """Return B for which the first `small` workers do `samples` samples in `time_s` seconds.
-
-        Worker i takes min(B, its limit); B is at most the highest limit, and 0 where even the
-        smallest batches would do more than the samples.
-        """
-        model, limits = self.model[:small], self.limits[:small]
-
-        def surplus(batch: float) -> float:
-            done = time_s / model.sample_time(np.minimum(batch, limits))
-            return float(done.sum()) - samples
-
-        lowest, highest = 1e-3, float(limits.max())
-        if surplus(lowest) >= 0:
-            return 0.0
-        return highest if surplus(highest) <= 0 else _zero(surplus, lowest, highest)
-
-
-def _zero(rising: Callable[[float], float], low: float, high: float) -> float:
+def zero_of(rising: Callable[[float], float], low: float, high: float) -> float:
     """Return where a function that rises comes to 0, to the last bit: `low` if it is not below."""
     if rising(low) >= 0:
         return low
@@ -273,7 +198,7 @@ def balanced_sizes(
     # Later by more than a rounding error: at `latest` each worker holds exactly its limit.
     latest = float((slopes * limits + intercepts).max()) * (1 + 1e-9)
     soonest = float((slopes * least + intercepts).min())
-    time_s = _zero(lambda t: held(t).sum() - global_batch_size, soonest, latest)
+    time_s = zero_of(lambda t: held(t).sum() - global_batch_size, soonest, latest)
     sizes = np.maximum(np.floor(held(time_s) + 1e-6), least).astype(np.int64)
     # Samples that rounding left go to the worker that is done soonest with one more; samples that
     # it gave too many are taken from the slowest.

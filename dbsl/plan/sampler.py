@@ -133,7 +133,7 @@ class EpochSampler:
         There are none where a remainder has too few samples for all workers and rounds.
         """
         indices = self.indices(worker, epoch, round_)
-        batches = split_evenly(indices, local_batch_size, self._least) if len(indices) else []
+        batches = split_evenly(indices, local_batch_size, self._least)
         rounds = self._first_round + self._rounds
         return [
             Step((Part(worker, indices, 1.0),), (round_ + k / len(batches)) / rounds)
@@ -275,7 +275,7 @@ def split_evenly(indices: np.ndarray, local_batch_size: int, least: int = 1) -> 
     Where a batch would have fewer than `least`, there are fewer batches, larger by one.
     """
     if not len(indices):
-        return [indices]
+        return []
     steps = max(1, min(-(-len(indices) // local_batch_size), len(indices) // least))
     return [
         indices[len(indices) * k // steps : len(indices) * (k + 1) // steps] for k in range(steps)
@@ -298,4 +298,4 @@ def evaluation_batches(
 ) -> list[np.ndarray]:
     """Return this rank's index batches of an evaluation set; over all ranks each sample once."""
     first, last = samples * rank // world_size, samples * (rank + 1) // world_size
-    return split_evenly(np.arange(first, last), batch_size) if last > first else []
+    return split_evenly(np.arange(first, last), batch_size)

@@ -19,11 +19,11 @@ import numpy as np
 from dbsl.base.errors import SettingError
 from dbsl.config.settings import Rounding, UpdateFactor
 from dbsl.plan.machines import (
-    TimedWorkers,
     bounded_split,
     largest_remainder,
     split_batch,
     steps_in_shares,
+    zero_of,
 )
 from dbsl.plan.sampler import cuts_of_epoch
 from dbsl.plan.types import NoPlanError, Plan, TimeModel, WorkerPlan
@@ -90,22 +90,33 @@ def plan_dual_batch(
     `Plan.notes` says so. Of the n workers the first `small_workers`, n_S, are small. B_L, which no
     small batch exceeds, and the time model are one for all or one for each.
     """
-    machines = TimedWorkers.of(workers, large_batch_size, time_model)
-    return _DualBatch(machines, samples, small_workers, rules).plan()
+    if workers < 1:
+        raise SettingError(f"workers must be at least 1, got {workers}")
+    limits = np.atleast_1d(np.asarray(large_batch_size, dtype=np.int64))
+    for name, count in (("large_batch_size", len(limits)), ("slope", len(time_model))):
+        if count not in (1, workers):
+            raise SettingError(
+                f"{name} must have 1 value or one per worker ({workers}), got {count}"
+            )
+    if limits.min() < 1:
+        raise SettingError(f"large_batch_size must be at least 1, got {limits.min()}")
+    model, limits = TimeModel.of(time_model, workers), np.broadcast_to(limits, workers)
+    return _DualBatch(model, limits, samples, small_workers, rules).plan()
 
 
 @dataclass(frozen=True)
 class _DualBatch:
     """An epoch to be planned, and what is to be said of its plan."""
 
-    machines: TimedWorkers
+    model: TimeModel  # of arrays [n]
+    limits: np.ndarray  # B_L of each, the largest batch it may take, int64 [n]
     samples: int
     small_workers: int
     rules: PlanRules
     notes: list[str] = field(default_factory=list)  # bounds that were met, and what was done
 
     def __post_init__(self) -> None:
-        workers, rules = len(self.machines.limits), self.rules
+        workers, rules = len(self.limits), self.rules
         if self.samples < workers:
             raise SettingError(
                 f"samples must be at least the number of workers ({workers}), got {self.samples}"
@@ -125,40 +136,38 @@ class _DualBatch:
             )
 
     def plan(self) -> Plan:
-        machines, samples, rules = self.machines, self.samples, self.rules
-        limits, rounds = machines.limits, rules.rounds
+        model, limits, samples, rules = self.model, self.limits, self.samples, self.rules
         batch, published, ratio = rules.small_batch_size, None, 1.0
         if self.small_workers and batch is None:
             ratio = self._wanted_ratio()
             batch, published = self._small_batch(ratio)
         sizes = self._batch_sizes(batch)
-        shares = largest_remainder(machines.speeds(sizes), samples)
+        shares = largest_remainder(self._speeds(sizes), samples)
         if published:
             small, exact = self.small_workers, np.full(len(sizes), published[0])
             exact[:small] = largest_remainder(np.ones(small), samples - int(exact[small:].sum()))
-            times = machines.times(exact, sizes, rounds)
-            if times.max() - times.min() <= rounds * machines.model.time(sizes).max():
+            times = model.time(exact, steps_in_shares(exact, sizes, rules.rounds))
+            if times.max() - times.min() <= rules.rounds * model.time(sizes).max():
                 shares = exact
             else:  # rounding a B_S of a few samples has moved the times
                 published = None
                 note = f"small batch rounded to {batch}, samples moved to finish together"
                 self.notes.append(note)
-        if machines.equal:
+        if self._equal:
             self._check_fits(batch, shares)
         shares, sizes = self._fit_rounds(shares, sizes)
         weights, terms = merge_weights(shares / shares.max(), rules.factor), {}
-        if machines.equal:
+        if self._equal:
             weights, terms = self._published_terms(sizes, published)
-        time_s, all_large_s = (machines.balanced_time(samples, s) for s in (sizes, limits))
-        steps, speeds = steps_in_shares(shares, sizes, rounds), machines.speeds(sizes)
-        times = machines.model.time(shares, steps)
-        fastest, alike = machines.speeds(limits), np.ones(len(sizes))
+        time_s, all_large_s = self._balanced_time(sizes), self._balanced_time(limits)
+        steps, speeds = steps_in_shares(shares, sizes, rules.rounds), self._speeds(sizes)
+        times = model.time(shares, steps)
         return Plan(
             samples=samples,
             time_ratio=float(ratio) if published else time_s / all_large_s,
-            all_large_time_s=machines.epoch_time(samples, rounds, fastest, limits),
+            all_large_time_s=self._epoch_time(self._speeds(limits), limits),
             # As a launcher plans that knows a single batch size.
-            equal_batch_time_s=machines.epoch_time(samples, rounds, alike, limits.min()),
+            equal_batch_time_s=self._epoch_time(np.ones(len(sizes)), limits.min()),
             workers=rows_of(sizes, shares, steps, weights, times, shares / speeds, self._is_small),
             notes=tuple(self.notes),
             small_batch_size=batch if self.small_workers else None,
@@ -167,19 +176,44 @@ class _DualBatch:
 
     @property
     def _is_small(self) -> np.ndarray:
-        return np.arange(len(self.machines.limits)) < self.small_workers
+        return np.arange(len(self.limits)) < self.small_workers
+
+    @property
+    def _equal(self) -> bool:
+        return self.model.equal and bool((self.limits == self.limits[0]).all())
+
+    def _speeds(self, sizes: np.ndarray) -> np.ndarray:
+        """Return samples per second in full batches of the given sizes."""
+        sample_times = self.model.sample_time(sizes)
+        if sample_times.min() <= 0:
+            worst = int(sample_times.argmin())
+            model = self.model[worst]
+            raise NoPlanError(
+                f"intercept must be above {-model.slope * sizes[worst]:g} s for a batch of "
+                f"{sizes[worst]}, got {model.intercept:g}"
+            )
+        return 1.0 / sample_times
+
+    def _balanced_time(self, sizes: np.ndarray) -> float:
+        """Return the seconds of an epoch with shares such that all finish together."""
+        return self.samples / float(self._speeds(sizes).sum())
+
+    def _epoch_time(self, weights: np.ndarray, most: np.ndarray) -> float:
+        """Return the predicted seconds with shares by `weights`, in batches of at most `most`."""
+        shares, rounds = largest_remainder(weights, self.samples), self.rules.rounds
+        steps = steps_in_shares(shares, np.clip(shares // rounds, 1, most), rounds)
+        return float(self.model.time(shares, steps).max())
 
     def _wanted_ratio(self) -> float:
         """Return k as given, or as the share of small batches implies it, within its bounds."""
-        machines, small_share = self.machines, self.rules.small_share
-        model = machines.model
+        model, small_share = self.model, self.rules.small_share
         fixed = np.maximum(model.intercept, model.floor)[: self.small_workers]
         if (fixed <= 0).all():
             raise NoPlanError(
                 "intercept must be above 0 s for a small batch to exist, "
                 f"got {model.intercept[0]:g}"
             )
-        speeds = machines.speeds(machines.limits)
+        speeds = self._speeds(self.limits)
         large_part = float(speeds[self.small_workers :].sum() / speeds.sum())
         if small_share is not None:
             if large_part == 0:
@@ -206,10 +240,10 @@ class _DualBatch:
         B_S follows from the exact time and the whole d_S, and is rounded once. Both pieces of a
         step's time, the line and the floor, bound it from below: the larger bound holds.
         """
-        machines, samples, rules, published = self.machines, self.samples, self.rules, None
-        workers, small_workers = len(machines.limits), self.small_workers
-        model, limit = machines.model[0], int(machines.limits[:small_workers].max())
-        if machines.equal:
+        samples, rules, published = self.samples, self.rules, None
+        workers, small_workers = len(self.limits), self.small_workers
+        model, limit = self.model[0], int(self.limits[:small_workers].max())
+        if self._equal:
             large = rules.to_integer(ratio * samples / workers)
             rest = samples - large * (workers - small_workers)
             if rest < small_workers:
@@ -226,10 +260,7 @@ class _DualBatch:
             # Whole samples may use up a ratio close to 1: then both batches are equally large.
             batch = rules.to_integer(exact) if 0 < exact <= limit else limit
         else:
-            time_s = ratio * machines.balanced_time(samples, machines.limits)
-            large_speeds = machines.speeds(machines.limits)[small_workers:]
-            rest = samples - time_s * float(large_speeds.sum())
-            batch = rules.to_integer(machines.common_batch(small_workers, time_s, rest))
+            batch = rules.to_integer(self._common_batch(ratio * self._balanced_time(self.limits)))
         if batch < (least := rules.min_batch_size):
             bound = (
                 f"the solved small batch must be at least min_batch_size={least}, got {batch} "
@@ -243,20 +274,35 @@ class _DualBatch:
             self.notes.append(_nearly_large(model, batch, limit))
         return batch, published
 
+    def _common_batch(self, time_s: float) -> float:
+        """Return B with which small workers do in `time_s` seconds what large ones leave of it.
+
+        Each takes min(B, its limit); B is at most the highest limit, and 0 where even the smallest
+        batches would do more than that.
+        """
+        small = self.small_workers
+        model, limits = self.model[:small], self.limits[:small]
+        samples = self.samples - time_s * float(self._speeds(self.limits)[small:].sum())
+
+        def surplus(batch: float) -> float:
+            done = time_s / model.sample_time(np.minimum(batch, limits))
+            return float(done.sum()) - samples
+
+        return 0.0 if surplus(1e-3) >= 0 else zero_of(surplus, 1e-3, float(limits.max()))
+
     def _nearest(self) -> str:
         """Return what a plan with the least small batch would be, for the end of an error."""
-        machines, samples, batch = self.machines, self.samples, self.rules.min_batch_size
-        sizes = np.where(self._is_small, np.minimum(batch, machines.limits), machines.limits)
+        limits, batch = self.limits, self.rules.min_batch_size
+        sizes = np.where(self._is_small, np.minimum(batch, limits), limits)
         try:
-            all_large_s = machines.balanced_time(samples, machines.limits)
-            ratio = machines.balanced_time(samples, sizes) / all_large_s
+            ratio = self._balanced_time(sizes) / self._balanced_time(limits)
         except NoPlanError:
             return ""
         return f"; the nearest plan has small_batch_size {batch} and time ratio {ratio:.4g}"
 
     def _batch_sizes(self, batch: int | None) -> np.ndarray:
         """Return every worker's batch size, small ones held to their limits."""
-        limits, small = self.machines.limits, self.small_workers
+        limits, small = self.limits, self.small_workers
         if not small:
             return limits.copy()
         highest = int(limits[:small].max())
@@ -275,17 +321,15 @@ class _DualBatch:
         self, sizes: np.ndarray, published: tuple[int, int] | None
     ) -> tuple[np.ndarray, dict[str, int | float | None]]:
         """Return equal workers' merge weights, and the papers' terms; others have none."""
-        machines, rules = self.machines, self.rules
-        time_s = machines.balanced_time(self.samples, sizes)
+        rules, time_s = self.rules, self._balanced_time(sizes)
         large_samples, small_samples = published or (
-            rules.to_integer(time_s * float(machines.speeds(s)[0]))
-            for s in (machines.limits, sizes)
+            rules.to_integer(time_s * float(self._speeds(s)[0])) for s in (self.limits, sizes)
         )
         factor = None
         if self.small_workers:
             factor = float(merge_weights(np.float64(small_samples / large_samples), rules.factor))
         terms = {
-            "large_batch_size": int(machines.limits[0]),
+            "large_batch_size": int(self.limits[0]),
             "large_samples": large_samples,
             "small_samples": small_samples if self.small_workers else None,
             "update_factor": factor,
@@ -297,7 +341,7 @@ class _DualBatch:
         small, rounds = self.small_workers, self.rules.rounds
         solved = NoPlanError if self.rules.small_batch_size is None else SettingError
         for name, size, of_kind, error in (
-            ("large_batch_size", self.machines.limits[0], shares[small:], SettingError),
+            ("large_batch_size", self.limits[0], shares[small:], SettingError),
             ("small_batch_size", batch, shares[:small], solved),
         ):
             if len(of_kind) and size > (limit := int(of_kind[-1]) // rounds):
@@ -311,7 +355,7 @@ class _DualBatch:
 
         A worker so slow that its round would have fewer than `rules.least` samples gets that many.
         """
-        machines, samples, rounds = self.machines, self.samples, self.rules.rounds
+        samples, rounds = self.samples, self.rules.rounds
         lowered = np.zeros(len(sizes), dtype=bool)
         for _ in range(32):
             over = sizes > shares // rounds
@@ -319,12 +363,12 @@ class _DualBatch:
                 break
             lowered |= over
             sizes = np.where(over, np.maximum(shares // rounds, 1), sizes)
-            shares = largest_remainder(machines.speeds(sizes), samples)
+            shares = largest_remainder(self._speeds(sizes), samples)
         lowest = rounds * self.rules.least
         slow = np.flatnonzero(shares < lowest)
         if len(slow) and lowest * len(shares) <= samples:
-            shares = bounded_split(samples, machines.speeds(sizes), lowest, samples)
-            sizes = np.where(lowered, np.clip(shares // rounds, 1, machines.limits), sizes)
+            shares = bounded_split(samples, self._speeds(sizes), lowest, samples)
+            sizes = np.where(lowered, np.clip(shares // rounds, 1, self.limits), sizes)
             self.notes.append(
                 f"{len(slow)} of {len(shares)} workers are so slow that they finish late with the "
                 f"{lowest} samples that each takes at least (worker {slow[0]})"

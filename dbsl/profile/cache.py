@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import logging
@@ -56,9 +55,6 @@ class Profiler:
         self._accelerator = self.spec.accelerator
         self._others: dict[int | None, Profiler] = {None: self}
         self._announced = False
-        self._open()
-
-    def _open(self) -> None:
         self.path = self.file or cache_file(self.spec.setup)
         skip = self.refresh and not self.file
         self._known = {} if skip else _read(self.path, self.spec.setup, strict=bool(self.file))
@@ -66,9 +62,8 @@ class Profiler:
     def in_micro_batches(self, most: int | None) -> Profiler:
         """Return a profiler of steps in micro-batches of at most so many samples; None: whole."""
         if most not in self._others:
-            other = self._others[most] = copy.copy(self)
-            other.spec = replace(self.spec, setup=replace(self.spec.setup, micro_batch=most))
-            other._open()
+            setup = replace(self.spec.setup, micro_batch=most)
+            self._others[most] = replace(self, spec=replace(self.spec, setup=setup))
         return self._others[most]
 
     def largest_batch(
@@ -86,9 +81,8 @@ class Profiler:
         `why_most`, where `at_most` bounds it.
         """
         known = self._known.get(resolution)
-        if self._all(known is not None and known.memory is not None):
-            memory = known.memory
-        else:
+        memory = known and known.memory
+        if not self._all(memory is not None):
             self._accelerator.print(
                 f"measuring memory of {self.spec.setup.model}{px(resolution, ' at ')}"
             )

@@ -182,13 +182,13 @@ class TrainingStep:
 
     def __init__(self, spec: StepSpec, resolution: int) -> None:
         setup, self.accelerator, self.resolution = spec.setup, spec.accelerator, resolution
-        self.micro_batch, self._compiles = setup.micro_batch, setup.compile
+        self.micro_batch, self.compiles = setup.micro_batch, setup.compile
         self._example = spec.example or partial(
             image_batch, classes=setup.num_classes, device=spec.accelerator.device
         )
         self._loss_of = spec.loss_of or self._cross_entropy
-        self._model = copy.deepcopy(spec.model)
-        set_training(self._model)
+        self.model = copy.deepcopy(spec.model)
+        set_training(self.model)
         self._optimizer: torch.optim.Optimizer | None = None
         if setup.optimizer != NO_OPTIMIZER:
             build = spec.build_optimizer or partial(
@@ -199,10 +199,10 @@ class TrainingStep:
                 weight_decay=1e-4 * setup.weight_decay,
                 **spec.optimizer_settings,
             )
-            self._optimizer = build(self._model)
+            self._optimizer = build(self.model)
             for group in self._optimizer.param_groups:
                 group["lr"] = _LR
-        self._clip = make_clip(self._model, setup.clip and 1.0, setup.clip or "norm")
+        self._clip = make_clip(self.model, setup.clip and 1.0, setup.clip or "norm")
         self._batch: Batch | None = None
 
     def __call__(self, batch_size: int) -> None:
@@ -214,17 +214,11 @@ class TrainingStep:
             self._batch = self._example(at_once, self.resolution)
         for part in parts:
             images, labels = (tensor[: len(part.indices)] for tensor in self._batch)
-            (self._loss_of(self._model, images, labels) * part.weight).backward()
+            (self._loss_of(self.model, images, labels) * part.weight).backward()
         if self._optimizer is not None:
             self._clip(self._optimizer)
             self._optimizer.step()
-        self._model.zero_grad(set_to_none=True)
-
-    def compile(self) -> None:
-        """Compile the copy, if it is to be."""
-        if self._compiles:
-            sums = self.micro_batch is not None
-            compile_in_place(self._model, self.accelerator.device, sums=sums)
+        self.model.zero_grad(set_to_none=True)
 
     @property
     def state_bytes(self) -> int:
@@ -261,7 +255,9 @@ def profile_steps(
     memory = profile_memory(step, sizes) if step.micro_batch is None else None
     # Only now: memory of the eager copy is an upper bound, and has batch sizes of its own, each of
     # which would make a graph.
-    step.compile()
+    if step.compiles:
+        sums = step.micro_batch is not None
+        compile_in_place(step.model, step.accelerator.device, sums=sums)
     left = seconds - (time.perf_counter() - began)
     times, errors = measure_step_times(step, [*sizes, *others], seconds=left)
     count = len(sizes)
@@ -271,8 +267,7 @@ def profile_steps(
 
 def profile_memory(step: TrainingStep, batch_sizes: Sequence[int]) -> MemoryModel | None:
     """Fit a line to a step's peak memory; None where batch sizes make no measurable difference."""
-    sizes = sorted(set(batch_sizes))
-    peaks = PeakMemory(step.accelerator.device)
+    sizes, peaks = sorted(set(batch_sizes)), PeakMemory(step.accelerator.device)
     if peaks.cuda:
         # cuDNN keeps to the algorithm that it first took for a shape, tried or not. So these are
         # other shapes than those of training, for which it is to try all.

@@ -101,22 +101,19 @@ class EvaluationSession(Generic[ConfigT]):
         source = self.data.evaluation if source is None else source
         source = as_source(source, self.data, self.side, "source")
         ranks = (self.accelerator.process_index, self.accelerator.num_processes)
-        parts = evaluation_batches(
-            len(source), self.batch_size, *(ranks if self.shares_evaluation else ())
-        )
+        own = ranks if self.shares_evaluation else ()
+        parts = evaluation_batches(len(source), self.batch_size, *own)
         transform = self.data.transform(self.side, "none", self.config.seed)  # nothing at random
         return source.batches(parts, transform)
 
     def tell(self, result: Evaluation, further: Mapping[str, Evaluation]) -> None:
         """Print each result in a line, on the main process."""
-        top5 = "" if result.top5_accuracy is None else f", top-5 {100 * result.top5_accuracy:.2f} %"
-        self.accelerator.print(
-            f"accuracy {100 * result.accuracy:.2f} %{top5}, loss {short_loss(result.loss)}, "
-            f"{result.samples} {self.data.unit}s ({self.data.eval_split}){px(self.side, ' at ')}"
-            f"{more_in_words(result)}"
-        )
-        for name, other in further.items():
+        for name, found in {"": result, **further}.items():
+            where = "" if name else f" ({self.data.eval_split}){px(self.side, ' at ')}"
+            top5 = found.top5_accuracy
             self.accelerator.print(
-                f"{name}: accuracy {100 * other.accuracy:.2f} %, loss {short_loss(other.loss)}, "
-                f"{other.samples} {self.data.unit}s{more_in_words(other)}"
+                f"{name and f'{name}: '}accuracy {100 * found.accuracy:.2f} %"
+                f"{'' if top5 is None else f', top-5 {100 * top5:.2f} %'}, loss "
+                f"{short_loss(found.loss)}, {found.samples} {self.data.unit}s{where}"
+                f"{more_in_words(found)}"
             )

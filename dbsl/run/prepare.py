@@ -25,9 +25,9 @@ from dbsl.config.hooks import Extra, Extras, Machine
 from dbsl.config.image_settings import DataConfig
 from dbsl.config.parse import read_settings, run_folder_of
 from dbsl.config.settings import NO_SIDE, RunConfig, steps_in_parts, takes_joint_steps
-from dbsl.data.augment import Mixing
 from dbsl.data.dataset import load_data
 from dbsl.data.sources import Source, TrainingData, as_source
+from dbsl.data.transforms import Mixing
 from dbsl.loss import Figures, LossFunction, figure_names, with_figures
 from dbsl.model import (
     build_model,
@@ -68,6 +68,7 @@ OptimizerBuilder = Callable[
 _OF_DATA = (*(field.name for field in fields(DataConfig) if field.name != "dataset"), "resolutions")
 # A function may read momentum and weight_decay of the settings that it is given.
 _OF_OPTIMIZER = ("opt_kwargs",)
+_OF_MERGE = ("merge", "push", "wire")
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,14 @@ class Replaced:
                 continue
             if not callable(value):
                 raise SettingError(f"{setting} must be a {kind}, got {type(value).__name__}")
-            given = _named(given, setting, _name(value), void)
+            called = None if isinstance(value, nn.Module) else getattr(value, "__name__", None)
+            given = _named(given, setting, (called or type(value).__name__).strip("<>"), void)
         if self.model is not None and "layer_decay" in given.optimizer_settings:
             raise SettingError("opt_kwargs must leave out layer_decay with your own model")
+        if self.merge is not None:
+            _refuse_others(given, _OF_MERGE, "merge")
+            if given.sync == "step":
+                raise SettingError("sync must not be step with your own merge, got step")
         return given
 
     def load_data(self, config: RunConfig, accelerator: Accelerator) -> TrainingData:
@@ -129,28 +135,28 @@ class Replaced:
         if not isinstance(model, nn.Module):
             raise SettingError(f"model must build a module, got {type(model).__name__}")
         if not any(p.requires_grad for p in model.parameters()):
-            raise SettingError(
-                f"model must have parameters to train, got {_name(model)} without any"
-            )
+            name = type(model).__name__
+            raise SettingError(f"model must have parameters to train, got {name} without any")
         inputs, _ = data.example(2, config.resolutions[-1])
         channels_last = inputs.dim() == 4 and inputs.stride(1) == 1 < inputs.shape[1]
-        layout = {"memory_format": torch.channels_last} if channels_last else {}
-        model = model.to(accelerator.device, **layout)
+        layout = torch.channels_last if channels_last else torch.preserve_format
+        model = model.to(accelerator.device, memory_format=layout)
         with torch.no_grad():
             for value in model.state_dict().values():  # rank 0's, whatever the others built
                 value.copy_(broadcast(value.contiguous()))
         # What `dbsl.model.build_model` notes of timm's models.
         model.created_with, model.small_stem, model.input_statistics = None, False, None
         model.head_dropouts = []
-        try_out(model, inputs, _name(model), data.num_classes, several=True)
+        try_out(model, inputs, type(model).__name__, data.num_classes, several=True)
         return model
 
     def build_optimizer(self, config: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
         """Return what steps on a model; its groups keep their rates in proportion to `lr`."""
         if self.optimizer is not None:
-            return keep_ratios(join_optimizers(self.optimizer(model, config)), config.lr)
-        rates = (config.lr, config.momentum, config.weight_decay)
-        built = build_optimizer(config.optimizer, model, *rates, **config.optimizer_settings)
+            built = join_optimizers(self.optimizer(model, config))
+        else:
+            rates = (config.lr, config.momentum, config.weight_decay)
+            built = build_optimizer(config.optimizer, model, *rates, **config.optimizer_settings)
         return keep_ratios(built, config.lr)
 
     def check_optimizer(self, config: RunConfig, model: nn.Module) -> None:
@@ -167,10 +173,10 @@ class Replaced:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
         if left:
+            more = f" and {len(left) - 1} more" if left[1:] else ""
             raise SettingError(
                 "optimizer must have all parameters that are trained (requires_grad_(False) "
-                f"freezes others), got none for {left[0]}"
-                + (f" and {len(left) - 1} more" if left[1:] else "")
+                f"freezes others), got none for {left[0]}{more}"
             )
         if steps_in_parts(config) and not takes_fractions(optimizer):
             built = getattr(optimizer, "optimizers", [optimizer])
@@ -204,42 +210,34 @@ class Replaced:
         return sources
 
 
-def _named(given: RunConfig, setting: str, name: str, void: tuple[str, ...]) -> RunConfig:
+def _refuse_others(given: RunConfig, names: Sequence[str], own: str) -> None:
     defaults = {field.name: field.default for field in fields(given)}
-    own = f"with your own {'data' if setting == 'dataset' else setting}"
-    for other in void:
-        value = getattr(given, other)
-        if value != defaults[other]:
-            raise SettingError(f"{other} must be left out {own}, got {value}")
-    if getattr(given, setting) not in (defaults[setting], name):
-        raise SettingError(
-            f"{setting} must be left out or {name} {own}, got {getattr(given, setting)}"
-        )
+    for name in names:
+        if (value := getattr(given, name)) != defaults[name]:
+            raise SettingError(f"{name} must be left out with your own {own}, got {value}")
+
+
+def _named(given: RunConfig, setting: str, name: str, void: Sequence[str]) -> RunConfig:
+    own = "data" if setting == "dataset" else setting
+    _refuse_others(given, void, own)
+    if (value := getattr(given, setting)) not in (getattr(type(given), setting), name):
+        raise SettingError(f"{setting} must be left out or {name} with your own {own}, got {value}")
     return replace(given, **{setting: name})
 
 
-def _name(model: ModelOrBuilder | OptimizerBuilder) -> str:
-    if isinstance(model, nn.Module):
-        return type(model).__name__
-    return getattr(model, "__name__", type(model).__name__).strip("<>")
-
-
 # --- a run
-
-
-_NOTHING = Replaced()
 
 
 def prepare(
     given: ConfigT,
     accelerator: Accelerator,
     loss_function: LossFunction,
-    replaced: Replaced = _NOTHING,
+    replaced: Replaced | None = None,
     extras: Extras | None = None,
 ) -> Run[ConfigT]:
     """Load the data, build the model, measure step times unless given, and plan the run."""
     config = count_workers(given, accelerator.num_processes, accelerator.device.type)
-    extras = Extras.of(config) if extras is None else extras
+    replaced, extras = replaced or Replaced(), extras or Extras.of(config)
     machine = extras.first(Extra.machine, config) or Machine()
     data = replaced.load_data(config, accelerator)
     config, stages = _make_stages(config, data, accelerator)
@@ -305,7 +303,7 @@ def count_workers(config: ConfigT, processes: int, device: str) -> ConfigT:
     elif config.dedicated_server:
         raise SettingError("dedicated_server must have at least 2 processes, got 1")
     elif total is None:
-        total = 4 if says_unlike(ratio, small_workers, config.local_batch_sizes) else 1
+        total = 4 if says_unlike(config) else 1
     if small_workers is None:
         small_workers = max(1, round_half_up(ratio * total)) if ratio > 0 else 0
     if small_workers > total:
@@ -328,17 +326,15 @@ def _make_stages(
     config: ConfigT, data: TrainingData, accelerator: Accelerator
 ) -> tuple[ConfigT, tuple[Stage, ...]]:
     asked_for = config.resolutions is not None and "resolutions" not in config.resolved
-    milestones, warmup = config.lr_milestones, config.warmup_epochs
+    epochs, milestones, warmup = config.epochs, config.lr_milestones, config.warmup_epochs
     config = replace(
         config,
         resolutions=tuple(config.resolutions or data.resolutions),
-        lr_milestones=tuple(
-            default_milestones(config.epochs) if milestones is None else milestones
-        ),
-        warmup_epochs=default_warmup(config.epochs) if warmup is None else warmup,
+        lr_milestones=tuple(default_milestones(epochs) if milestones is None else milestones),
+        warmup_epochs=default_warmup(epochs) if warmup is None else warmup,
     )
     stages = make_stages(
-        config.epochs,
+        epochs,
         config.resolutions,
         schedule=config.schedule,
         dropout=config.dropout,
@@ -361,7 +357,7 @@ def _build_model(
     if replaced.model is not None:
         model = replaced.build_model(config, data, accelerator)
         inputs, _ = data.example(1, config.resolutions[0])
-        return model, try_out(model, inputs, _name(model), data.num_classes, several=True)
+        return model, try_out(model, inputs, type(model).__name__, data.num_classes, several=True)
     model = build_model(
         config.model,
         data.num_classes,

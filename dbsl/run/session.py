@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,7 +91,7 @@ def make_reports(
     *,
     resolution: int,
     figures: Sequence[str] = (),
-    faults: Mapping[int, int] = MappingProxyType({}),
+    faults: Mapping[int, int] | None = None,
     lines_of: Callable[[int], tuple[StepLine, ...]] = lambda worker: (),
 ) -> list[RoundReport]:
     """Return one report for each worker of a turn.
@@ -122,7 +121,7 @@ def make_reports(
                 learning_rate=progress.learning_rate,
                 predicted_time_s=mine.predicted_time_s * count / max(mine.samples, 1),
                 refused=bool(faults),
-                fault=faults.get(worker, NO_FAULT),
+                fault=(faults or {}).get(worker, NO_FAULT),
                 lines=lines,
                 figures=dict(zip(figures, means, strict=True)),
                 **(progress.measured if worker == turn.workers[0] else {}),
@@ -310,9 +309,7 @@ class Work:
         session, cluster = self._session, self._session.cluster
         sums, finite = session.progress.read(cluster.outgoing)
         session.meter.end(sums, session.progress.samples)
-        faults = {}
-        if not finite:  # losses, or else the weights of all workers
-            faults = {w: BAD_LOSS for w, own in sums.items() if not math.isfinite(own[0])}
+        faults = {w: BAD_LOSS for w, own in sums.items() if not math.isfinite(own[0])}
         if not finite and not faults:
             number = cluster.weights.first_not_finite(cluster.outgoing)
             faults[self._turn.workers[0]] = BAD_WEIGHTS + (0 if number is None else 1 + number)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from dbsl.base.machine import ask_faults, launcher_address, remember
+from dbsl.base.machine import has_fault, launcher_address, remember
 
 # A fork's signals are not its parent's.
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
@@ -101,12 +101,8 @@ class Stopping:
                 if number[0] in own and not told:
                     told = True
                     self.on_signal()
-                    if number[0] == signal.SIGTERM and launcher_address() and not _has_fault():
+                    if number[0] == signal.SIGTERM and launcher_address() and not has_fault():
                         self._say("SIGTERM")
-
-
-def _has_fault() -> bool:
-    return ask_faults(lambda store: store.check(["first"]) or store.check(["ended"]), False)
 
 
 class Stopwatch:
@@ -118,25 +114,24 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.eval_s = self.start_up_s = 0.0
-        self._began = self._loop_began = time.perf_counter()
-        self._earlier_s = self._earlier_loop_s = 0.0  # all earlier sessions together
+        self._made = self._began = self._loop_began = time.perf_counter()
+        self._earlier_loop_s = 0.0  # of all earlier sessions together
 
     @property
     def total_s(self) -> float:
         """Seconds since the run began, earlier sessions and their starts included."""
-        return self._earlier_s + time.perf_counter() - self._began
+        return time.perf_counter() - self._began
 
     def start_training(self) -> float:
         """Note that training begins here; return the seconds of this session's start-up."""
-        self._loop_began = time.perf_counter()
-        spent = self._loop_began - self._began
-        self.start_up_s += spent
-        return spent
+        now = time.perf_counter()
+        self._loop_began = now - self._earlier_loop_s
+        self.start_up_s += now - self._made
+        return now - self._made
 
     def train_s(self, moment: float, *, without_evaluation: bool) -> float:
         """Return the seconds of training up to a moment of time.perf_counter()."""
-        spent = self._earlier_loop_s + moment - self._loop_began
-        return spent - (self.eval_s if without_evaluation else 0.0)
+        return moment - self._loop_began - (self.eval_s if without_evaluation else 0.0)
 
     @contextmanager
     def evaluating(self) -> Iterator[Callable[[], float]]:
@@ -148,15 +143,14 @@ class Stopwatch:
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` goes on from."""
         return {
-            "loop_s": self._earlier_loop_s + time.perf_counter() - self._loop_began,
+            "loop_s": time.perf_counter() - self._loop_began,
             "start_up_s": self.start_up_s,
             "eval_time_s": self.eval_s,
             "total_s": self.total_s,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Go on from what `state_dict` returned, before training begins."""
+        self._began -= state["total_s"]
         self._earlier_loop_s = state["loop_s"]
-        self.start_up_s += state["start_up_s"]
-        self.eval_s = state["eval_time_s"]
-        self._earlier_s = state["total_s"]
+        self.start_up_s, self.eval_s = state["start_up_s"], state["eval_time_s"]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from dbsl.config.hooks import Extras, Machine
 from dbsl.config.settings import RunConfig
-from dbsl.data.augment import Mixing
 from dbsl.data.sources import Source, TrainingData
+from dbsl.data.transforms import Mixing
 from dbsl.loss import LossOf
 from dbsl.plan.follow import Planner
 from dbsl.plan.ledger import TurnSampler
@@ -61,11 +61,6 @@ class Run(Generic[ConfigT]):
         return {
             r: self.data.transform(r, config.augmentation, config.seed) for r in config.resolutions
         }
-
-    @property
-    def evaluation_transform(self) -> Any:
-        """What images pass for an evaluation: the last resolution, nothing at random."""
-        return self.data.transform(self.config.resolutions[-1], "none", self.config.seed)
 
     @property
     def largest_batch(self) -> int:

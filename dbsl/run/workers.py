@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -52,7 +52,7 @@ def know_workers(
     build_optimizer: BuildOptimizer | None = None,
 ) -> tuple[KnownWorkers, RunConfig]:
     """Return what the workers can do, measuring what is not given, and the config with it."""
-    resolutions, joint = config.resolutions, takes_joint_steps(config)
+    joint = takes_joint_steps(config)
     share = max(1, len(data.train) // config.workers // config.rounds_per_epoch)
     auto, measured = config.large_batch_size == "auto", config.slope is None
     given = _by_worker(config, "large_batch_size", None if auto else config.large_batch_size)
@@ -69,15 +69,14 @@ def know_workers(
     if measured or find_limits or micro_auto:
         profiler = make_profiler(config, model, data, accelerator, loss_of, build_optimizer)
         measure = Measurements(config, profiler, accelerator)
-    limits: list[list[int] | None] = [None] * len(resolutions)
-    most = largest_auto_batch(share)
+    limits, most, micro = None, largest_auto_batch(share), None
     if find_limits:
-        limits = measure.largest_batches([len(data.train) if shifting else most] * len(resolutions))
+        at_most = len(data.train) if shifting else most
+        limits = measure.largest_batches([at_most] * len(config.resolutions))
     if auto:
         large = [[min(size, most) for size in row] for row in limits]
     elif joint and config.large_batch_size and config.global_batch_size is not None:
         limits = large
-    micro = None
     if micro_auto:
         at_most = [_largest_of(config, row, number) for number, row in enumerate(large)]
         words = {"what": "micro-batch", "why_most": "whole batches fit"}
@@ -87,17 +86,17 @@ def know_workers(
     models, fits = measure.models(large, micro) if measured else (_given_models(config), None)
 
     def by_resolution(rows: Sequence | None) -> dict | None:
-        return rows and dict(zip(resolutions, rows, strict=True))
+        return rows and dict(zip(config.resolutions, rows, strict=True))
 
     known = KnownWorkers(
         models=by_resolution(models),
         large_batch_sizes=by_resolution(large),
-        limits=by_resolution([None if row is None else np.array(row) for row in limits]),
+        limits=by_resolution(limits),
         measured=measured,
         micro_batch_sizes=by_resolution(micro),
         fits=by_resolution(fits),
     )
-    return known, _with_known(config, models, large, micro)
+    return known, _with_known(config, known)
 
 
 def _by_worker(config: RunConfig, name: str, values: Sequence[T] | None) -> list[list[T]]:
@@ -134,21 +133,18 @@ def _given_models(config: RunConfig) -> list[TimeModel]:
     return [TimeModel(*map(np.array, rows)) for rows in zip(*columns, strict=True)]
 
 
-def _with_known(
-    config: RunConfig,
-    models: list[TimeModel],
-    large: list[list[int]],
-    micro: list[list[int]] | None,
-) -> RunConfig:
+def _with_known(config: RunConfig, known: KnownWorkers) -> RunConfig:
     # For joint steps a large batch would be a limit that nobody set.
     keeps_large = config.large_batch_size is not None or not takes_joint_steps(config)
     slope, intercept, floor = (
-        from_workers([getattr(model, name).tolist() for model in models]) for name in _OF_MODELS
+        from_workers([getattr(model, name).tolist() for model in known.models.values()])
+        for name in _OF_MODELS
     )
+    micro = known.micro_batch_sizes
     return replace(
         config,
-        large_batch_size=from_workers(large) if keeps_large else None,
-        micro_batch_size=micro and from_workers(micro),
+        large_batch_size=from_workers([*known.large_batch_sizes.values()]) if keeps_large else None,
+        micro_batch_size=micro and from_workers([*micro.values()]),
         slope=slope,
         intercept=intercept,
         floor=floor if any(floor) else config.floor,
@@ -216,24 +212,15 @@ def _reserve_bytes(
     return float(weights * (pulled + 1) + state_bytes * optimizers)
 
 
-@dataclass(frozen=True)
 class Measurements:
     """What this process measures of its workers, and what all processes have measured."""
 
-    config: RunConfig
-    profiler: Profiler
-    accelerator: Accelerator
-
-    @property
-    def _limit_bytes(self) -> float | None:
-        return self.config.memory_limit and self.config.memory_limit * GIB
-
-    @property
-    def _here(self) -> Sequence[int]:
-        """The workers of this process; a dedicated server measures as the first does."""
-        if self.accelerator.num_processes == 1:
-            return range(self.config.workers)
-        return (max(0, self.accelerator.process_index - self.config.dedicated_server),)
+    def __init__(self, config: RunConfig, profiler: Profiler, accelerator: Accelerator) -> None:
+        self.config, self.profiler, self.accelerator = config, profiler, accelerator
+        self._limit_bytes = config.memory_limit and config.memory_limit * GIB
+        # The workers of this process; a dedicated server measures as the first does.
+        own = max(0, accelerator.process_index - config.dedicated_server)
+        self._here = range(config.workers) if accelerator.num_processes == 1 else (own,)
 
     def largest_batches(self, most: Sequence[int], **words: str) -> list[list[int]]:
         """Return the largest batches that fit into memory, at most these: [resolution][worker]."""

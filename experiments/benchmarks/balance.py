@@ -39,7 +39,7 @@ def make_planner(workers: int, balance: Balance) -> Planner:
         min_batch_size=1,
     )
     models = {32: TimeModel.of(PLANNED, workers)}
-    known = KnownWorkers(models, {32: [PER_WORKER] * workers}, {32: None}, measured=False)
+    known = KnownWorkers(models, {32: [PER_WORKER] * workers}, measured=False)
     maker = PlanMaker(config, known, SAMPLES, least=1)
     plans = {32: maker.first(32, print)}
     return Planner(plans, lambda epoch: 32, models, balance=balance, maker=maker)

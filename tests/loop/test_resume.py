@@ -264,15 +264,6 @@ def test_a_run_that_keeps_no_checkpoint_is_not_made_longer_by_starting_again(tmp
     assert files_of(tmp_path / "run") == before
 
 
-def test_a_finished_run_that_is_made_longer_is_not_finished_until_it_ends(tmp_path):
-    settings = {**ROUNDS, **ONE_SIDE, "lr_milestones": None}
-    run(tmp_path / "run", **settings, epochs=1)
-    stopped(tmp_path / "run", 40, **settings, epochs=3, resume="auto")
-    assert not (tmp_path / "run/summary.json").exists()
-    run(tmp_path / "run", **settings, epochs=3, resume="auto")
-    assert summary_of(tmp_path / "run")["epochs"] == 3
-
-
 def test_a_changed_setting_is_listed_and_needs_consent_if_it_changes_the_training(
     ended, tmp_path, monkeypatch, capsys
 ):
@@ -330,13 +321,13 @@ def test_a_run_made_longer_is_one_that_was_that_long(tmp_path, mode):
     settings |= {"checkpoint_every": 0, "lr_milestones": (1,)}  # the last is saved all the same
     run(tmp_path / "whole", **settings, epochs=3)
     run(tmp_path / "longer", **settings, epochs=2)
+    stopped(tmp_path / "longer", 2, **settings, epochs=3, resume="auto")
+    assert not (tmp_path / "longer/summary.json").exists()  # it is not finished until it ends
     run(tmp_path / "longer", **settings, epochs=3, resume="auto")
-    whole, longer = (fingerprint(tmp_path / name) for name in ("whole", "longer"))
-    kinds = ("round", "eval", "noise")
-    assert [r for r in whole[0] if r["event"] in kinds] == [
-        r for r in longer[0] if r["event"] in kinds
-    ]
-    assert whole[1] == longer[1]
+    found = [fingerprint(tmp_path / name) for name in ("whole", "longer")]
+    for metrics, _ in found:
+        metrics[:] = [row for row in metrics if row["event"] in ("round", "eval", "noise")]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
@@ -604,22 +595,6 @@ def test_a_run_is_not_made_shorter_than_a_worker_has_come(tmp_path):
     assert files_of(folder) == before
 
 
-@pytest.mark.parametrize("to", short(["none", "dbs"], "none"))
-def test_samples_of_epochs_with_several_plans_come_once_where_plans_follow_no_longer(tmp_path, to):
-    settings = {**MODES["asp"], **ONE_SIDE, "balance": "dynamic", "train_samples": 90}
-    settings |= {"epochs": 4, "lr_milestones": (), "slowdown": ("3:2.5",)}
-
-    def between_plans(saver):
-        segments = saver._session.run.planner.ledger.segments.values()
-        return len({segment[-1].plan.workers for segment in segments}) > 1
-
-    with stopped_when(between_plans):
-        run(tmp_path / "run", **settings)
-    again = {"resume": "auto", "allow_config_change": True}
-    run(tmp_path / "run", **{**settings, "balance": to}, **again)
-    assert samples_by_epoch(tmp_path / "run", 4) == [90] * 4
-
-
 def test_what_was_found_for_other_workers_is_found_anew(left):
     """Also where the number of workers was given: half of four workers are half of two."""
     folder = left("bsp", False)
@@ -677,16 +652,11 @@ def test_a_checkpoint_of_before_a_setting_was_there_has_its_default():
     assert changed_settings({"epochs": 2}, config) == {"epochs": (2, 3), "mixup": (0.0, 0.2)}
 
 
-@pytest.mark.parametrize(
-    ("resume", "message"),
-    [
-        ("no-such-folder", "resume must be auto, a run folder or a checkpoint in one, got no-such"),
-        ("auto", "resume auto must go with output_dir"),
-    ],
-)
-def test_a_run_that_is_not_there_cannot_be_resumed(resume, message):
-    with pytest.raises(ValueError, match=message):
-        parse_config(Config, ["--resume", resume])
+def test_a_run_that_is_not_there_cannot_be_resumed():
+    with pytest.raises(ValueError, match=r"resume must be auto, a run folder or .*, got no-such"):
+        parse_config(Config, ["--resume", "no-such-folder"])
+    with pytest.raises(ValueError, match="resume auto must go with output_dir"):
+        parse_config(Config, ["--resume", "auto"])
 
 
 def test_resuming_by_folder_keeps_the_runs_settings_and_flags_win(ended):

@@ -49,7 +49,6 @@ def prepare(case: Case) -> Run:
             for r in resolutions
         },
         large_batch_sizes=dict.fromkeys(resolutions, case.large),
-        limits=dict.fromkeys(resolutions),
         measured=True,
     )
     stages = make_stages(

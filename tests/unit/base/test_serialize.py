@@ -1,7 +1,6 @@
 """State as JSON and tensors: what comes out is what went in, to the bit."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -10,9 +9,7 @@ from hypothesis import strategies as st
 
 from dbsl.checkpoint.disk import pack, unpack
 
-PLAIN = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**60), 2**60), st.floats(allow_nan=False), st.text()
-)
+PLAIN = st.one_of(st.none(), st.booleans(), st.integers(-(2**60), 2**60), st.floats(), st.text())
 KEYS = st.one_of(st.text(max_size=5), st.integers(0, 9))
 STATES = st.recursive(
     PLAIN,
@@ -33,12 +30,6 @@ def through_json(state):
 @given(STATES)
 def test_plain_values_come_back_equal_and_of_the_same_types(state):
     assert repr(through_json(state)) == repr(state)
-
-
-def test_infinities_and_nan_come_back():
-    back = through_json({"a": [math.inf, -math.inf, math.nan]})
-    assert back["a"][:2] == [math.inf, -math.inf]
-    assert math.isnan(back["a"][2])
 
 
 def test_tensors_come_back_to_the_bit_whatever_their_memory_order():

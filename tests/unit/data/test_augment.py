@@ -18,10 +18,9 @@ from dbsl.config.image_settings import (
     check_images,
 )
 from dbsl.config.settings import RunConfig
-from dbsl.data.augment import erase, global_streams, image_seeds, timm_transform
 from dbsl.data.dataset import load_data
 from dbsl.data.images import ImageLoader, PixelStore
-from dbsl.data.transforms import Transform
+from dbsl.data.transforms import Transform, erase, global_streams, image_seeds, timm_transform
 
 RAND = "rand-m9-mstd0.5-inc1"
 GREY = ((0.5,) * 3, (0.25,) * 3)

@@ -46,10 +46,9 @@ def test_statistics_are_measured_on_the_same_images_in_batches_of_one_size(
 def as_run(model, images, batch_size, transform=None):
     return SimpleNamespace(
         model=model,
-        data=SimpleNamespace(train=images),
-        config=SimpleNamespace(seed=0),
+        data=SimpleNamespace(train=images, transform=lambda *_: transform),
+        config=SimpleNamespace(seed=0, resolutions=(4,)),
         statistics_batch=batch_size,
-        evaluation_transform=transform,
     )
 
 

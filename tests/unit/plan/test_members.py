@@ -56,15 +56,6 @@ def test_a_worker_that_was_lost_has_a_share_again_from_the_first_epoch_that_nobo
     assert [samples_of(run, epoch) for epoch in (2, 3, 4)] == [[30] * 3, [45, 45, 0], [30] * 3]
 
 
-def test_a_worker_that_was_never_there_joins_as_one_that_was_lost():
-    run = prepare(case())
-    leave_out(run.planner, 1, 2)
-    assert samples_of(run, 0) == [90, 0, 0]
-    know(run.planner, 0, 0, 0, inside=(0,), lost=(1, 2))
-    assert run.planner.join(2, 8) == 1
-    assert [samples_of(run, epoch) for epoch in (0, 1)] == [[90, 0, 0], [45, 0, 45]]
-
-
 @pytest.mark.parametrize("worker", [1, 3, -1])
 def test_a_worker_that_is_there_or_has_no_place_does_not_join(worker):
     planner = prepare(case()).planner

@@ -18,35 +18,23 @@ HARDLY = (-1, 0, 1e-300, 10**15)
 
 # What a setting is given with, or its place would be refused before its value.
 TWO, SMALL = {"workers": 2}, {"workers": 4, "small_workers": 2}
-COSINE = {"lr_schedule": "cosine"}
 LINK, STEP = TWO | {"link_gbps": 1.0}, TWO | {"sync": "step"}
-WITH = {
-    "balance_every": TWO | {"balance": "dynamic"},
-    "floor": TWO,
-    "global_batch_size": STEP,
-    "intercept": TWO,
-    "large_batch_size": TWO,
-    "link_gbps": TWO,
-    "link_ms": LINK,
-    "link_overlap": LINK | STEP,
-    "local_batch_sizes": TWO,
-    "memory_limit": {"large_batch_size": "auto"},
-    "micro_batch_size": TWO,
-    "min_batch_size": SMALL,
-    "min_lr": COSINE,
-    "outer_lr": TWO | {"merge": "delta"},
-    "outer_momentum": TWO | {"merge": "delta"},
-    "push_every": TWO | {"push": "gradients"},
-    "rounds_per_epoch": TWO,
-    "shuffle_block": {"cache_gib": 1.0},
-    "slope": TWO,
-    "small_batch_size": SMALL,
-    "small_ratio": TWO,
-    "small_share": SMALL,
-    "staleness": TWO | {"sync": "ssp"},
-    "time_noise": TWO,
-    "time_ratio": SMALL,
-}
+PLACES = (
+    (TWO, "floor intercept large_batch_size link_gbps local_batch_sizes rounds_per_epoch slope"),
+    (TWO, "small_ratio time_noise"),
+    (SMALL, "min_batch_size small_batch_size small_share time_ratio"),
+    (STEP, "global_batch_size"),
+    (LINK, "link_ms"),
+    (LINK | STEP, "link_overlap"),
+    (TWO | {"balance": "dynamic"}, "balance_every"),
+    (TWO | {"merge": "delta"}, "outer_lr outer_momentum"),
+    (TWO | {"push": "gradients"}, "push_every"),
+    (TWO | {"sync": "ssp"}, "staleness"),
+    ({"cache_gib": 1.0}, "shuffle_block"),
+    ({"large_batch_size": "auto"}, "memory_limit"),
+    ({"lr_schedule": "cosine"}, "min_lr"),
+)
+WITH = {name: settings for settings, names in PLACES for name in names.split()}
 
 
 def kinds(hint):

@@ -55,19 +55,28 @@ def machine(tmp_path_factory):
         yield
 
 
-def planned(monkeypatch, tmp_path, *flags):
-    """Return the run that train.py would train with these flags."""
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """Return ``planned(*flags)``: the run that train.py would train with these flags."""
     runs = []
 
     def stop(run, *_):
         runs.append(run)
         raise RunStopped
 
+    def plan(*flags):
+        AcceleratorState._reset_state(True)
+        with pytest.raises(RunStopped):
+            main(parse_config(Config, [*flags, "--output-dir", str(tmp_path / "again")]))
+        return runs.pop()
+
     monkeypatch.setattr(dbsl.open, "connect", stop)
-    AcceleratorState._reset_state(True)
-    with pytest.raises(RunStopped):
-        main(parse_config(Config, [*flags, "--output-dir", str(tmp_path / "again")]))
-    return runs[0]
+    return plan
+
+
+def parsed(file, *flags):
+    """Return the config that flags and a file give."""
+    return parse_config(Config, ["--config", str(file), *flags])
 
 
 def read(folder):
@@ -92,32 +101,50 @@ def test_config_yaml_keeps_what_was_given_and_what_was_found_apart(folder):
 
 def test_the_file_as_it_is_repeats_the_run_to_the_bit(folder, tmp_path):
     again = tmp_path / "again"
-    flags = ["--config", str(folder / "config.yaml"), "--output-dir", str(again)]
-    main(parse_config(Config, flags))
+    main(parsed(folder / "config.yaml", "--output-dir", str(again)))
     assert (again / "config.yaml").read_text() == (folder / "config.yaml").read_text()
     assert fingerprint(again) == fingerprint(folder)
 
 
-def test_another_share_of_small_workers_is_planned(folder, tmp_path, monkeypatch):
-    run = planned(
-        monkeypatch, tmp_path, "--config", str(folder / "config.yaml"), "--small-ratio", "0.75"
-    )
+def test_what_follows_from_other_settings_is_planned_and_nothing_is_measured_anew(folder, planned):
+    file, slope = ("--config", str(folder / "config.yaml")), read(folder)["resolved"]["slope"]
+    run = planned(*file, "--small-ratio", "0.75", "--epochs", "10")
     assert run.config.small_workers == 3
     assert sum(worker.small for worker in run.plans[32].workers) == 3
-    assert list(run.config.slope) == read(folder)["resolved"]["slope"]  # nothing is measured anew
+    assert (run.config.lr_milestones, run.config.warmup_epochs) == ((6, 9), 1.0)
+    assert list(run.config.slope) == slope
+    run = planned(*file, "--resolutions", "24", "--slope", "0.001", "--intercept", "0.01")
+    assert (run.config.slope, set(run.plans)) == ((0.001,), {24})
 
 
-def test_another_model_is_measured(folder):
-    file = ["--config", str(folder / "config.yaml")]
-    assert {"slope", "intercept", "large_batch_size"} <= set(parse_config(Config, file).resolved)
-    resolved = parse_config(Config, [*file, "--model", "resnet10t"]).resolved
-    assert not {"slope", "intercept", "large_batch_size"} & set(resolved)
-    assert {"workers", "small_workers", "lr_milestones"} <= set(resolved)
+@pytest.mark.parametrize(
+    ("flags", "kept", "gone"),
+    [
+        ("", "slope intercept large_batch_size workers", ""),
+        ("--model resnet10t", "workers small_workers", "slope intercept large_batch_size"),
+        ("--epochs 10", "slope", "lr_milestones warmup_epochs"),
+    ],
+)
+def test_findings_go_with_what_they_follow_from(folder, tmp_path, monkeypatch, flags, kept, gone):
+    (tmp_path / "more.yaml").write_text(f"base: {folder / 'config.yaml'}\n")  # as the file itself
+    resolved = set(parsed(tmp_path / "more.yaml", *flags.split()).resolved)
+    assert resolved >= {*kept.split()}
+    assert not resolved & {*gone.split()}
+    monkeypatch.setenv("WORLD_SIZE", "2")  # more processes count their workers anew
+    resolved = set(parsed(tmp_path / "more.yaml", *flags.split()).resolved)
+    assert not {"workers", "small_workers", "cpu_threads", "slope"} & resolved
 
 
-def test_a_measured_floor_is_planned_with_and_goes_with_its_slope(tmp_path, monkeypatch):
+def test_unlike_workers_count_workers_anew(tmp_path):
+    (tmp_path / "c.yaml").write_text("lr: 0.1\nresolved:\n  processes: 1\n  workers: 1\n")
+    assert parsed(tmp_path / "c.yaml").resolved["workers"] == 1
+    for name, value in (("small-ratio", "0.5"), ("small-workers", "1"), ("local-batch-sizes", "4")):
+        assert "workers" not in parsed(tmp_path / "c.yaml", f"--{name}", value).resolved
+
+
+def test_a_measured_floor_is_planned_with_and_goes_with_its_slope(planned):
     flags = ["--model", "test_resnet", "--train-samples", "240", "--resolutions", "16,32"]
-    run = planned(monkeypatch, tmp_path, *flags, "--large-batch-size", "20", "--workers", "4")
+    run = planned(*flags, "--large-batch-size", "20", "--workers", "4")
     assert run.config.floor == pytest.approx((0.005, 0.005))
     times = (run.config.slope, run.config.intercept, run.config.floor)
     assert [*run.known.models[32]] == [TimeModel(*(x[0] for x in times))] * 4
@@ -127,18 +154,6 @@ def test_a_measured_floor_is_planned_with_and_goes_with_its_slope(tmp_path, monk
     assert set(still_true(found, given, given, 1)) >= {"slope", "intercept", "floor"}
     changed = replace(given, slope=(1.0,), intercept=(1.0,))
     assert not {"slope", "intercept", "floor"} & set(still_true(found, given, changed, 1))
-
-
-def test_other_epochs_have_milestones_of_their_own(folder, tmp_path, monkeypatch):
-    run = planned(monkeypatch, tmp_path, "--config", str(folder / "config.yaml"), "--epochs", "10")
-    assert (run.config.lr_milestones, run.config.warmup_epochs) == ((6, 9), 1.0)
-    assert list(run.config.slope) == read(folder)["resolved"]["slope"]
-
-
-def test_other_resolutions_have_batches_of_their_own(folder, tmp_path, monkeypatch):
-    flags = ["--resolutions", "24", "--slope", "0.001", "--intercept", "0.01"]
-    run = planned(monkeypatch, tmp_path, "--config", str(folder / "config.yaml"), *flags)
-    assert (run.config.slope, set(run.plans)) == ((0.001,), {24})
 
 
 def test_a_run_is_made_longer_without_consent(folder, tmp_path, capsys):
@@ -158,25 +173,11 @@ def test_a_run_is_made_longer_without_consent(folder, tmp_path, capsys):
         main(parse_config(Config, ["--resume", str(longer), "--epochs", "6"]))
 
 
-def test_a_base_with_findings_is_built_upon(folder, tmp_path):
-    (tmp_path / "more.yaml").write_text(f"base: {folder / 'config.yaml'}\nepochs: 10\n")
-    config = parse_config(Config, ["--config", str(tmp_path / "more.yaml")])
-    assert config.epochs == 10
-    assert "slope" in config.resolved
-    assert not {"lr_milestones", "warmup_epochs"} & set(config.resolved)
-
-
-def test_more_processes_count_their_workers_anew(folder, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    config = parse_config(Config, ["--config", str(folder / "config.yaml")])
-    assert not {"workers", "small_workers", "cpu_threads", "slope"} & set(config.resolved)
-
-
 def test_a_file_without_findings_has_its_settings_as_given(tmp_path):
     (tmp_path / "config.yaml").write_text(
         "slope: [0.001]\nintercept: [0.01]\nworkers: 4\nlr_milestones: [2]\nreset_momentum: never\n"
     )
-    config = parse_config(Config, ["--config", str(tmp_path / "config.yaml")])
+    config = parsed(tmp_path / "config.yaml")
     assert (config.slope, config.workers, config.lr_milestones) == ((0.001,), 4, (2,))
     assert (config.reset_momentum, config.resolved) == ("never", {})
 
@@ -197,15 +198,7 @@ def test_every_source_is_a_setting_or_says_who_trains():
 def test_odd_findings_are_refused(tmp_path, text, message):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
-        parse_config(Config, ["--config", str(tmp_path / "config.yaml")])
-
-
-def test_a_ratio_of_small_workers_counts_workers_anew(tmp_path):
-    (tmp_path / "c.yaml").write_text("lr: 0.1\nresolved:\n  processes: 1\n  workers: 1\n")
-    flags = ["--config", str(tmp_path / "c.yaml")]
-    assert parse_config(Config, flags).resolved["workers"] == 1
-    for more in (["--small-ratio", "0.5"], ["--small-workers", "1"], ["--local-batch-sizes", "4"]):
-        assert "workers" not in parse_config(Config, [*flags, *more]).resolved
+        parsed(tmp_path / "config.yaml")
 
 
 def test_a_resumed_run_takes_back_any_setting_that_may_be_unset(tmp_path):

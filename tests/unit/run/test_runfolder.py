@@ -11,17 +11,16 @@ import pytest
 import dbsl.open
 from dbsl.base.errors import SettingError, one_line_errors
 from dbsl.run.folder import RunFolder, default_folder, holder_of
-from tests.helpers import TINY
-from train import Config, main
+from tests.helpers import run
+from train import Config
 
 
 def test_runs_of_one_second_that_nobody_named_get_a_folder_each(tmp_path, accelerator):
     path = tmp_path / "runs/digits-resnet18-now"
     folders = [RunFolder(path, accelerator, new=True, named=False) for _ in range(3)]
-    found = [folder.path.name for folder in folders]
+    assert [folder.path.name[len(path.name) :] for folder in folders] == ["", "-2", "-3"]
     for folder in folders:
         folder.release()
-    assert found == [path.name, f"{path.name}-2", f"{path.name}-3"]
     with RunFolder(path, accelerator, new=True) as folder:
         (folder.path / "something").touch()
     with pytest.raises(ValueError, match="output_dir must be a new folder"):
@@ -50,7 +49,7 @@ def test_a_folder_left_empty_goes_again_with_the_parents_that_were_made_for_it(
 def test_a_folder_that_cannot_be_written_is_refused_before_any_data_is_read(monkeypatch):
     monkeypatch.setattr(dbsl.open, "prepare", lambda *_: pytest.fail("went on"))
     with pytest.raises(ValueError, match="output_dir must be a folder that can be written"):
-        main(Config(**TINY, output_dir="/proc/no/such"))
+        run("/proc/no/such")
 
 
 def test_a_killed_process_frees_its_folder(tmp_path, accelerator):
@@ -96,10 +95,9 @@ def test_a_disk_that_is_full_at_the_start_leaves_nothing(tmp_path, accelerator, 
     ("model", "side"), [("test_convnext", 16), pytest.param("vgg11", 16, marks=pytest.mark.slow)]
 )
 def test_images_too_small_for_the_model_are_refused_in_one_line(tmp_path, model, side):
-    settings = TINY | {"model": model, "resolutions": (side, 64)}
     line = rf"^model must take images of {side} px, got {model} \(.*size.*\)$"
     with pytest.raises(SettingError, match=line):
-        main(Config(**settings, output_dir=str(tmp_path / "run")))
+        run(tmp_path / "run", model=model, resolutions=(side, 64))
     assert not (tmp_path / "run").exists()
 
 
@@ -110,7 +108,7 @@ def test_ctrl_c_while_measuring_is_one_line_and_leaves_nothing(tmp_path, monkeyp
 
     monkeypatch.setattr("dbsl.run.prepare.know_workers", interrupt)
     with pytest.raises(SystemExit) as ended, one_line_errors():
-        main(Config(**TINY, output_dir=str(tmp_path / "run")))
+        run(tmp_path / "run")
     assert ended.value.code == 130
     assert capsys.readouterr().err == "interrupted\n"
     assert not (tmp_path / "run").exists()
@@ -119,8 +117,8 @@ def test_ctrl_c_while_measuring_is_one_line_and_leaves_nothing(tmp_path, monkeyp
 @pytest.mark.parametrize(("workers", "rounds", "samples"), [(4, 1, 3), (2, 2, 7)])
 def test_too_few_images_say_what_to_do(tmp_path, workers, rounds, samples):
     # At 16 px the last maps of this model are one pixel: batch norm needs two images a worker.
-    settings = TINY | {"train_samples": samples, "workers": workers, "rounds_per_epoch": rounds}
+    settings = {"workers": workers, "rounds_per_epoch": rounds}
     with pytest.raises(ValueError, match=rf"dataset must have at least .* got {samples}: lower --"):
-        main(Config(**settings, output_dir=str(tmp_path / "run")))
+        run(tmp_path / "run", train_samples=samples, **settings)
     assert not (tmp_path / "run").exists()
-    main(Config(**settings | {"train_samples": 2 * workers * rounds, "plan_only": True}))
+    run(tmp_path / "run", train_samples=2 * workers * rounds, plan_only=True, **settings)

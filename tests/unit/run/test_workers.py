@@ -6,6 +6,7 @@ import pytest
 
 from dbsl.config.settings import RunConfig
 from dbsl.run.workers import know_workers
+from tests.helpers import run
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,13 @@ def test_a_batch_above_all_images_is_refused_before_anything_is_measured(setting
     data = SimpleNamespace(train=range(200), unit="image")
     with pytest.raises(ValueError, match=message):  # without a model nothing can be measured
         know_workers(config, None, data, SimpleNamespace(num_processes=1), None)
+
+
+def test_a_resolution_without_an_epoch_is_measured_for_a_later_resume_and_that_is_said(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("dbsl.run.prepare.know_workers", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path / "run", resolutions=(8, 16), epochs=1, slope=None, intercept=None)
+    told = "no epoch is at 8 px: every learning-rate stage is shorter than 2 epochs; measured all"
+    assert f"warning: {told} the same, for a resume with more epochs" in capsys.readouterr().out
