@@ -14,7 +14,7 @@ from dbsl.cluster.merges import ratio
 from dbsl.cluster.server import Server
 from dbsl.cluster.steps import ComputeTimer, Stepper
 from dbsl.cluster.weights import FlatWeights
-from dbsl.cluster.wire import Transfer
+from dbsl.cluster.wire import Channel
 from dbsl.config.image_settings import EraseKwargs
 from dbsl.data.sources import image_batch
 from dbsl.data.transforms import erase
@@ -147,14 +147,14 @@ class Echo:
 def test_a_vector_of_the_gpu_travels_in_chunks_while_the_gpu_computes(monkeypatch, dtype):
     monkeypatch.setattr(dbsl.cluster.wire, "CHUNK", 1000)
     vector, echo = torch.zeros(3500, device=CUDA), Echo()
-    transfer = Transfer(vector, echo, dtype)
+    channel, wire = Channel(echo, vector, dtype, weights=False), dtype or vector.dtype
     torch.cuda._sleep(50_000_000)  # what fills the vector comes after the call of `send`
     vector.copy_(torch.linspace(-1, 1, 3500, device=CUDA))
     expected = vector.clone()
-    transfer.send(vector)
-    transfer.wait()
+    channel.send(vector, wire)
+    channel.wait()
     vector.fill_(9.0)
-    assert transfer.receive(vector, check=True)
+    assert channel.receive(wire, check=True)
     torch.testing.assert_close(vector, expected, rtol=0, atol=2**-8 if dtype else 0.0)
 
 
