@@ -40,10 +40,7 @@ def round_half_up(value: float) -> int:
 
 @dataclass(frozen=True)
 class PlanRules:
-    """What a plan keeps to, whatever its workers can do.
-
-    At most one of `time_ratio`, `small_batch_size` and `small_share` is given; the others follow.
-    """
+    """What a plan keeps to. At most one of its first three is given; the others follow."""
 
     time_ratio: float | None = None  # k: time over all-large, above 1; none of the three: 1.05
     small_batch_size: int | None = None  # B_S
@@ -301,7 +298,6 @@ class _DualBatch:
         return f"; the nearest plan has small_batch_size {batch} and time ratio {ratio:.4g}"
 
     def _batch_sizes(self, batch: int | None) -> np.ndarray:
-        """Return every worker's batch size, small ones held to their limits."""
         limits, small = self.limits, self.small_workers
         if not small:
             return limits.copy()
@@ -390,7 +386,6 @@ class _DualBatch:
 
 
 def _nearly_large(model: TimeModel, batch: int, largest: int) -> str:
-    """Return the note on a solved small batch that is nearly the large one."""
     if model.floor > model.time(batch, 1) * (1 - 1e-9):
         below = (model.floor - model.intercept) / model.slope
         why = f"a step of fewer than {below:.0f} samples takes no less time"
