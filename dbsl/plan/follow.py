@@ -134,9 +134,8 @@ class Planner:
     def join(self, worker: int, last: int) -> int:
         """Plan with one more worker from the first epoch on that nobody has begun.
 
-        It was lost, or was not there when the run of `last` rounds began. Returns the rounds that
-        it has behind it. At `last` no epoch is left for it, and nothing has changed; nor has it
-        where the plan with it is refused.
+        Returns the rounds that it has behind it. At `last`, all of the run's, no epoch is left for
+        it, and nothing has changed; nor has it where the plan with it is refused.
         """
         if worker not in self.members.lost:
             raise SettingError(
@@ -167,12 +166,11 @@ class Planner:
         self._begin_with(plans)
 
     def drop(self, worker: int, last: int) -> int:
-        """Plan without a worker from the first round on that nobody has begun.
+        """Plan without a worker, who still counts as there, from the first round not begun.
 
-        The worker still counts as there. An epoch that other workers had begun before this run's
-        keeps its plan to its end. Returns the samples, counted once in each epoch, that nobody will
-        train on because it was lost: its part of the rounds, of `last` in the run, that it had not
-        pushed and that keep their plan.
+        An epoch that other workers had begun before this run's keeps its plan to its end. Returns
+        the samples that nobody will train on because it was lost: its part of the rounds, of `last`
+        in the run, that it had not pushed and that keep their plan.
         """
         members, ledger, rounds = self.members, self.ledger, self._rounds
         others = self._plans_of(members.active - {worker})

@@ -1,6 +1,6 @@
 """Who trains on how much, in which batches: plans from a model of step time.
 
-Pure functions. Dual-batch plans are those of Lu, Liu, Hong and Wu, "Dual Batch Size Learning"
+Dual-batch plans are those of Lu, Liu, Hong and Wu, "Dual Batch Size Learning"
 (COMPSAC 2022, doi 10.1109/COMPSAC54236.2022.00110) and of its journal version (arXiv 2509.26092);
 equation numbers below are theirs. Unequal workers are planned by the same balance. The small
 workers come first. In joint steps a worker's weight is its part of the global batch, b_i/B, so that
@@ -234,8 +234,7 @@ class _DualBatch:
     def _small_batch(self, ratio: float) -> tuple[int, tuple[int, int] | None]:
         """Return B_S; for equal workers also the whole d_L, and the d_S that it leaves.
 
-        B_S follows from the exact time and the whole d_S, and is rounded once. Both pieces of a
-        step's time, the line and the floor, bound it from below: the larger bound holds.
+        The line and the floor of a step's time both bound B_S from below: the larger bound holds.
         """
         samples, rules, published = self.samples, self.rules, None
         workers, small_workers = len(self.limits), self.small_workers

@@ -305,18 +305,10 @@ def fit_profile(
     predicted = np.array([line.time(x, 1) for x in batch_sizes])
     off = np.abs(predicted / t - 1)
     spread = float(((t - t.mean()) ** 2).sum())
+    r_squared = 1.0 - float(((t - predicted) ** 2).sum()) / spread if spread > 0 else 1.0
     bad = np.flatnonzero(off > TOLERANCE)
     first = int(bad[-1]) + 1 if len(bad) else 0
-    return StepProfile(
-        resolution=resolution,
-        batch_sizes=tuple(batch_sizes),
-        times_s=tuple(times_s),
-        errors=tuple(errors),
-        slope=line.slope,
-        intercept=line.intercept,
-        r_squared=1.0 - float(((t - predicted) ** 2).sum()) / spread if spread > 0 else 1.0,
-        largest_error=float(off.max()),
-        holds_from=int(batch_sizes[first]) if first < len(batch_sizes) else None,
-        memory=memory,
-        floor=line.floor,
-    )
+    holds_from = int(batch_sizes[first]) if first < len(batch_sizes) else None
+    measured = tuple(batch_sizes), tuple(times_s), tuple(errors)
+    fitted = line.slope, line.intercept, r_squared, float(off.max()), holds_from
+    return StepProfile(resolution, *measured, *fitted, memory=memory, floor=line.floor)
