@@ -68,6 +68,7 @@ OptimizerBuilder = Callable[
 _OF_DATA = (*(field.name for field in fields(DataConfig) if field.name != "dataset"), "resolutions")
 # A function may read momentum and weight_decay of the settings that it is given.
 _OF_OPTIMIZER = ("opt_kwargs",)
+_OF_MERGE = ("merge", "push", "wire")
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,10 @@ class Replaced:
             given = _named(given, setting, (called or type(value).__name__).strip("<>"), void)
         if self.model is not None and "layer_decay" in given.optimizer_settings:
             raise SettingError("opt_kwargs must leave out layer_decay with your own model")
+        if self.merge is not None:
+            _refuse_others(given, _OF_MERGE, "merge")
+            if given.sync == "step":
+                raise SettingError("sync must not be step with your own merge, got step")
         return given
 
     def load_data(self, config: RunConfig, accelerator: Accelerator) -> TrainingData:
@@ -205,17 +210,18 @@ class Replaced:
         return sources
 
 
-def _named(given: RunConfig, setting: str, name: str, void: tuple[str, ...]) -> RunConfig:
+def _refuse_others(given: RunConfig, names: Sequence[str], own: str) -> None:
     defaults = {field.name: field.default for field in fields(given)}
-    own = f"with your own {'data' if setting == 'dataset' else setting}"
-    for other in void:
-        value = getattr(given, other)
-        if value != defaults[other]:
-            raise SettingError(f"{other} must be left out {own}, got {value}")
-    if getattr(given, setting) not in (defaults[setting], name):
-        raise SettingError(
-            f"{setting} must be left out or {name} {own}, got {getattr(given, setting)}"
-        )
+    for name in names:
+        if (value := getattr(given, name)) != defaults[name]:
+            raise SettingError(f"{name} must be left out with your own {own}, got {value}")
+
+
+def _named(given: RunConfig, setting: str, name: str, void: Sequence[str]) -> RunConfig:
+    own = "data" if setting == "dataset" else setting
+    _refuse_others(given, void, own)
+    if (value := getattr(given, setting)) not in (getattr(type(given), setting), name):
+        raise SettingError(f"{setting} must be left out or {name} with your own {own}, got {value}")
     return replace(given, **{setting: name})
 
 
