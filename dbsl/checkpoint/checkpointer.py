@@ -143,11 +143,9 @@ class Writer:
         if copy.model is not None:
             data, resolution = self._run.data, self._run.config.resolutions[-1]
             save_model(self._run.model, target, resolution, data, state=copy.model)
-            for name in (MODEL_FILE, "config.json"):
-                if (target / name).exists():  # your own model has no config.json
-                    files[name] = describe(target / name)
-        if self._rank == SERVER_RANK and (target / _BEST_FILE).exists():
-            files[_BEST_FILE] = describe(target / _BEST_FILE)
+        for path in (target / name for name in (MODEL_FILE, "config.json", _BEST_FILE)):
+            if self._rank == SERVER_RANK and path.exists():  # your own model has no config.json
+                files[path.name] = describe(path)
         return files
 
     def _failed(self, target: Path, error: Exception) -> None:
@@ -169,7 +167,7 @@ class Checkpointer:
         self._accelerator, self._stopping = session.accelerator, session.stopping
         self._progress = session.progress
         self._rank = session.accelerator.process_index
-        self._interval = parse_interval(self._run.config.checkpoint_every)
+        self._every, self._minutes = parse_interval(self._run.config.checkpoint_every)
         self._keep = self._run.config.keep_checkpoints
         # Number of the last save; a process that has joined takes no part in those before.
         self._sequence = resumed.sequence if resumed else session.cluster.announced
@@ -217,11 +215,10 @@ class Checkpointer:
         """
         self._check()
         self._epochs_done, self._end = end.epoch + 1, end
-        every = self._interval.epochs
         last = self._epochs_done == self._run.config.epochs
         if not last and self._finishes(self._session.finishing):
             self._finish_early()
-        elif self._keep if last else every and self._epochs_done % every == 0:
+        elif self._keep if last else self._every and self._epochs_done % self._every == 0:
             self._save(end=end)
 
     def finish(self) -> None:
@@ -258,7 +255,8 @@ class Checkpointer:
         Where it was not, the next one is the last.
         """
         session = self._session
-        wish, evaluated = self._cluster.highest(wish, session.log.is_evaluated(self._end.epoch))
+        evaluated = session.log.evaluated_epoch == self._end.epoch
+        wish, evaluated = self._cluster.highest(wish, evaluated)
         session.finishes_next = bool(wish and not evaluated)
         return bool(wish and evaluated)
 
@@ -285,8 +283,7 @@ class Checkpointer:
     def _due(self) -> Action:
         if self._stopping.reason:
             return Action.STOP
-        minutes = self._interval.minutes
-        due = minutes and time.monotonic() - self._saved_at >= 60 * minutes
+        due = self._minutes and time.monotonic() - self._saved_at >= 60 * self._minutes
         # Rank 0's clock counts. The last save may still be under way.
         wanted = due and not self._writer.busy and self._rank == SERVER_RANK
         return Action.SAVE if wanted or self._cluster.announced > self._sequence else Action.GO_ON

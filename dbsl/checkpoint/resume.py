@@ -41,7 +41,7 @@ from dbsl.config.complete import (
     still_true,
     with_resolved,
 )
-from dbsl.config.fields import NODES, PROCESSES, PerWorker, Role, markers, sources, with_role
+from dbsl.config.fields import NODES, PROCESSES, Role, sources, with_role
 from dbsl.config.hooks import found_extras
 from dbsl.config.parse import parse_config, run_folder_of
 from dbsl.config.settings import CHECKPOINTS, RunConfig, meets_at_server, without_rates
@@ -53,7 +53,7 @@ from dbsl.run.training import Run
 
 Changes = dict[str, tuple[Any, Any]]  # settings that are not what they were: before, now
 _TIMES = with_role(RunConfig, Role.TIMES)
-_PER_WORKER = tuple(dict(markers(RunConfig, PerWorker)))
+_PER_WORKER = with_role(RunConfig, Role.PER_WORKER)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def check_changes(
     free = {*with_role(cls, Role.FREE)}
     free |= {*with_role(cls, Role.ORDER)} - {*_draw_another_order(changed, cls)}
     if config.workers != manifest.workers:
-        free.update(with_role(cls, Role.WORKERS), _PER_WORKER)
+        free.update(with_role(cls, Role.WORKERS | Role.PER_WORKER))
     if "epochs" in changed and config.epochs > changed["epochs"][0]:
         free.add("epochs")  # a run may always be made longer
     follows = _follows(changed, config, found, processes)

@@ -13,23 +13,20 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from dbsl.base.errors import SettingError
-from dbsl.config.fields import JOINT, PROCESSES, UNLIKE, Derived, PerWorker, markers, sources
+from dbsl.config.fields import JOINT, PROCESSES, UNLIKE, Derived, Role, markers, sources, with_role
 from dbsl.config.settings import RunConfig, takes_joint_steps
 
 T = TypeVar("T")
 RESOLVED = "resolved"  # the mapping in config.yaml, and the field of Config that has it
 
 
-def says_unlike(
-    small_ratio: float, small_workers: int | None, local_batch_sizes: Sequence[int] | None
-) -> bool:
-    """Whether these settings speak of several workers, unlike ones."""
-    return small_ratio > 0 or small_workers is not None or bool(local_batch_sizes)
+def says_unlike(config: RunConfig) -> bool:
+    """Whether settings speak of several workers, unlike ones."""
+    several = config.small_workers is not None or bool(config.local_batch_sizes)
+    return several or config.small_ratio > 0
 
 
-def follow(
-    cls: type[RunConfig], found: Collection[str], changed: Collection[str]
-) -> dict[str, str]:
+def follow(cls: type, found: Collection[str], changed: Collection[str]) -> dict[str, str]:
     """Return which of the settings that were found out change with their sources: name and source.
 
     What changes so is a source, too.
@@ -56,14 +53,10 @@ def still_true(
     `before` are the settings that it was given; `processes` and `launched_precision`, which stands
     in for ``auto``, are this launch's.
     """
-    unlike = [
-        says_unlike(one.small_ratio, one.small_workers, one.local_batch_sizes)
-        for one in (before, now)
-    ]
     moved = {f.name: getattr(before, f.name) != getattr(now, f.name) for f in fields(now)}
     moved[PROCESSES] = resolved.get(PROCESSES) != processes
     moved[JOINT] = takes_joint_steps(before) != takes_joint_steps(now)
-    moved[UNLIKE] = unlike[0] != unlike[1]
+    moved[UNLIKE] = says_unlike(before) != says_unlike(now)
     if launched_precision not in (None, resolved.get("mixed_precision")):
         moved["mixed_precision"] = True
     changed = {name for name, has_moved in moved.items() if has_moved}
@@ -100,7 +93,7 @@ def found_by(given: RunConfig, complete: RunConfig, processes: int) -> dict[str,
 def is_as_given(name: str, given: RunConfig, complete: RunConfig) -> bool:
     """Whether a setting is what was given, perhaps written at greater length."""
     own, value = getattr(given, name), getattr(complete, name)
-    per_worker = name in dict(markers(type(given), PerWorker)) and name != "local_batch_sizes"
+    per_worker = name in with_role(type(given), Role.PER_WORKER) and name != "local_batch_sizes"
     if not per_worker or own in (None, "auto") or not own or not value:
         return own == value
     length = math.lcm(len(own), len(value))  # values of resolutions as those of their workers

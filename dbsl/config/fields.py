@@ -111,7 +111,8 @@ class Role(Flag):
     FREE = auto()  # a resumed run may change it: no weight depends on it
     COMMAND = auto()  # the command's, not its run's: config.yaml leaves it out
     NODE = auto()  # each machine may have its own
-    WORKERS = auto()  # may change with the number of workers, as all `PerWorker` may
+    WORKERS = auto()  # may change with the number of workers
+    PER_WORKER = auto()  # the same; one value, one by resolution, or one by resolution and worker
     MEETING = auto()  # how workers meet: with another, no process's own state fits
     SPLIT = auto()  # who trains on how much of an epoch
     PLAN = auto()  # plans are made from it: with another, those that were saved do not hold
@@ -125,11 +126,6 @@ class Role(Flag):
     DATA = auto()  # says nothing of data that the script brings
 
 
-@dataclass(frozen=True)
-class PerWorker:
-    """Has one value, one for each resolution, or one for each resolution and worker."""
-
-
 class Needs:
     """A setting counts only with others: of these values, or, of a name alone, switched on.
 
@@ -141,7 +137,7 @@ class Needs:
     def __init__(self, *given: str, new: bool = False, why: str = "", **values: Any) -> None:
         self.new, self.why = new, why
         listed = {name: v if isinstance(v, tuple) else (v,) for name, v in values.items()}
-        self._cases = [(given, listed)]
+        self._cases = [dict.fromkeys(given) | listed]  # each one's values; None: switched on
 
     def __or__(self, other: Needs) -> Needs:
         """Return what either meets."""
@@ -151,18 +147,14 @@ class Needs:
 
     def __str__(self) -> str:
         cases = (
-            [*given, *(f"{name} {in_words(among)}" for name, among in values.items())]
-            for given, values in self._cases
+            [f"{name} {in_words(among)}" if among else name for name, among in case.items()]
+            for case in self._cases
         )
         return " or ".join(map(" and ".join, cases)) + self.why
 
     def are_met(self, config: Any) -> bool:
         """Whether a config has them."""
-        return any(
-            all(getattr(config, name, None) in among for name, among in values.items())
-            and all(is_on(config, name) for name in given)
-            for given, values in self._cases
-        )
+        return any(all(is_on(config, *one) for one in case.items()) for case in self._cases)
 
     def left(self, name: str, config: Any) -> tuple[Any, ...]:
         """Return the values that a config leaves a setting; none: any."""
@@ -184,10 +176,10 @@ class Excludes(Needs):
         return (self._but or (getattr(type(config), name),)) if off else ()
 
 
-def is_on(config: Any, name: str) -> bool:
-    """Whether a setting is neither its default nor 0, false or empty."""
+def is_on(config: Any, name: str, among: tuple[Any, ...] | None = None) -> bool:
+    """Whether a setting has one of these values; None: any but its default, 0, false and empty."""
     value = getattr(config, name, None)
-    return bool(value) and value != getattr(type(config), name)
+    return value in among if among else bool(value) and value != getattr(type(config), name)
 
 
 # Sources that are no settings: how many processes there are, on which nodes, whether all workers
@@ -257,11 +249,7 @@ def check_needs(config: Any, *, new: bool) -> None:
 
 
 def read_text(hint: Any, text: str) -> Any:
-    """Return the value that a text means as a type; of a union the first type that it fits.
-
-    Raises:
-        KeyError, ValueError: If it means none.
-    """
+    """Return what a text means as a type, or the first of a union; KeyError, ValueError: none."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if hint is types.NoneType:
         return {UNSET: None, "None": None}[text]

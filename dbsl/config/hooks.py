@@ -11,7 +11,6 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,20 +28,12 @@ if TYPE_CHECKING:
     from dbsl.run.session import Session
     from dbsl.run.training import SimulatedTimes
 
+    Result, Evaluate = Evaluation | None, Callable[[Session], Evaluation]
+
 T = TypeVar("T")
 Row = Mapping[str, Any]  # of metrics.jsonl, as `dbsl.log.rows.read_metrics` returns it
 
-_FOLDER = Path(dbsl.__file__).parent / "extras"
-# The settings of all extras, by file: what is said of one whose file is not there.
-_SETTINGS = {
-    "average.py": ("ema_decay",),
-    "charts.py": ("report_to",),
-    "emulate.py": ("slowdown", "disturb", "time_noise", "link_gbps", "link_ms", "link_overlap"),
-    "hub.py": ("push_to_hub",),
-    "mirror": ("mirror",),
-    "noise.py": ("noise_scale",),
-    "streaming": ("cache_gib", "shuffle_block"),
-}
+_FOLDER = str(Path(dbsl.__file__).parent / "extras")
 
 
 class Machine:
@@ -116,12 +107,8 @@ class Extra:
         """
 
     def evaluated(
-        self,
-        session: Session,
-        end: EpochEnd,
-        result: Evaluation | None,
-        evaluate: Callable[[Session], Evaluation],
-    ) -> Evaluation | None:
+        self, session: Session, end: EpochEnd, result: Result, evaluate: Evaluate
+    ) -> Result:
         """The merged weights of an epoch are in the model: return their result, with more of it.
 
         `result` is None where the epoch is not evaluated.
@@ -174,19 +161,14 @@ class Extra:
         """The run is finished, now or by an earlier session."""
 
 
-class Extras:
-    """The extras of a run, in the order of their names."""
-
-    def __init__(self, extras: Mapping[str, Extra] | None = None) -> None:
-        self._extras = dict(extras or {})
+class Extras(dict[str, Extra]):
+    """The extras of a run by name, in the order of their names."""
 
     @classmethod
     def of(cls, config: Any) -> Extras:
         """Return the extras that these settings ask for."""
-        known = {
-            n: e for n, e in found_extras().items() if isinstance(config, e.Settings or object)
-        }
-        made = {name: extra.of(config) for name, extra in known.items()}
+        known = found_extras().items()
+        made = {n: e.of(config) for n, e in known if isinstance(config, e.Settings or object)}
         return cls({name: extra for name, extra in made.items() if extra is not None})
 
     def __enter__(self) -> Extras:
@@ -197,39 +179,35 @@ class Extras:
 
     def each(self, moment: Callable[..., T], *given: Any) -> list[T]:
         """Call a method of `Extra` of each; return what they return."""
-        return [getattr(extra, moment.__name__)(*given) for extra in self._extras.values()]
+        return [getattr(extra, moment.__name__)(*given) for extra in self.values()]
 
     def first(self, moment: Callable[..., T | None], *given: Any) -> T | None:
         """Return the first answer of an extra that is not None."""
         return next((one for one in self.each(moment, *given) if one is not None), None)
 
     def evaluated(
-        self,
-        session: Session,
-        end: EpochEnd,
-        result: Evaluation | None,
-        evaluate: Callable[[Session], Evaluation],
-    ) -> Evaluation | None:
+        self, session: Session, end: EpochEnd, result: Result, evaluate: Evaluate
+    ) -> Result:
         """Hand an epoch's result from one to the next."""
-        for extra in self._extras.values():
+        for extra in self.values():
             result = extra.evaluated(session, end, result, evaluate)
         return result
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return each one's state, by name."""
-        return {name: extra.state_dict() for name, extra in self._extras.items()}
+        return {name: extra.state_dict() for name, extra in self.items()}
 
     def load_state_dict(self, states: Mapping[str, Any], *, same: bool) -> None:
         """Give each its state; one that is new to the run has none."""
-        for name in states.keys() & self._extras.keys():
-            self._extras[name].load_state_dict(states[name], same=same)
+        for name in states.keys() & self.keys():
+            self[name].load_state_dict(states[name], same=same)
 
 
 @lru_cache
 def found_extras() -> dict[str, type[Extra]]:
     """Return the extras that lie in dbsl/extras, by the names of their files."""
     found = {}
-    for name in sorted(module.name for module in pkgutil.iter_modules([str(_FOLDER)])):
+    for name in sorted(module.name for module in pkgutil.iter_modules([_FOLDER])):
         module = importlib.import_module(f"dbsl.extras.{name}")
         for one in vars(module).values():
             own = isinstance(one, type) and one.__module__.startswith(module.__name__)
@@ -244,13 +222,5 @@ def settings_of_extras() -> tuple[type, ...]:
 
 def defaults_of_extras() -> dict[str, Any]:
     """Return the defaults of the extras' settings, by name."""
-    several = [(cls, field) for cls in settings_of_extras() for field in fields(cls)]
-    return {f.name: f.default for cls, f in several if f.name in inspect.get_annotations(cls)}
-
-
-def file_of(setting: str) -> str | None:
-    """Return the file that an extra's setting lacks; None: it lacks none."""
-    for file, names in _SETTINGS.items():
-        if setting in names and not (_FOLDER / file).exists():
-            return f"dbsl/extras/{file}"
-    return None
+    several = ((cls, name) for cls in settings_of_extras() for name in inspect.get_annotations(cls))
+    return {name: getattr(cls, name) for cls, name in several}

@@ -29,12 +29,6 @@ Refusal = tuple[Any, str, Any]  # whether it holds, what must be, and the value 
 
 Augment = Literal["none", "crop", "paper", "timm"]
 Interpolation = Literal["bilinear", "bicubic", "lanczos", "nearest", "box", "hamming"]
-CropMode = Literal["rrc", "rkrc", "rkrr"]
-TrainInterpolation = Literal[
-    "random", "bilinear", "bicubic", "lanczos", "nearest", "box", "hamming"
-]
-EraseMode = Literal["const", "rand", "pixel"]
-
 
 _ENDS = Within(0, open_low=True, lengths=(2,), order=le)
 
@@ -56,8 +50,8 @@ class AugmentKwargs:
     color_jitter_prob: Share | None = None
     grayscale_prob: Share | None = None
     gaussian_blur_prob: Share | None = None
-    train_crop_mode: CropMode | None = None
-    train_interpolation: TrainInterpolation | None = None
+    train_crop_mode: Literal["rrc", "rkrc", "rkrr"] | None = None
+    train_interpolation: Literal["random"] | Interpolation | None = None
 
 
 @dataclass(frozen=True)
@@ -68,11 +62,8 @@ class EraseKwargs:
     """
 
     reprob: float
-    remode: EraseMode = "const"
+    remode: Literal["const", "rand", "pixel"] = "const"
     recount: Annotated[int, Within(1, 100)] = 1
-
-
-_RAND_TRANSFORMS = ("tweights", "t3a", "t3aw")  # sections that timm's RandAugment knows
 
 
 class MixupKwargs(TypedDict, total=False):
@@ -200,17 +191,17 @@ def _check_policy(policy: str) -> None:
     name, *sections = policy.split("-")
     try:
         for section in sections:
-            numbered = any(character.isdecimal() for character in section)
-            of_transforms = name == "rand" and section.startswith("t")
-            if not (section in _RAND_TRANSFORMS if of_transforms else numbered):
+            known = any(character.isdecimal() for character in section)
+            if name == "rand" and section.startswith("t"):
+                known = section in ("tweights", "t3a", "t3aw")
+            if not known:
                 raise ValueError(f"section {section!r} is not known")
         timm.data.transforms_factory.transforms_imagenet_train(32, auto_augment=policy)
     except Exception as error:  # assertions, ValueError and KeyError, by what is wrong
         reason = " ".join(str(error).split())[:200]
-        raise SettingError(
-            "aa must be a policy of timm such as rand-m9-mstd0.5-inc1, augmix-m5-w4, "
-            f"v0, original or 3a, got {policy!r}{f' ({reason})' if reason else ''}"
-        ) from None
+        must = "aa must be a policy of timm such as rand-m9-mstd0.5-inc1, augmix-m5-w4 or 3a"
+        why = f" ({reason})" if reason else ""
+        raise SettingError(f"{must}, got {policy!r}{why}") from None
 
 
 @dataclass(frozen=True)
@@ -238,7 +229,7 @@ class DataConfig(ImageConfig):
 
     @property
     def mixing(self) -> Mapping[str, Any]:
-        """What `dbsl.data.augment.Mixing` takes of ``mixup_kwargs``."""
+        """What `dbsl.data.transforms.Mixing` takes of ``mixup_kwargs``."""
         return read_kwargs("mixup_kwargs", self.mixup_kwargs, MixupKwargs)
 
 
@@ -246,9 +237,7 @@ def of_mixing(config: DataConfig) -> Iterator[Refusal]:
     """Yield what does not go together in how images are mixed."""
     text = "mixup_kwargs must be empty except with mixup, cutmix or cutmix_minmax"
     yield config.mixup_kwargs and not config.mixes, text, config.mixup_kwargs
-    one, given = (
-        not (config.mixup and (config.cutmix or config.mixing.get("cutmix_minmax"))),
-        config.mixing,
-    )
+    both = config.mixup and (config.cutmix or config.mixing.get("cutmix_minmax"))
     text = "mixup_kwargs must leave out switch_prob except with mixup and CutMix"
-    yield one and "switch_prob" in given, text, given.get("switch_prob")
+    given = config.mixing.get("switch_prob")
+    yield given is not None and not both, text, given

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-import itertools
 import os
 import re
 import shutil
@@ -25,7 +24,7 @@ from dbsl.base.machine import launched_precision, recall
 from dbsl.base.words import as_given
 from dbsl.config.complete import RESOLVED, still_true
 from dbsl.config.fields import PAIRS, PROCESSES, described, read_text, sources
-from dbsl.config.hooks import file_of, found_extras
+from dbsl.config.hooks import found_extras
 from dbsl.config.image_settings import AugmentKwargs, MixupKwargs
 from dbsl.config.settings import CHECKPOINTS, LrKwargs, RunConfig, is_url
 
@@ -228,8 +227,6 @@ def _unknown(cls: type, must: str, got: str, where: str = "") -> SettingError:
     for here, names in _ELSEWHERE.items() if issubclass(cls, RunConfig) else ():
         if name in map(_name, names):
             return SettingError(f"{must}, got {got}{where}, which is {here} here")
-    if file := file_of(name):
-        return SettingError(f"{must}, got {got}{where}, which needs {file}")
     near = difflib.get_close_matches(name, _flags_of(cls)[0], 1)
     shown = _flag if got.startswith("--") else str
     such = f", such as {shown(near[0])}" if near else ""
@@ -244,36 +241,36 @@ def _help(cls: type, prog: str) -> str:
         groups, words = {"common": list(COMMON)} | groups, words | {"config": _CONFIG_HELP}
     width = shutil.get_terminal_size().columns - 2
     text = " ".join(inspect.cleandoc(cls.__doc__ or "").split())
-    blocks = [f"usage: {prog} [--flag VALUE ...]", textwrap.fill(text, width)]
+    rows = [f"usage: {prog} [--flag VALUE ...]", "", textwrap.fill(text, width)]
     for title, names in groups.items():
-        rows = []
-        for name, field in ((name, known.pop(name)) for name in names if name in known):
-            default, how = field.default, f"{_flag(name)} {described(hints[name])[1]}"
+        fields = {name: known.pop(name) for name in names if name in known}
+        rows += ["", f"{title}:"] if fields else []
+        for name, field in fields.items():
+            default, flag = field.default, f"{_flag(name)} {described(hints[name])[1]}"
             if default is not False and default not in (None, (), "", dataclasses.MISSING):
                 words[name] += f" (default: {'on' if default is True else as_given(default)})"
             if hints[name] is bool:
-                how = f"{_flag(name)}, {_flag(f'no_{name}')}"
-            rows.append((name if field.metadata == POSITIONAL else how, words[name]))
-        rows += [("-h, --help", "show this and exit")] * (len(blocks) == 2)
-        several = [_help_rows(flag, text, width) for flag, text in rows]
-        blocks += ["\n".join([f"{title}:", *itertools.chain(*several)])] * bool(rows)
-    return "\n\n".join(blocks)
+                flag = f"{_flag(name)}, {_flag(f'no_{name}')}"
+            flag = name if field.metadata == POSITIONAL else flag
+            rows.append(_help_row(flag, words[name], width))
+        if title == next(iter(groups)):
+            rows.append(_help_row("-h, --help", "show this and exit", width))
+    return "\n".join(rows)
 
 
-def _help_rows(flag: str, text: str, width: int) -> list[str]:
+def _help_row(flag: str, text: str, width: int) -> str:
     """Return a flag and its help, in the same row where the flag is short."""
-    rows = textwrap.wrap(text, width - _HELP_FROM, break_on_hyphens=False) or [""]
-    head, *more = [f"{' ' * _HELP_FROM}{row}" for row in rows]
-    if len(flag) + 4 > _HELP_FROM:
-        return [f"  {flag}", head, *more]
-    return [f"  {flag}{head[len(flag) + 2 :]}", *more]
+    indent, head = " " * _HELP_FROM, f"  {flag}"
+    fits = len(head) + 2 <= _HELP_FROM
+    rows = "\n".join(textwrap.wrap(text, width - _HELP_FROM, break_on_hyphens=False))
+    rows = textwrap.indent(rows, indent)
+    return f"{head}{rows[len(head) :]}" if fits else f"{head}\n{rows}"
 
 
 def read_source(cls: type) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Return the names of fields by group, inherited ones first, and what the source says.
+    """Return the names of fields by group, inherited ones first, and their help, from the source.
 
-    A comment ``# --- title`` begins a group. A field's help is the comment behind it, or the ones
-    directly above where there is none behind.
+    A comment ``# --- title`` begins a group; help stands behind a field, or else right above it.
     """
     title, groups = "options", {"options": []}  # where a class has no groups
     words: dict[str, str] = {}
@@ -338,20 +335,20 @@ def config_to_yaml(settings: Mapping[str, Any], resolved: Mapping[str, Any] | No
 
     What a run found out goes under ``resolved``.
     """
-    lines = [_yaml_line(name, value) for name, value in settings.items() if value is not None]
+    text = _as_yaml({name: value for name, value in settings.items() if value is not None})
     if resolved:
-        lines += ["\n# Found out by the run; dropped where a setting changes that it came from.\n"]
-        lines += [f"{RESOLVED}:\n"]
-        lines += [
-            textwrap.indent(_yaml_line(name, value), "  ") for name, value in resolved.items()
-        ]
-    return "".join(lines)
+        text += "\n# Found out by the run; dropped where a setting changes that it came from.\n"
+        text += f"{RESOLVED}:\n{textwrap.indent(_as_yaml(resolved), '  ')}"
+    return text
 
 
-def _yaml_line(name: str, value: Any) -> str:
-    is_list = isinstance(value, list | tuple)
-    plain = {name: list(value) if is_list else value}
-    return yaml.safe_dump(plain, default_flow_style=None if is_list else False)
+def _as_yaml(settings: Mapping[str, Any]) -> str:
+    text = ""
+    for name, value in settings.items():
+        is_list = isinstance(value, list | tuple)
+        plain = {name: [*value] if is_list else value}
+        text += yaml.safe_dump(plain, default_flow_style=None if is_list else False)
+    return text
 
 
 def run_folder_of(resume: str, output_dir: str | None) -> Path:
@@ -381,13 +378,9 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                line = key.start_mark.line + 1
-                if key.value in lines:
-                    raise yaml.YAMLError(
-                        f"{key.value} is given twice, in lines {lines[key.value]} and {line}"
-                    )
-                lines[key.value] = line
+            name, line = str(key.value), key.start_mark.line + 1
+            if lines.setdefault(name, line) != line:
+                raise yaml.YAMLError(f"{name} is given twice, in lines {lines[name]} and {line}")
         return super().construct_mapping(node, deep)
 
 
@@ -397,12 +390,9 @@ def _read_yaml(path: Path, cls: type | None) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: an endless number, say
         reason = " ".join(str(error).split())
         raise SettingError(f"config must be a readable YAML file, got {path} ({reason})") from None
-    if settings is None:
-        return {}
+    settings = {} if settings is None else settings
     if not isinstance(settings, dict):
-        raise SettingError(
-            f"config must map settings to values, got {path} with a bare value or list"
-        )
+        raise SettingError(f"config must map settings to values, got a value or a list in {path}")
     if cls is not None:
         _check_file(settings, path, cls)
     return settings

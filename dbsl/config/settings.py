@@ -24,7 +24,6 @@ from dbsl.config.fields import (
     Excludes,
     Needs,
     Number,
-    PerWorker,
     Positive,
     Role,
     Share,
@@ -39,22 +38,17 @@ from dbsl.config.image_settings import DataConfig, Refusal, check_images, of_mix
 Precision = Literal["auto", "no", "bf16", "fp16"]
 Rounding = Literal["round", "truncate"]
 UpdateFactor = Literal["data", "sqrt", "none"]
-Merge = Literal["mean", "delta", "ratio", "half"]
 Sync = Literal["bsp", "ssp", "asp", "step"]
-Push = Literal["weights", "gradients"]
 Schedule = Literal["cyclic", "progressive", "fixed"]
 LrSchedule = Literal["step", "cosine", "poly"]
 LrScaling = Literal["none", "sqrt", "linear"]
 ResetMomentum = Literal["never", "stage", "round"]
 Balance = Literal["none", "dynamic", "dbs"]
 ClipMode = Literal["norm", "value", "agc"]  # timm's names
-Wire = Literal["float32", "bf16"]
 
 _IN_PARTS = ", where each push is part of a step"
-_OWN_SCALES = ", as each worker would choose the loss scale of fp16 for itself"
 CHECKPOINTS = "checkpoints"  # in a run folder
 NO_SIDE = 0  # the only resolution of inputs that are no images
-LARGEST_SIDE = 8192  # pixels
 
 
 def check_resolutions(resolutions: Sequence[int]) -> None:
@@ -63,7 +57,7 @@ def check_resolutions(resolutions: Sequence[int]) -> None:
     `NO_SIDE` alone passes, too: whoever loads images refuses it.
     """
     if tuple(resolutions) != (NO_SIDE,):
-        Within(1, LARGEST_SIDE, order=lt).check("resolutions", tuple(resolutions))
+        Within(1, 8192, order=lt).check("resolutions", tuple(resolutions))
 
 
 @dataclass(frozen=True)
@@ -104,8 +98,8 @@ def without_rates(opt_kwargs: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in more.items() if name not in any_step}
 
 
-_Times = Annotated[tuple[float, ...] | None, Role.PLAN | Role.TIMES, PerWorker()]
-_Sizes = Annotated[tuple[Count, ...] | Literal["auto"] | None, PerWorker()]
+_Times = Annotated[tuple[float, ...] | None, Role.PLAN | Role.TIMES | Role.PER_WORKER]
+_Sizes = Annotated[tuple[Count, ...] | Literal["auto"] | None, Role.TIMED | Role.PER_WORKER]
 # What the largest batch that fits is found from.
 _FITS = (JOINT, Role.ROUND | Role.STEP, "global_batch_size", "local_batch_sizes", "memory_limit")
 _JOINTLY = Needs(sync="step") | Needs(push="gradients")
@@ -140,14 +134,11 @@ class BatchConfig:
     small_share: Annotated[Positive | None, Role.PLAN | Role.SOLVED] = None
     # samples per step of a large worker; one value, one per resolution, or one per resolution and
     # worker; auto: the largest that fits; unset: up to 128
-    large_batch_size: Annotated[_Sizes, Role.PLAN | Role.SOLVED | Role.TIMED, Derived(*_FITS)] = (
-        None
-    )
+    large_batch_size: Annotated[_Sizes, Role.PLAN | Role.SOLVED, Derived(*_FITS)] = None
     # samples per step set by hand; one value per worker, or per resolution and worker
     local_batch_sizes: Annotated[
         tuple[Count, ...] | None,
-        PerWorker(),
-        Role.PLAN | Role.SPLIT | Role.TIMED,
+        Role.PLAN | Role.SPLIT | Role.TIMED | Role.PER_WORKER,
         Derived("workers", "resolutions"),
         Excludes("small_ratio"),
         Excludes("small_workers"),
@@ -163,21 +154,17 @@ class BatchConfig:
     # samples per step of a small worker; one value, or one per resolution; 0 or unset: solved
     small_batch_size: Annotated[
         tuple[Number, ...] | None,
-        Role.PLAN,
-        PerWorker(),
+        Role.PLAN | Role.PER_WORKER,
         Derived(JOINT, Role.ROUND | Role.SOLVED | Role.TIMES),
     ] = None
     # largest number of a worker's samples on its device at once: a step sums the gradients of
     # micro-batches of that size; one value, one per resolution, or one per resolution and worker;
     # auto: what fits into memory; unset: the whole batch. Batch norm normalises each micro-batch by
     # itself, and mixup and CutMix mix within one
-    micro_batch_size: Annotated[_Sizes, Role.TIMED, Derived(*_FITS, "large_batch_size", "push")] = (
-        None
-    )
+    micro_batch_size: Annotated[_Sizes, Derived(*_FITS, "large_batch_size", "push")] = None
     # smallest batch that a solved or balanced plan may give a worker
     min_batch_size: Annotated[Count, Role.PLAN | Role.SOLVED] = 2
-    # GiB that a step may use with --large-batch-size or --micro-batch-size auto; unset: what is
-    # free
+    # GiB for a step with --large-batch-size or --micro-batch-size auto; unset: what is free
     memory_limit: Annotated[Positive | None, Role.FREE] = None
     # seconds per sample; one value, one per resolution, or one per resolution and worker; unset:
     # measured
@@ -186,11 +173,10 @@ class BatchConfig:
         Derived(Role.STEP | Role.TIMED | Role.TIMES, ends=("profile", "profile_refresh")),
         Needs("intercept"),
     ] = None
-    # seconds per step; one value, one per resolution, or one per resolution and worker; unset:
-    # measured
+    # seconds per step, with as many values as --slope may have; unset: measured
     intercept: Annotated[_Times, Derived("slope"), Needs("slope")] = None
-    # least seconds that a step takes; one value, one per resolution, or one per resolution and
-    # worker; unset: measured with the slope, or 0 where that is given
+    # least seconds of a step, with as many values as --slope may have; unset: measured with the
+    # slope, or 0 where that is given
     floor: Annotated[_Times, Derived("slope"), Needs("slope")] = None
     # file of step times from python -m dbsl.profile --output; unset: the cache, or measured
     profile: Annotated[str | None, Role.FREE | Role.TIMED, Excludes("slope")] = None
@@ -297,16 +283,18 @@ class SyncConfig:
     # --- how workers meet
     # how workers exchange what they learn: all wait for each other every round (bsp), fast workers
     # run at most --staleness rounds ahead (ssp), nobody waits (asp), or gradients are averaged at
-    # every step (step). With ssp and asp the run survives the death of a process that was launched
-    # on its own
+    # every step (step). ssp and asp survive the death of a process that was launched on its own
     sync: Annotated[Sync, Role.MEETING] = "bsp"
     # what workers send: their weights, or gradients for an optimizer at the server
     push: Annotated[
-        Push, Role.MEETING, Excludes(sync="step", why=", which averages gradients itself")
+        Literal["weights", "gradients"],
+        Role.MEETING,
+        Excludes(sync="step", why=", which averages gradients itself"),
     ] = "weights"
     # steps whose gradients are summed in one push, with --push gradients
     push_every: Annotated[Count, Role.MEETING, Needs(push="gradients")] = 1
-    wire: Wire = "float32"  # number format of pushes between processes; bf16 halves their size
+    # number format of pushes between processes; bf16 halves their size
+    wire: Literal["float32", "bf16"] = "float32"
     # give each joint step the whole global batch, and leave out the samples of an epoch that are
     # too few for another; else an epoch's steps have equal sizes, at most the global batch
     drop_last: Annotated[bool, Role.PLAN, _JOINTLY] = False
@@ -321,7 +309,7 @@ class SyncConfig:
     staleness: Annotated[Number, Needs(sync="ssp", new=True)] = 1
     # merge rule: mean or delta with bsp, ratio or half with ssp and asp; unset: mean or ratio
     merge: Annotated[
-        Merge | None,
+        Literal["mean", "delta", "ratio", "half"] | None,
         Excludes(sync="bsp", but=("mean", "delta")),
         Excludes(sync=("ssp", "asp", "step"), but=("ratio", "half")),
         Excludes(push="gradients", but=("mean", "ratio", "half")),
@@ -397,7 +385,7 @@ class MachineConfig:
         Precision,
         Role.STEP,
         Derived(),
-        Excludes(push="gradients", but=("no", "bf16"), why=_OWN_SCALES),
+        Excludes(push="gradients", but=("no", "bf16"), why=", as loss scales of fp16 would differ"),
     ] = "auto"
     # samples per step of evaluation; unset: 256, on CUDA four times the largest batch, up to 2,000
     eval_batch_size: Annotated[Count | None, Role.FREE] = None
@@ -502,26 +490,16 @@ def check_effects(config: RunConfig, processes: int = 1) -> None:
     refuse([alone, (given and not stages, text, config.lr_milestones)])
 
 
-@dataclass(frozen=True)
-class Interval:
-    """How often to save: every so many epochs, or minutes; 0 of both is never."""
-
-    epochs: int = 0
-    minutes: float = 0.0
-
-
-def parse_interval(value: int | str) -> Interval:
-    """Return the interval of ``2`` (epochs) or ``10m`` (minutes)."""
-    text, minutes = str(value).strip(), math.nan
+def parse_interval(value: int | str) -> tuple[int, float]:
+    """Return the epochs, or else the minutes, of ``2`` and ``10m``; 0 of both is never."""
+    text = str(value).strip()
     with suppress(ValueError):
         if text.isdecimal():
-            return Interval(epochs=int(text))
-        minutes = float(text.removesuffix("m")) if text.endswith("m") else math.nan
-    if not 0 < minutes < math.inf:
-        raise SettingError(
-            f"checkpoint_every must be epochs (2) or minutes (10m), at least 0, got {value}"
-        )
-    return Interval(minutes=minutes)
+            return int(text), 0.0
+        if text.endswith("m") and 0 < (minutes := float(text.removesuffix("m"))) < math.inf:
+            return 0, minutes
+    must = "checkpoint_every must be epochs (2) or minutes (10m), at least 0"
+    raise SettingError(f"{must}, got {value}")
 
 
 def takes_joint_steps(config: RunConfig) -> bool:

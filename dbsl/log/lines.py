@@ -38,7 +38,7 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
     epoch that a resumed run goes on with.
     """
     config, data, processes = run.config, run.data, accelerator.num_processes
-    where, chosen = f"in {processes} processes", ""
+    where = f"in {processes} processes"
     if processes == 1:
         where = "simulated in one process" if config.workers > 1 else "in one process"
     elif run.nodes[-1]:
@@ -48,9 +48,7 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
     threads = plural(torch.get_num_threads(), "CPU thread")
     if config.cpu_threads is None:
         threads += " on the first node, others by their cores"
-    if run.default_workers:
-        why = "for small or local batches" if config.workers > 1 else "which learns most per sample"
-        chosen = f" (unset --workers is {config.workers}, {why})"
+    unset = " (--workers is unset)" if run.default_workers else ""
     plans = format_run(
         *(run.stages, run.plans, config.rounds_per_epoch),
         rates=lambda stage: _rates(run, stage),
@@ -61,7 +59,7 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
     lines = [
         f"{config.model} on {config.dataset}: {len(data.train)} training {data.unit}s, "
         f"{len(data.evaluation)} for evaluation ({data.eval_split}), {data.num_classes} classes",
-        f"{plural(config.workers, 'worker')} {where}{small}{chosen}{sync}; {accelerator.device}, "
+        f"{plural(config.workers, 'worker')} {where}{small}{unset}{sync}; {accelerator.device}, "
         f"torch {torch.__version__}, precision {describe_precision(accelerator)}, {threads}",
         *([data.normalisation] if hasattr(data, "normalisation") else []),  # not all data have it
         *([data.train.described(config.seed)] if hasattr(data.train, "described") else []),
@@ -204,13 +202,13 @@ def missed_times(workers: Mapping[int, Mapping[str, float]]) -> str | None:
         for worker, values in workers.items()
         if values["predicted_time_s"] > 0 and len(workers) > 1  # alone, nothing is planned by it
     }
-    worst = max(errors, key=lambda worker: abs(errors[worker]), default=None)
-    if worst is None or abs(errors[worst]) <= _TOLERANCE:
+    far = {worker: error for worker, error in errors.items() if abs(error) > _TOLERANCE}
+    if not far:
         return None
-    missed = sum(abs(error) > _TOLERANCE for error in errors.values())
+    worst = max(far, key=lambda worker: abs(far[worker]))
     return (
-        f"warning: {missed} of {len(workers)} workers took other times than planned (worker "
-        f"{worst}: {100 * errors[worst]:+.0f} %); --profile-refresh measures them again"
+        f"warning: {len(far)} of {len(workers)} workers took other times than planned (worker "
+        f"{worst}: {100 * far[worst]:+.0f} %); --profile-refresh measures them again"
     )
 
 

@@ -103,6 +103,7 @@ class RunLog:
         self._session, self._run, self.meter = session, session.run, session.meter
         self._config = config = session.run.config
         self.folder, self.enabled = session.folder, session.accelerator.is_main_process
+        self.evaluated_epoch = -1  # the last that was, in this session and on the main process
         if not self.enabled:
             return
         run = session.run
@@ -122,7 +123,6 @@ class RunLog:
         self._so_far = _SoFar()
         self._all_refused = False  # in the last epoch
         self._evaluations: list[Evaluation] = []
-        self._evaluated_epoch = -1  # the last that was, in this session
         if state:
             self._load_state_dict(state, same=handover is None)
         done = self._so_far.epochs
@@ -133,6 +133,7 @@ class RunLog:
         # Line buffering: a killed run leaves whole lines.
         self._file = open(path, "a" if keep else "w", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._display = self._begin_display(state)
+        self._say = self._display.print
         self.meter.tell, self.meter.on_step = self.step, self._display.step
         if handover is not None:
             self._recount(handover)
@@ -169,9 +170,6 @@ class RunLog:
             ) from error
         if self._reports:
             self._run.extras.each(Extra.row, row)
-
-    def _say(self, line: str) -> None:
-        self._display.print(line)
 
     def __enter__(self) -> RunLog:
         if self.enabled:
@@ -341,7 +339,7 @@ class RunLog:
         self.write("times", place | times)
         if evaluation is not None:
             self._evaluations.append(evaluation)
-            self._evaluated_epoch = epoch
+            self.evaluated_epoch = epoch
             row = {"epoch": epoch} | rows.given_values(asdict(evaluation))
             row |= row.pop("more") | clocks
             self.write("eval", row | {"learning_rate": rate, "train_resolution": resolution})
@@ -389,16 +387,12 @@ class RunLog:
             )
             so_far.first_loss = math.inf  # said once
 
-    def is_evaluated(self, epoch: int) -> bool:
-        """Whether an epoch was evaluated, on the main process."""
-        return self.enabled and self._evaluated_epoch == epoch
-
     def is_best(self, evaluation: Evaluation) -> bool:
         """Whether an evaluation that is not recorded yet is the best, on the main process."""
         if not self.enabled:
             return False
-        best = max((other.accuracy for other in self._evaluations), default=-math.inf)
-        return math.isfinite(evaluation.loss) and evaluation.accuracy > best
+        better = all(evaluation.accuracy > other.accuracy for other in self._evaluations)
+        return better and math.isfinite(evaluation.loss)
 
     def results(self) -> dict[str, Any]:
         """Return what the run came to so far: accuracies, loss, time, samples."""

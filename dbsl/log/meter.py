@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -153,10 +153,10 @@ class StepMeter:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        if (before := state["figures"]) != self._figures:
+        before, now = (", ".join(names) or "none" for names in (state["figures"], self._figures))
+        if before != now:
             raise SettingError(
-                f"loss_function must give the figures of before ({', '.join(before) or 'none'}), "
-                f"got {', '.join(self._figures) or 'none'}"
+                f"loss_function must give the figures of before ({before}), got {now}"
             )
         self.take_over(state)
         for worker, window in state["windows"].items():
@@ -188,13 +188,11 @@ class StepMeter:
         square = torch.full((), math.nan) if self._square is None else self._square
         zeros = square.new_zeros(1 + len(self._figures))
         running = [progress.sums.get(worker, zeros).to(square) for worker in self._due]
-        *flat, square = torch.cat([*running, square.reshape(1)]).tolist()
+        *found, (square, *_) = torch.stack([*running, square.expand_as(zeros)]).tolist()
         norm = float(f"{math.sqrt(square):.{_DIGITS}g}") if square >= 0 else math.nan
         self._count_time()
         memory_gib = memory_in_use(self._device) / GIB
-        rest = iter(flat)
-        for worker in self._due:
-            sums = list(islice(rest, len(zeros)))
+        for worker, sums in zip(self._due, found, strict=True):
             window, counted = self._windows[worker], progress.samples.get(worker, 0)
             samples = window.samples + counted
             total = _added(window.sums, sums)

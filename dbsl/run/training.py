@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from dbsl.config.hooks import Extras, Machine
 from dbsl.config.settings import RunConfig
-from dbsl.data.augment import Mixing
 from dbsl.data.sources import Source, TrainingData
+from dbsl.data.transforms import Mixing
 from dbsl.loss import LossOf
 from dbsl.plan.follow import Planner
 from dbsl.plan.ledger import TurnSampler

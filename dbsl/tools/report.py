@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from dbsl.base.errors import SettingError, one_line_errors
-from dbsl.config.hooks import Extra, Extras, file_of, settings_of_extras
+from dbsl.config.hooks import Extra, Extras, settings_of_extras
 from dbsl.config.settings import RunConfig
 from dbsl.log.rows import read_metrics
 
@@ -22,7 +22,7 @@ def report(folder: Path, report_to: str | None = None) -> None:
     given = {"report_to": report_to or "none"}
     if "report_to" not in {field.name for field in fields(settings)}:
         if report_to is not None:
-            raise SettingError(f"report_to needs {file_of('report_to')}, got {report_to}")
+            raise SettingError(f"report_to needs dbsl/extras/charts.py, got {report_to}")
         given = {}
     rows = read_metrics(folder / "metrics.jsonl")
     first = list(takewhile(lambda row: row["event"] == "plan", rows))

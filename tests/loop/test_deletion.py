@@ -1,9 +1,11 @@
 """With dbsl/tools and an extra's file deleted, the rest runs, and the extra's flags are refused."""
 
+import inspect
 import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,7 +13,8 @@ import yaml
 from dbsl.config import hooks
 from tests.helpers import ROOT, TINY, slow
 
-FILES = sorted({*hooks._SETTINGS, "pictures.py"})
+EXTRAS = hooks.found_extras()
+FILES = sorted(path.name for path in (ROOT / "dbsl/extras").iterdir() if path.stem in EXTRAS)
 FIRST = {name: value for name, value in TINY.items() if name != "report_to"} | {
     "epochs": 1,
     "small_workers": 1,
@@ -41,9 +44,7 @@ def run(folder, *command):
     ("deleted", "tested"),
     [("all", False), *(pytest.param(file, True, marks=slow) for file in ("all", *FILES))],
 )
-def test_a_checkout_without_an_extra_trains_and_names_the_file_that_a_flag_needs(
-    deleted, tested, tmp_path
-):
+def test_a_checkout_without_an_extra_trains_and_refuses_its_flags(deleted, tested, tmp_path):
     folder = tmp_path / "checkout"
     for name in ("dbsl", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -55,11 +56,12 @@ def test_a_checkout_without_an_extra_trains_and_names_the_file_that_a_flag_needs
     assert (helped.returncode, helped.stdout.count("usage: ")) == (0, 6), helped.stderr
     if deleted != "charts.py":
         shutil.rmtree(folder / "dbsl/tools")
-    for flag in hooks._SETTINGS.get("hub.py" if deleted == "all" else deleted, ())[:1]:
-        refused = run(folder, "train.py", f"--{flag.replace('_', '-')}", "1")
+    settings = EXTRAS["hub" if deleted == "all" else Path(deleted).stem].Settings
+    for name in [*inspect.get_annotations(settings)][:1] if settings else ():
+        flag = f"--{name.replace('_', '-')}"
+        refused = run(folder, "train.py", flag, "1")
         (line,) = refused.stderr.strip().splitlines()
-        needed = "dbsl/extras/" + ("hub.py" if deleted == "all" else deleted)
-        assert (refused.returncode, needed in line) == (2, True), line
+        assert (refused.returncode, f"got {flag}" in line) == (2, True), line
     settings = {n: [*v] if isinstance(v, tuple) else v for n, v in FIRST.items()}
     (folder / "first.yaml").write_text(yaml.safe_dump(settings))
     trained = run(folder, "train.py", "--config", "first.yaml", "--output-dir", "run")

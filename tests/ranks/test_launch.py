@@ -277,15 +277,6 @@ def test_under_a_launcher_the_line_that_counts_is_said_and_kept(
         assert line in ChildFailedError("train.py", {0: failure}).format_msg()
 
 
-@pytest.fixture
-def launcher():
-    """What a process finds of its launcher: a store that outlives it."""
-    port = free_port()
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
-    del store
-
-
 def failing(error):
     join_the_others()
     raise error
@@ -299,18 +290,19 @@ def told_to_stop():
 
 
 def test_one_traceback_tells_of_a_bug_that_several_ranks_meet_and_no_signal_follows(launcher):
-    stopped = Forked(told_to_stop, **launcher, RANK="2")
+    place = launcher[1] | {"WORLD_SIZE": "3"}
+    stopped = Forked(told_to_stop, **place, RANK="2")
     assert stopped.wait() == 0
     assert stopped.stderr == "SIGTERM: finishing the step and saving; once more to end\n"
     errors = (KeyError("bug"), KeyError("bug"), SyncError("gone"), ValueError("other"))
-    found = [Forked(lambda e=e: failing(e), **launcher, RANK=str(r)) for r, e in enumerate(errors)]
+    found = [Forked(lambda e=e: failing(e), **place, RANK=str(r)) for r, e in enumerate(errors)]
     assert [process.wait() for process in found] == [1, 1, 2, 1]
     said = "".join(process.stderr for process in found)
     assert said.count("Traceback") == 1
     assert said.count("KeyError: 'bug'\n") == 1
     assert "error: gone\n" in said
     assert "rank 3: ValueError: other" in said
-    stopped = Forked(told_to_stop, **launcher, RANK="2")
+    stopped = Forked(told_to_stop, **place, RANK="2")
     assert stopped.wait() == 0
     assert stopped.stderr == ""
 

@@ -29,7 +29,7 @@ from dbsl.base.files import write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.base.words import as_given, plural
 from dbsl.config.fields import Count, Within, check_fields
-from dbsl.config.hooks import file_of
+from dbsl.config.hooks import defaults_of_extras
 from dbsl.config.parse import (
     POSITIONAL,
     REPEATED,
@@ -153,7 +153,8 @@ class Arm:
         extra |= {
             name: value
             for name, value in _DEFAULTS.items()
-            if name not in self.settings and not file_of(name)  # an extra's file may be deleted
+            if name not in self.settings
+            if name != "report_to" or name in defaults_of_extras()  # its file may be deleted
         }
         begun = (folder / "config.yaml").exists()  # then with the threads that it began with
         if "cpu_threads" not in self.settings and jobs > 1 and not begun:

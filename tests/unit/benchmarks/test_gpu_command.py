@@ -1,6 +1,5 @@
 """The command that finds out on a GPU what only a GPU shows: it survives being cut off."""
 
-import inspect
 import json
 import os
 import re
@@ -10,11 +9,9 @@ import zlib
 from functools import cache
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from dbsl.config.image_settings import ImageConfig
 from dbsl.config.parse import parse_config
@@ -30,7 +27,7 @@ from experiments.benchmarks.gpu.runs import MODES, common_flags, dual_batch_flag
 from experiments.benchmarks.gpu.stages import all_stages
 from experiments.benchmarks.gpu.table import BEGIN, END, ROWS, table, write_table
 from experiments.benchmarks.gpu.training import arm_flags, best_rate, needs_all_images
-from tests.helpers import ROOT, Forked, refused, wait_until
+from tests.helpers import ROOT, SHARDED, Forked, refused, wait_until, write_shards
 from train import Config
 
 STUBS = """
@@ -232,27 +229,6 @@ def test_an_error_that_is_not_of_memory_ends_the_search_with_what_is_known():
     assert (found["runs"], found["predicted_over_runs"]) == (120, 0.625)
 
 
-@pytest.fixture
-def parquet(tmp_path):
-    """A folder as the hub has CIFAR-100: two labels, one row of which is grey."""
-    rng = np.random.default_rng(0)
-    folder = tmp_path / "cifar" / "data"
-    folder.mkdir(parents=True)
-    features = datasets.Features(
-        img=datasets.Image(),
-        fine_label=datasets.ClassLabel(names=list("abcde")),
-        coarse_label=datasets.ClassLabel(names=list("xy")),
-    )
-    for split, count in (("train", 31), ("test", 11)):
-        images = [Image.fromarray(rng.integers(0, 255, (8, 8, 3), np.uint8)) for _ in range(count)]
-        images[3] = images[3].convert("L")
-        fine = [*range(5), *rng.integers(0, 5, count - 5).tolist()]
-        columns = {"img": images, "fine_label": fine, "coarse_label": [x % 2 for x in fine]}
-        table = datasets.Dataset.from_dict(columns, features=features)
-        table.to_parquet(folder / f"{split}-00000-of-00001.parquet")
-    return folder.parent
-
-
 def read(dataset):
     """Return what a data set has, in numbers."""
     found, data = [], load_data(ImageConfig(str(dataset)))
@@ -265,44 +241,37 @@ def read(dataset):
     return [*found, names]
 
 
-READ = f"""
-import json, sys, zlib
-import datasets, numpy as np, torch
+READ = """
+import json, sys
 import experiments.benchmarks.gpu.training
-from dbsl.config.image_settings import ImageConfig
-from dbsl.data.dataset import load_data
-from dbsl.data.transforms import Transform
-from train import Config
+import datasets
+from tests.unit.benchmarks.test_gpu_command import read
 assert "standin" in datasets.__file__, datasets.__file__
-{inspect.getsource(read)}
-print(json.dumps([part for name in json.loads(sys.argv[1]) for part in read(name)]))
+print(json.dumps([part for name in sys.argv[1:] for part in read(name)]))
 """
 
 
 @pytest.mark.slow
-def test_packed_images_read_by_the_stand_in_are_those_that_the_library_reads(
-    parquet, tmp_path, monkeypatch
-):
+def test_packed_images_read_by_the_stand_in_are_those_that_the_library_reads(tmp_path, monkeypatch):
+    (tmp_path / "hub").mkdir()
+    images, pack = write_shards(tmp_path / "hub"), tmp_path / "pack"
     monkeypatch.setattr(packing, "_RESERVE_BYTES", 0)
-    pieces = packing.pack(tmp_path / "pack", parquet, 5000, wheels=False)
+    pieces = packing.pack(pack, images, 50_000, wheels=False)
     assert len(pieces) > 1
-    assert sum(piece.images["train"] for piece in pieces) == 31
-    assert sum(piece.images["test"] for piece in pieces) == 11
-    assert images_in(str(tmp_path / "pack")) == {}
+    assert [sum(p.images[split] for p in pieces) for split in ("train", "test")] == [*SHARDED[:2]]
+    assert images_in(str(pack)) == {}
     half = images_in(str(pieces[0].path))
-    assert half == {"train_images": f"{pieces[0].images['train']} of 31", **half}
-    wheels = tmp_path / "wheels"
-    environment = command.stage_environment(str(tmp_path / "pack"), wheels, tmp_path)
+    assert half["train_images"] == f"{pieces[0].images['train']} of {SHARDED[0]}"
+    environment = command.stage_environment(str(pack), tmp_path / "wheels", tmp_path)
     environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
-    names = json.dumps([str(tmp_path / "pack"), "digits"])
     found = subprocess.check_output(
-        [sys.executable, "-c", READ, names], cwd=ROOT, env=environment, text=True
+        [sys.executable, "-c", READ, str(pack), "digits"], cwd=ROOT, env=environment, text=True
     )
-    assert json.loads(found) == [*read(parquet), *read("digits")]
+    assert json.loads(found) == [*read(images), *read("digits")]
 
 
-def test_the_stand_in_is_not_on_the_path_where_the_library_reads_the_data(parquet, tmp_path):
-    for data in ("digits", "uoft-cs/cifar100", str(parquet)):
+def test_the_stand_in_is_not_on_the_path_where_the_library_reads_the_data(tmp_path):
+    for data in ("digits", "uoft-cs/cifar100", str(tmp_path)):
         environment = command.stage_environment(data, tmp_path / "wheels", tmp_path)
         assert str(command.STANDIN) not in environment["PYTHONPATH"].split(os.pathsep)
 

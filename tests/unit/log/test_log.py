@@ -80,7 +80,7 @@ def make_log(tmp_path, accelerator):
             model=torch.nn.BatchNorm1d(2) if normalises else torch.nn.Linear(1, 1),
             known=SimpleNamespace(measured=True),
             machine=Machine(),
-            extras=Extras(extras),
+            extras=Extras(extras or {}),
         )
         session = SimpleNamespace(
             run=run,
