@@ -1,4 +1,5 @@
 import json
+import re
 import resource
 from types import SimpleNamespace
 
@@ -133,9 +134,6 @@ def test_a_model_that_the_disk_has_no_room_for_is_one_line_and_leaves_nothing(tm
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert line == "File too large: the run folder"
     assert not any(tmp_path.iterdir())
-
-
-def test_load_model_says_what_is_missing(tmp_path):
     with pytest.raises(ValueError, match=r"folder must hold config.json"):
         load_model(tmp_path)
 
@@ -204,46 +202,35 @@ def test_patches_must_divide_every_resolution():
     assert large.patch_embed.patch_size == (16, 16)  # its own
 
 
-@pytest.mark.parametrize(("before", "now", "stem_is_new"), [(32, 96, False), (96, 32, True)])
-def test_a_run_starts_from_the_weights_of_another(tmp_path, before, now, stem_is_new):
-    first = build_model("resnet18", 3, (before,), seed=3, settings=LITTLE)
-    save_model(first, tmp_path / "run", before, DATA)
-    state = torch.get_rng_state()
-    said = []
-    name = f"local-dir:{tmp_path}/run"
-    model = build_model(name, 3, (now,), seed=4, say=said.append)
+@pytest.mark.parametrize(
+    ("name", "sides", "classes", "said"),
+    [
+        ("resnet18", (32, 96), 3, None),
+        ("resnet18", (96, 32), 3, ".*the stem is new.*"),
+        ("test_resnet", (32, 32), 5, "the classifier is new: 5 classes in the data, 3 in {}"),
+        ("test_vit", (32, 32), 5, "the classifier is new: 5 classes in the data, 3 in {}"),
+    ],
+)
+def test_a_run_starts_from_the_weights_of_another(tmp_path, name, sides, classes, said):
+    settings = LITTLE if name == "resnet18" else {}
+    first = build_model(name, 3, sides[:1], seed=3, settings=settings)
+    save_model(first, tmp_path / "run", sides[0], DATA)
+    state, told, source = torch.get_rng_state(), [], f"local-dir:{tmp_path}/run"
+    model = build_model(source, classes, sides[1:], seed=4, say=told.append)
     assert torch.equal(torch.get_rng_state(), state)
-    assert model.input_statistics == (DATA.mean, DATA.std, f"of {name}")
+    assert model.input_statistics == (DATA.mean, DATA.std, f"of {source}")
     old, new = first.state_dict(), model.state_dict()
     differ = {key for key in old if not torch.equal(old[key], new[key])}
-    assert differ == ({"conv1.weight"} if stem_is_new else set())
-    assert ["the stem is new" in line for line in said] == [True] * stem_is_new
-    assert model.small_stem  # weights for a 3x3 stem keep it, also for larger images
-    save_model(model, tmp_path / "again", now, DATA)
-    images = torch.randn(2, 3, now, now)
+    head = {key for key in old if key.startswith(("fc.", "head.fc", "head."))}
+    assert differ == (head if classes == 5 else {"conv1.weight"} if said else set())
+    wanted = (said or "").format(re.escape(source))
+    assert [bool(re.fullmatch(wanted, line)) for line in told] == [True] * bool(said)
+    assert model.num_classes == classes
+    if name == "resnet18":
+        assert model.small_stem  # weights for a 3x3 stem keep it, also for larger images
+    save_model(model, tmp_path / "again", sides[1], DATA)
+    images = torch.randn(2, 3, sides[1], sides[1])
     torch.testing.assert_close(load_model(tmp_path / "again")(images), model.eval()(images))
-
-
-@pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
-def test_weights_for_other_classes_get_a_new_classifier_and_that_is_said(tmp_path, name):
-    first = build_model(name, 3, (32,), seed=3)
-    save_model(first, tmp_path, 32, DATA)
-    said = []
-    model = build_model(f"local-dir:{tmp_path}", 5, (32,), say=said.append)
-    assert said == [f"the classifier is new: 5 classes in the data, 3 in local-dir:{tmp_path}"]
-    old, new = first.state_dict(), model.state_dict()
-    differ = {key for key in old if not torch.equal(old[key], new[key])}
-    assert differ == {key for key in old if key.startswith(("fc.", "head.fc", "head."))}
-    assert model.num_classes == 5
-
-
-def test_a_run_from_other_weights_normalises_as_they_were_trained(tmp_path, accelerator):
-    first = build_model("test_resnet", 3, (16,))
-    save_model(first, tmp_path / "run", 16, DATA)
-    config = Config(**TINY | {"model": f"local-dir:{tmp_path}/run"})
-    run = prepare(config, accelerator, lambda model, images, *_: model(images).sum())
-    assert (run.data.mean, run.data.std) == (DATA.mean, DATA.std)  # saved with the model
-    assert (run.transforms[16].mean, run.transforms[16].std) == (DATA.mean, DATA.std)
 
 
 def test_a_file_of_weights_normalises_as_the_config_beside_it_says_else_as_timm(
@@ -258,10 +245,11 @@ def test_a_file_of_weights_normalises_as_the_config_beside_it_says_else_as_timm(
         (tmp_path / folder / "best.safetensors").write_bytes(weights)
 
     def lines(file, **more):
-        changes = {"model": "test_vit", "initial_checkpoint": str(tmp_path / file)}
+        changes = {"model": "test_vit", "initial_checkpoint": file and str(tmp_path / file)}
         config = Config(**TINY | changes | more)
         run = prepare(config, accelerator, lambda model, images, *_: model(images).sum())
         said.append(run.data.normalisation)
+        assert (run.transforms[16].mean, run.transforms[16].std) == (run.data.mean, run.data.std)
         return run.data.mean, run.data.std
 
     assert lines("run/model.safetensors") == (DATA.mean, DATA.std)
@@ -269,12 +257,14 @@ def test_a_file_of_weights_normalises_as_the_config_beside_it_says_else_as_timm(
     for file in ("alone/best.safetensors", "other/best.safetensors"):
         assert lines(file) == (tuple(timms["mean"]), tuple(timms["std"]))
     assert lines("run/model.safetensors", mean=(0.1,)) == ((0.1,) * 3, DATA.std)
+    assert lines(None, model=f"local-dir:{tmp_path}/other") == (DATA.mean, DATA.std)
     timms = "0.500 and std 0.500, timm's of test_vit, as no config.json of it is beside"
     assert [line.removeprefix("images normalised by mean ") for line in said] == [
         f"0.500, 0.400, 0.300 and std 0.200, of {tmp_path}/run/config.json",
         f"{timms} {tmp_path}/alone/best.safetensors",
         f"{timms} {tmp_path}/other/best.safetensors",
         f"0.100 and std 0.200, by --mean, the rest of {tmp_path}/run/config.json",
+        f"0.500, 0.400, 0.300 and std 0.200, of local-dir:{tmp_path}/other",
     ]
 
 

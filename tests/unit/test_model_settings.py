@@ -37,29 +37,21 @@ def test_settings_that_a_model_does_not_take_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("argument", "message"),
+    ("setting", "argument", "message"),
     [
-        ("num_classes=3", "num_classes to the data"),
-        ("in_chans=1", "in_chans to the data"),
-        ("pretrained=True", "pretrained to pretrained"),
+        ("model_kwargs", "num_classes=3", "must leave num_classes to the data"),
+        ("model_kwargs", "in_chans=1", "must leave in_chans to the data"),
+        ("model_kwargs", "pretrained=True", "must leave pretrained to pretrained"),
+        ("model_kwargs", "drop_path_rate=1", r"drop_path_rate must be in \[0, 1\), got 1"),
+        ("opt_kwargs", "layer_decay=2", r"layer_decay must be in \(0, 1\], got 2"),
+        ("opt_kwargs", "layer_decay=a", "must have a number as layer_decay, got 'a'"),
     ],
 )
-def test_an_argument_of_a_model_that_is_another_setting_is_refused(argument, message):
-    with pytest.raises(SettingError, match=f"^model_kwargs must leave {message}$"):
-        _ = RunConfig(model_kwargs=(argument,)).model_settings
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"model_kwargs": ("drop_path_rate=1",)}, r"drop_path_rate must be in \[0, 1\), got 1"),
-        ({"opt_kwargs": ("layer_decay=2",)}, r"opt_kwargs layer_decay must be in \(0, 1\], got 2"),
-        ({"opt_kwargs": ("layer_decay=a",)}, "have a number as layer_decay, got 'a'"),
-    ],
-)
-def test_rates_of_layers_and_of_depth_have_bounds(settings, message):
-    config = RunConfig(**settings)
-    with pytest.raises(SettingError, match=message):
+def test_an_argument_that_is_another_setting_or_beyond_its_bounds_is_refused(
+    setting, argument, message
+):
+    config = RunConfig(**{setting: (argument,)})
+    with pytest.raises(SettingError, match=f"^{setting} {message}$"):
         _ = config.optimizer_settings, config.model_settings
 
 
