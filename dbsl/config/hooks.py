@@ -1,8 +1,8 @@
 """Extras: parts of a run that lie in dbsl/extras, and the moments at which a run calls them.
 
-An extra, yours too, is a class there, derived from `Extra`, alone in its file or folder. It is found
-by that: no module of the core names it, and deleting its file is all it takes to be rid of it. What
-it needs of slow libraries it imports when it is used.
+An extra, yours too, is a class there, derived from `Extra`, alone in its file or folder. No module
+of the core names it: deleting its file is all it takes to be rid of it. What it needs of slow
+libraries it imports when it is used.
 """
 
 from __future__ import annotations

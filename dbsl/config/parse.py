@@ -52,6 +52,7 @@ _ELSEWHERE = {
     "--micro-batch-size": ("grad-accum-steps", "gradient-accumulation-steps"),
     "--resolutions": ("img-size", "input-size"),
     "--model-kwargs drop_path_rate=": ("drop-connect", "drop-path"),
+    "a line of loss_function in train.py": ("class-weights",),
     "--lr": ("learning-rate",),
     "--ema-decay": ("model-ema",),
     "--loader-workers": ("num-workers",),

@@ -155,8 +155,8 @@ class BatchConfig:
         Derived(JOINT, Role.ROUND | Role.SOLVED | Role.TIMES),
     ] = None
     # largest number of a worker's samples on its device at once: a step sums the gradients of
-    # micro-batches of that size; with as many values as --large-batch-size may have; auto: what fits
-    # into memory; unset: the whole batch. Batch norm, mixup and CutMix see one micro-batch at a time
+    # micro-batches of that size, with as many values as --large-batch-size may have; auto: what
+    # fits; unset: the whole batch. Batch norm, mixup and CutMix see one micro-batch at a time
     micro_batch_size: Annotated[_Sizes, Derived(*_FITS, "large_batch_size", "push")] = None
     # smallest batch that a solved or balanced plan may give a worker
     min_batch_size: Annotated[Count, Role.PLAN | Role.SOLVED] = 2
