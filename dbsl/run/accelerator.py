@@ -155,11 +155,7 @@ def _set_up_process() -> bool:
 
 
 def check_launcher() -> None:
-    """Refuse what `accelerate launch` was asked for and is not done here.
-
-    Its answers reach a process by the environment. One that nobody reads would be overridden
-    without a word.
-    """
+    """Refuse what `accelerate launch` was asked for, by the environment, and is not done here."""
     for name, asks, what, way in _NOT_HERE:
         value = os.environ.get(name, "").lower()
         if re.fullmatch(asks, value):

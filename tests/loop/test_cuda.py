@@ -1,7 +1,5 @@
 """What only a GPU can show, a moment each, in one process: `pytest -m gpu`."""
 
-import os
-import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,8 +10,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 import dbsl.cluster.wire
-import train
-from dbsl.base.errors import RunStopped
 from dbsl.cluster.merges import ratio
 from dbsl.cluster.server import Server
 from dbsl.cluster.steps import ComputeTimer, Stepper
@@ -119,23 +115,11 @@ def test_fp16_with_clipping_gives_finite_losses(tmp_path):
     assert len(losses) == 8
 
 
-def test_a_run_stopped_in_a_round_and_resumed_goes_on_as_if_it_had_not_been(
-    tmp_path, monkeypatch, usual_signals
-):
+def test_a_run_stopped_in_a_round_and_resumed_goes_on_as_if_it_had_not_been(tmp_path):
     settings = {"local_batch_sizes": (4, 8), "workers": 2, "epochs": 2, "rounds_per_epoch": 2}
     whole = run(tmp_path / "whole", **settings)
-    train_round, begun = train.train_round, []
-
-    def stopped(session, turn):
-        begun.append(turn)
-        if len(begun) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        train_round(session, turn)
-
-    monkeypatch.setattr(train, "train_round", stopped)
-    with pytest.raises(RunStopped):
+    with helpers.stopped_at_step(3):
         run(tmp_path / "broken", **settings)
-    monkeypatch.setattr(train, "train_round", train_round)
     assert_alike(run(tmp_path / "broken", resume="auto", **settings), whole)
 
 

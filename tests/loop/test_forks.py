@@ -14,7 +14,6 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-import yaml
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import nn
@@ -363,15 +362,6 @@ def test_a_second_evaluation_set_is_a_flag(fork, tmp_path):
     found = rows(tmp_path / "run", "eval")
     assert all(row["samples"] == 20 and 0 <= row["digits_accuracy"] <= 1 for row in found)
     assert all(row["digits_loss"] != row["loss"] for row in found)  # of all of them, not of 20
-
-
-def test_three_batch_sizes_are_a_setting(tmp_path):
-    sizes = yaml.safe_load((ROOT / "examples/forks/three_batch_sizes.yaml").read_text())
-    settings = {**TINY, **{name: tuple(value) for name, value in sizes.items()}}
-    del settings["large_batch_size"]
-    run(train, tmp_path / "run", **settings)
-    found = {row["worker"]: row["local_batch_size"] for row in rows(tmp_path / "run", "round")}
-    assert found == {0: 4, 1: 8, 2: 16, 3: 16}
 
 
 # --- further evaluation sets
