@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from dbsl.base.errors import SettingError, words_of
 from dbsl.base.files import write_with
 from dbsl.base.machine import lazy_import
-from dbsl.data.sources import Batch, Source
+from dbsl.data.sources import Batch, Source, TensorSource
 from dbsl.data.transforms import Transform, cut, to_device, upright
 from dbsl.plan.sampler import Order
 
@@ -50,53 +50,31 @@ Loaded = tuple[torch.Tensor, torch.Tensor, BadRows]  # images, their places
 Stored = Mapping[str, Any] | None  # an image as a table has it: bytes and path, either may be None
 
 
-class ImageSource(Source):
-    """Images and labels of one split, float32 [B, 3, R, R] and int64 [B].
+class PixelStore(TensorSource):
+    """Small images of one size, decoded and kept on the device as uint8 [N, S, S, 3].
 
-    Images that cannot be decoded are missing from their batches.
+    Whole pixels lie together, as resizing likes them.
     """
-
-    blocks: Order | None = None  # draws the order of an epoch; None: any is as good as another
-
-    def __init__(self, labels: np.ndarray, device: torch.device, bad: BadRows) -> None:
-        self.labels = labels  # int64 [N], on the host
-        self.device = device
-        self.bad = dict(bad)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
-class PixelStore(ImageSource):
-    """Small images of one size, decoded and kept on the device: a batch is one gather."""
-
-    def __init__(
-        self, pixels: np.ndarray, labels: np.ndarray, device: torch.device, bad: BadRows
-    ) -> None:
-        """Keep `pixels`, uint8 [N, S, S, 3]: whole pixels together, as resizing likes them."""
-        super().__init__(labels, device, bad)
-        self._pixels = torch.from_numpy(pixels).to(device)
-        self._labels = torch.from_numpy(labels).to(device)
 
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
     ) -> Iterator[Batch]:
-        """See `Source.batches`."""
+        """See `Source.batches`; images are float32 [B, 3, R, R]."""
         for samples in index_batches:
-            places = to_device(samples % len(self), self.device)
-            pixels = self._pixels.index_select(0, places)
-            images = transform(pixels.permute(0, 3, 1, 2), samples, epoch)
-            yield images, self._labels.index_select(0, places)
+            ((pixels, labels),) = super().batches([samples])
+            yield transform(pixels.permute(0, 3, 1, 2), samples, epoch), labels
 
 
-class ImageLoader(ImageSource):
+class ImageLoader(Source):
     """Large or uneven images, decoded and cut to size in loader processes as they are needed.
 
-    The processes start with `start`, or else with the first batch, and stay until this object goes.
-    A fork server makes them, because the fork of a process that has CUDA or gloo threads may hang.
+    Images that cannot be decoded are missing from their batches, float32 [B, 3, R, R]. The
+    processes start with `start`, or else with the first batch, and stay until this object goes. A
+    fork server makes them, because the fork of a process that has CUDA or gloo threads may hang.
     Each therefore imports the main script, which needs its ``if __name__ == "__main__":``.
     """
 
+    blocks: Order | None = None  # draws the order of an epoch; None: any is as good as another
     _Requests: type[list[Request]] = list  # loader processes get what it iterates over
 
     def __init__(
@@ -107,7 +85,7 @@ class ImageLoader(ImageSource):
         max_bad: int = 0,  # most images that may fail to be decoded before that is an error
         bad: BadRows = MappingProxyType({}),  # those that have failed, and are not in the split
     ) -> None:
-        super().__init__(split.labels, device, bad)
+        self.labels, self.device, self.bad = split.labels, device, dict(bad)
         self._split = split
         self._max_bad = max_bad
         self._calls = 0  # calls of `batches`
@@ -123,6 +101,9 @@ class ImageLoader(ImageSource):
             pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # else each call would advance torch's own
         )
+
+    def __len__(self) -> int:
+        return len(self.labels)
 
     def start(self) -> None:
         """Start the loader processes, and wait until each of them is there."""

@@ -668,24 +668,27 @@ def test_cache_of_a_folder_saved_anew_is_not_used(tmp_path):
 # --- which source
 
 
-def test_load_data_one_other_size_among_many_needs_the_loader(tmp_path):
-    images = [flat_image(number) for number in range(200)]
-    images[102] = flat_image(102, (8, 9))  # not among the 64 that are looked at first
-    table = make_table(images, [0, 1] * 100)
-    data = load(save(tmp_path / "set", train=table, test=table), loader_workers=0)
-    assert isinstance(data.train, ImageLoader)
-    assert isinstance(data.evaluation, ImageLoader)
-    assert read_all(data.train)[0] == list(range(200))
+UNEVEN = [(8, 8)] * 102 + [(8, 9)] + [(8, 8)] * 97  # it is not among the 64 that are looked at
 
 
 @pytest.mark.parametrize(
-    ("size", "source"), [((64, 64), PixelStore), ((65, 65), ImageLoader), ((8, 9), ImageLoader)]
+    ("sizes", "source"),
+    [
+        ([(64, 64)] * 5, PixelStore),
+        ([(65, 65)] * 5, ImageLoader),
+        ([(8, 9)] * 5, ImageLoader),
+        (UNEVEN, ImageLoader),
+    ],
 )
-def test_load_data_source_depends_on_the_size(tmp_path, size, source):
-    path = save(tmp_path / "set", train=make_table([flat_image(9, size)] * 5, [0] * 5))
-    data = load(path, loader_workers=0)
+def test_load_data_source_depends_on_the_sizes(tmp_path, sizes, source):
+    images = [flat_image(number, size) for number, size in enumerate(sizes)]
+    table = make_table(images, [0] * len(sizes))
+    data = load(save(tmp_path / "set", train=table, test=table), loader_workers=0)
     assert isinstance(data.train, source)
-    assert data.image_side == (size[0] if size[0] == size[1] else None)
+    assert isinstance(data.evaluation, source)
+    assert read_all(data.train)[0] == list(range(len(sizes)))
+    width, height = sizes[0]
+    assert data.image_side == (width if width == height else None)
 
 
 def test_sources_agree_on_samples_and_labels(numbered):

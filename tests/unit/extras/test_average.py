@@ -55,7 +55,7 @@ def as_run(model, images, batch_size, transform=None):
 def _recomputed(rank, world_size, model):
     """Return a model's statistics, recomputed from 60 random images of 4 px."""
     pixels = np.random.default_rng(0).integers(256, size=(60, 4, 4, 3), dtype=np.uint8)
-    images = PixelStore(pixels, np.zeros(60, np.int64), torch.device("cpu"), {})
+    images = PixelStore(torch.from_numpy(pixels), torch.zeros(60, dtype=torch.int64))
     accelerator = SimpleNamespace(
         autocast=nullcontext, process_index=rank, num_processes=world_size, reduce=_mean
     )
