@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dbsl.base.errors import SettingError
 from dbsl.config.fields import PAIRS, Needs, Within, read_kwargs
-from dbsl.data.augment import global_streams
+from dbsl.data.transforms import global_streams
 from dbsl.plan.types import RESERVED
 
 Figures = Mapping[str, Tensor | float]  # means over the batch, as the loss

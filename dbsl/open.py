@@ -31,12 +31,7 @@ from dbsl.config.complete import found_by, with_resolved
 from dbsl.config.fields import sources
 from dbsl.config.hooks import Extra, Extras
 from dbsl.config.parse import run_folder_of
-from dbsl.config.settings import (
-    CHECKPOINTS,
-    RunConfig,
-    check_effects,
-    meets_at_server,
-)
+from dbsl.config.settings import CHECKPOINTS, RunConfig, check_effects, meets_at_server
 from dbsl.data.sources import TrainingData
 from dbsl.log.lines import print_run
 from dbsl.log.log import check_result, start_log

@@ -176,6 +176,13 @@ def _rank_main(rank, world_size, store, fn, args, queue):
 
 
 @pytest.fixture
+def launcher():
+    """A launcher's store, which outlives its processes, and the environment that leads to it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+
+
+@pytest.fixture
 def usual_signals():
     """Signals as in a terminal: the parent of pytest (nohup, a script) may ignore some of them."""
     usual = {signal.SIGINT: signal.default_int_handler}

@@ -22,7 +22,7 @@ from PIL import Image
 
 from dbsl.base.errors import RunStopped, one_line_errors
 from dbsl.checkpoint.checkpointer import Checkpointer
-from dbsl.config.parse import parse_config
+from dbsl.config.parse import parse_config, yaml_to_argv
 from dbsl.log.meter import MEASURED
 from dbsl.log.rows import read_metrics
 from train import Config, main
@@ -74,16 +74,7 @@ def run(folder, **settings):
 
 def to_flags(folder, **settings):
     """Return the flags of the run that `run` would make."""
-    out = []
-    for name, value in {**TINY, **settings, "output_dir": str(folder)}.items():
-        if value is None:
-            continue
-        values = value if isinstance(value, tuple) else (value,)
-        if isinstance(value, bool):
-            out.append(f"--{'' if value else 'no-'}{name.replace('_', '-')}")
-        else:
-            out += [f"--{name.replace('_', '-')}", *map(str, values)]
-    return out
+    return yaml_to_argv({**TINY, **settings, "output_dir": folder})
 
 
 def metrics_of(folder):

@@ -143,11 +143,9 @@ class Writer:
         if copy.model is not None:
             data, resolution = self._run.data, self._run.config.resolutions[-1]
             save_model(self._run.model, target, resolution, data, state=copy.model)
-            for name in (MODEL_FILE, "config.json"):
-                if (target / name).exists():  # your own model has no config.json
-                    files[name] = describe(target / name)
-        if self._rank == SERVER_RANK and (target / _BEST_FILE).exists():
-            files[_BEST_FILE] = describe(target / _BEST_FILE)
+        for path in (target / name for name in (MODEL_FILE, "config.json", _BEST_FILE)):
+            if self._rank == SERVER_RANK and path.exists():  # your own model has no config.json
+                files[path.name] = describe(path)
         return files
 
     def _failed(self, target: Path, error: Exception) -> None:

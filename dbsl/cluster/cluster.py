@@ -78,9 +78,9 @@ class Cluster(ABC):
         self.finished_early = False  # whether `finish` ended the run before its last epoch
         self._membership: deque[LostWorker | JoinedWorker] = deque()  # until they are told of
         self._announced = 0, -1  # the save that every process is to take part in
+        self._exits = ExitStack()
 
     def __enter__(self) -> Cluster:
-        self._exits = ExitStack()
         if self.control is not None:
             self._exits.enter_context(self.control.heartbeats.watching())
         return self

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -119,7 +120,7 @@ class ServedCluster(Cluster):
             ending, *announced, _ = self._link.ask(Kind.PULL)
             self._announced = tuple(announced)
             if ending == Ending.GOES_ON:
-                self._link.take_weights(self.weights.vector)
+                self._link.take_weights()
         if ending == Ending.FINISHED:
             self.finish()
             raise NothingLeft
@@ -173,7 +174,6 @@ class _Peer(NamedTuple):  # a worker of another process
     worker: int
     link: Channel
     pulse: Pulse
-    pushed: Tensor
 
 
 class ServingCluster(Cluster):
@@ -197,8 +197,8 @@ class ServingCluster(Cluster):
         **common: Any,
     ) -> None:
         super().__init__(weights, server, outgoing=outgoing, **common)
-        self._door, self._timeout_s, self._wire = door, timeout_s, wire
-        self._pushes_weights = outgoing is None
+        self._door, self._timeout_s = door, timeout_s
+        self._channel = partial(Channel, wire=wire, weights=outgoing is None)
         self._stopping = False
         self._changed = threading.Condition()  # guards the server; a thread may hold it twice
         self._failure: Exception | None = None
@@ -217,6 +217,7 @@ class ServingCluster(Cluster):
             thread.start()
         if self._door is not None:
             self._door.open(self.is_served, self.admit)
+            self._exits.callback(self._door.close)
         while self.workers and self._clock < self._rounds:
             yield Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
             self._clock += 1
@@ -318,8 +319,7 @@ class ServingCluster(Cluster):
         self, rank: int, pair: dist.ProcessGroup, first: tuple[int, int] | None = None
     ) -> threading.Thread:
         """Return what serves a rank; one that joins hears its clock and the save `first`."""
-        pushed = torch.empty_like(self.weights.vector, device=CPU)
-        link = Channel(pair, pushed, self._wire, weights=self._pushes_weights)
+        link = self._channel(pair, torch.empty_like(self.weights.vector, device=CPU))
         pulse = Pulse(
             *(rank, pair, self._timeout_s),
             asks=False,
@@ -327,8 +327,8 @@ class ServingCluster(Cluster):
             on_lost=self._wake,
         )
         self._heard[rank] = self._announced[0]  # one that joins takes no part in what was before
-        arguments, name = (_Peer(rank, self._worker_of(rank), link, pulse, pushed), first), "serve"
-        return threading.Thread(target=self._serve, args=arguments, name=name, daemon=True)
+        peer, name = _Peer(rank, self._worker_of(rank), link, pulse), f"serve-{rank}"
+        return threading.Thread(target=self._serve, args=(peer, first), name=name, daemon=True)
 
     def _serve(self, peer: _Peer, first: tuple[int, int] | None) -> None:
         """Answer one rank's messages until it is done (runs in a thread)."""
@@ -356,9 +356,9 @@ class ServingCluster(Cluster):
         if kind == Kind.PLAN:
             tell(link.pair, Ending.GOES_ON, text=encode(self._begin(worker, peer.pulse)))
         elif kind == Kind.PUSH:
-            report = link.take_push(text, peer.pushed)
+            report = link.take_push(text)
             check_report(report, worker, *self._place(worker))
-            self._merge(peer.pushed, report)
+            self._merge(link.vector, report)
         elif kind == Kind.PULL:
             with self._changed:
                 weights = self._pull(worker, peer.pulse)
@@ -506,10 +506,6 @@ class ServingCluster(Cluster):
         self._close_door()
         for thread in self._threads:
             thread.join()  # it ends: silent workers are given up
-
-    def __exit__(self, *error: Any) -> bool | None:
-        self._close_door()
-        return super().__exit__(*error)
 
     def _close_door(self) -> None:
         if self._door is not None:

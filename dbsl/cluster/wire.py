@@ -182,79 +182,25 @@ def irecv(tensor: Tensor, pair: dist.ProcessGroup, tag: int = 0) -> dist.Work:
     return pair.recv([tensor], 1 - pair.rank(), tag)
 
 
-class Transfer:
-    """Sends vectors of one length over a group of two, and receives them.
-
-    A vector in host memory and in the wire's dtype is sent from, and received into, where it is;
-    others pass a buffer, which is pinned for a CUDA device. Between `send` and `wait` the sent
-    vector must stay as it is. What travels is in `dtype`; None: that of `like`.
-    """
-
-    def __init__(
-        self, like: Tensor, pair: dist.ProcessGroup, dtype: torch.dtype | None = None
-    ) -> None:
-        self._pair, self._dtype = pair, dtype or like.dtype
-        self._length, self._pinned = len(like), like.is_cuda
-        self._buffer: Tensor | None = None
-        self._pending: list[dist.Work] = []
-
-    def send(self, vector: Tensor, *, minus: Tensor | None = None) -> None:
-        """Begin to send a vector, or its difference to `minus`."""
-        self.wait()
-        for chunk, staged, before in self._chunks(vector, minus):
-            if staged is not chunk:  # while the chunks before it are on their way
-                staged.copy_(chunk if before is None else chunk - before)
-            self._pending.append(isend(staged, self._pair))
-
-    def wait(self) -> None:
-        """Wait until what was sent last is on its way, and may be changed."""
-        pending, self._pending = self._pending, []
-        for work in pending:
-            work.wait(_EVER)
-
-    def receive(self, vector: Tensor, *, plus: Tensor | None = None, check: bool = False) -> bool:
-        """Receive into a vector, and add `plus`; with `check` return whether all is finite."""
-        self.wait()
-        chunks, sums = self._chunks(vector, plus), []
-        works = [irecv(staged, self._pair) for _, staged, _ in chunks]
-        for work, (chunk, staged, added) in zip(works, chunks, strict=True):
-            work.wait(_EVER)
-            # All of this while the next chunk comes.
-            if staged is not chunk:
-                chunk.copy_(staged)
-            if added is not None:
-                chunk.add_(added)
-            if check:
-                sums.append(chunk.sum())  # finite ones do not overflow
-        return not sums or bool(torch.stack(sums).sum().isfinite())
-
-    def _chunks(
-        self, vector: Tensor, other: Tensor | None
-    ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-        """Return chunks of a vector, each with what of it travels and the chunk of another."""
-        chunks = staged = vector.split(CHUNK)
-        if other is not None or vector.dtype != self._dtype or vector.device.type != "cpu":
-            if self._buffer is None:
-                self._buffer = torch.empty(self._length, dtype=self._dtype, pin_memory=self._pinned)
-            staged = self._buffer.split(CHUNK)
-        others = [None] * len(chunks) if other is None else other.split(CHUNK)
-        return list(zip(chunks, staged, others, strict=True))
-
-
 class Channel:
     """A worker's connection with the server, at either end: what travels on it, in which order.
 
-    Pushes travel as `wire`, if that is given: gradients are rounded to it. Weights lose less as
-    their change since the pull, which both ends count from what was pulled.
+    What comes is received into `vector`. Pushes travel as `wire`, if that is given: gradients are
+    rounded to it. Weights lose less as their change since the pull, which both ends count from what
+    was pulled.
+
+    A vector in host memory and in the dtype that travels is sent from, and received into, where it
+    is; others pass a buffer, which is pinned for a CUDA device.
     """
 
     def __init__(
-        self, pair: dist.ProcessGroup, like: Tensor, wire: torch.dtype | None, *, weights: bool
+        self, pair: dist.ProcessGroup, vector: Tensor, wire: torch.dtype | None, *, weights: bool
     ) -> None:
-        self.pair = pair
-        self._changes = weights and wire not in (None, like.dtype)
-        self._whole, self._narrow = Transfer(like, pair), Transfer(like, pair, wire)
+        self.pair, self.vector, self._wire = pair, vector, wire or vector.dtype
+        self._changes = weights and self._wire != vector.dtype
         self._pulled: Tensor | None = None  # not before the first pull of a resumed run
+        self._buffers: dict[torch.dtype, Tensor] = {}
+        self._pending: list[dist.Work] = []
 
     def ask(self, kind: Kind) -> tuple[Ending, int, int, str]:
         """Ask the server; return its answer, as the last push has left this process."""
@@ -266,39 +212,78 @@ class Channel:
     def push(self, report: RoundReport, vector: Tensor) -> None:
         """Begin to push a vector, which is there before the next pull ends."""
         tell(self.pair, Kind.PUSH, text=encode(report))
-        transfer, pulled = self._pushed_by()
-        transfer.send(vector, minus=pulled)
+        self.send(vector, *self._way_of_push())
 
-    def take_push(self, text: str, vector: Tensor) -> RoundReport:
-        """Receive a push into a vector; return its report, refused if the vector is not finite."""
-        report, (transfer, pulled) = read_report(text), self._pushed_by()
-        if transfer.receive(vector, plus=pulled, check=True) or report.refused:
+    def take_push(self, text: str) -> RoundReport:
+        """Receive a push; return its report, refused if the vector is not finite."""
+        report = read_report(text)
+        if self.receive(*self._way_of_push(), check=True) or report.refused:
             return report
         return replace(report, refused=True, fault=BAD_WEIGHTS)
 
     def give_weights(self, weights: Tensor) -> None:
         """Send the weights that were pulled."""
-        self._whole.send(weights)
+        self.send(weights, weights.dtype)
         self._keep(weights)  # meanwhile
-        self._whole.wait()
+        self.wait()
 
-    def take_weights(self, vector: Tensor) -> None:
-        """Receive what `give_weights` sends into a vector."""
-        self._whole.receive(vector)
-        self._keep(vector)
+    def take_weights(self) -> None:
+        """Receive what `give_weights` sends."""
+        self.receive(self.vector.dtype)
+        self._keep(self.vector)
+
+    def send(self, vector: Tensor, dtype: torch.dtype, minus: Tensor | None = None) -> None:
+        """Begin to send a vector, or its difference to `minus`; until `wait` it must stay."""
+        self.wait()
+        for chunk, staged, before in self._chunks(vector, dtype, minus):
+            if staged is not chunk:  # while the chunks before it are on their way
+                staged.copy_(chunk if before is None else chunk - before)
+            self._pending.append(isend(staged, self.pair))
+
+    def receive(
+        self, dtype: torch.dtype, plus: Tensor | None = None, *, check: bool = False
+    ) -> bool:
+        """Receive a vector, and add `plus`; with `check` return whether all is finite."""
+        self.wait()
+        chunks, sums = self._chunks(self.vector, dtype, plus), []
+        works = [irecv(staged, self.pair) for _, staged, _ in chunks]
+        for work, (chunk, staged, added) in zip(works, chunks, strict=True):
+            work.wait(_EVER)
+            # All of this while the next chunk comes.
+            if staged is not chunk:
+                chunk.copy_(staged)
+            if added is not None:
+                chunk.add_(added)
+            if check:
+                sums.append(chunk.sum())  # finite ones do not overflow
+        return not sums or bool(torch.stack(sums).sum().isfinite())
+
+    def wait(self) -> None:
+        """Wait until what was sent last has left this process."""
+        pending, self._pending = self._pending, []
+        for work in pending:
+            work.wait(_EVER)
+
+    def _way_of_push(self) -> tuple[torch.dtype, Tensor | None]:
+        whole = self._changes and self._pulled is None
+        return self.vector.dtype if whole else self._wire, self._pulled
 
     def _keep(self, pulled: Tensor) -> None:
         if self._changes:
             self._pulled = pulled.clone() if self._pulled is None else self._pulled.copy_(pulled)
 
-    def _pushed_by(self) -> tuple[Transfer, Tensor | None]:
-        whole = self._changes and self._pulled is None
-        return self._whole if whole else self._narrow, self._pulled
-
-    def wait(self) -> None:
-        """Wait until the last push has left this process."""
-        self._whole.wait()
-        self._narrow.wait()
+    def _chunks(
+        self, vector: Tensor, dtype: torch.dtype, other: Tensor | None
+    ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """Return chunks of a vector, each with what of it travels and the chunk of another."""
+        chunks = staged = vector.split(CHUNK)
+        if other is not None or vector.dtype != dtype or vector.device.type != "cpu":
+            if dtype not in self._buffers:
+                pinned = self.vector.is_cuda
+                self._buffers[dtype] = torch.empty(len(vector), dtype=dtype, pin_memory=pinned)
+            staged = self._buffers[dtype].split(CHUNK)
+        others = [None] * len(chunks) if other is None else other.split(CHUNK)
+        return list(zip(chunks, staged, others, strict=True))
 
 
 # --- collectives

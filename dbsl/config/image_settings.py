@@ -229,7 +229,7 @@ class DataConfig(ImageConfig):
 
     @property
     def mixing(self) -> Mapping[str, Any]:
-        """What `dbsl.data.augment.Mixing` takes of ``mixup_kwargs``."""
+        """What `dbsl.data.transforms.Mixing` takes of ``mixup_kwargs``."""
         return read_kwargs("mixup_kwargs", self.mixup_kwargs, MixupKwargs)
 
 

@@ -21,7 +21,6 @@ from dbsl.config.image_settings import Augment, ImageConfig, Interpolation
 from dbsl.data.images import (
     Decoded,
     ImageLoader,
-    ImageSource,
     ImageSplit,
     PixelStore,
     decode_cached,
@@ -65,8 +64,8 @@ class Data:
     """The images that `load_data` found."""
 
     config: ImageConfig
-    train: ImageSource
-    evaluation: ImageSource
+    train: PixelStore | ImageLoader
+    evaluation: PixelStore | ImageLoader
     class_names: tuple[str, ...]
     statistics: Statistics  # what images are normalised by
     mirror: bool  # whether a mirrored image keeps its class
@@ -155,13 +154,14 @@ def load_data(config: ImageConfig, seed: int = 0, device: torch.device | str = "
     workers = min(8, cores_of_process()) if workers is None else workers
     load = streams.source if streams else ImageLoader
 
-    def source(split: ImageSplit, found: Decoded | None, keeps: bool) -> ImageSource:
+    def source(split: ImageSplit, found: Decoded | None, keeps: bool) -> PixelStore | ImageLoader:
         if found is None:
             return load(split, device, workers, config.max_bad_images)
-        pixels, good, bad = found
+        pixels, split, bad = found
         if keeps:
-            return PixelStore(pixels, split.labels[good], device, bad)
-        return ImageLoader(split.select(good), device, workers, config.max_bad_images, bad)
+            tensors = (torch.from_numpy(array).to(device) for array in (pixels, split.labels))
+            return PixelStore(*tensors, bad)
+        return ImageLoader(split, device, workers, config.max_bad_images, bad)
 
     keeps = (config.augmentation != "timm", True)  # timm's pipeline runs in loader processes
     crop_pct = 1.0 if decoded or (streams and (side or 99) <= _STORE_UP_TO) else EVAL_CROP

@@ -17,6 +17,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +31,7 @@ from torch.utils.data import DataLoader
 from dbsl.base.errors import SettingError, words_of
 from dbsl.base.files import write_with
 from dbsl.base.machine import lazy_import
-from dbsl.data.sources import Batch, Source
+from dbsl.data.sources import Batch, Source, TensorSource
 from dbsl.data.transforms import Transform, cut, to_device, upright
 from dbsl.plan.sampler import Order
 
@@ -44,59 +45,36 @@ _TELLS_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS: there signals en
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # ask a run to stop
 
 BadRows = Mapping[int, str]  # rows of images that could not be decoded, and why
-Decoded = tuple[np.ndarray, np.ndarray, BadRows]  # pixels, their samples
 Request = tuple[np.ndarray, Transform, int]  # samples, transform, epoch: one batch
 Loaded = tuple[torch.Tensor, torch.Tensor, BadRows]  # images, their places
 Stored = Mapping[str, Any] | None  # an image as a table has it: bytes and path, either may be None
 
 
-class ImageSource(Source):
-    """Images and labels of one split, float32 [B, 3, R, R] and int64 [B].
+class PixelStore(TensorSource):
+    """Small images of one size, decoded and kept on the device as uint8 [N, S, S, 3].
 
-    Images that cannot be decoded are missing from their batches.
+    Whole pixels lie together, as resizing likes them.
     """
-
-    blocks: Order | None = None  # draws the order of an epoch; None: any is as good as another
-
-    def __init__(self, labels: np.ndarray, device: torch.device, bad: BadRows) -> None:
-        self.labels = labels  # int64 [N], on the host
-        self.device = device
-        self.bad = dict(bad)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
-class PixelStore(ImageSource):
-    """Small images of one size, decoded and kept on the device: a batch is one gather."""
-
-    def __init__(
-        self, pixels: np.ndarray, labels: np.ndarray, device: torch.device, bad: BadRows
-    ) -> None:
-        """Keep `pixels`, uint8 [N, S, S, 3]: whole pixels together, as resizing likes them."""
-        super().__init__(labels, device, bad)
-        self._pixels = torch.from_numpy(pixels).to(device)
-        self._labels = torch.from_numpy(labels).to(device)
 
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
     ) -> Iterator[Batch]:
-        """See `Source.batches`."""
+        """See `Source.batches`; images are float32 [B, 3, R, R]."""
         for samples in index_batches:
-            places = to_device(samples % len(self), self.device)
-            pixels = self._pixels.index_select(0, places)
-            images = transform(pixels.permute(0, 3, 1, 2), samples, epoch)
-            yield images, self._labels.index_select(0, places)
+            ((pixels, labels),) = super().batches([samples])
+            yield transform(pixels.permute(0, 3, 1, 2), samples, epoch), labels
 
 
-class ImageLoader(ImageSource):
+class ImageLoader(Source):
     """Large or uneven images, decoded and cut to size in loader processes as they are needed.
 
-    The processes start with `start`, or else with the first batch, and stay until this object goes.
-    A fork server makes them, because the fork of a process that has CUDA or gloo threads may hang.
+    Images that cannot be decoded are missing from their batches, float32 [B, 3, R, R]. The
+    processes start with `start`, or else with the first batch, and stay until this object goes. A
+    fork server makes them, because the fork of a process that has CUDA or gloo threads may hang.
     Each therefore imports the main script, which needs its ``if __name__ == "__main__":``.
     """
 
+    blocks: Order | None = None  # draws the order of an epoch; None: any is as good as another
     _Requests: type[list[Request]] = list  # loader processes get what it iterates over
 
     def __init__(
@@ -107,7 +85,7 @@ class ImageLoader(ImageSource):
         max_bad: int = 0,  # most images that may fail to be decoded before that is an error
         bad: BadRows = MappingProxyType({}),  # those that have failed, and are not in the split
     ) -> None:
-        super().__init__(split.labels, device, bad)
+        self.labels, self.device, self.bad = split.labels, device, dict(bad)
         self._split = split
         self._max_bad = max_bad
         self._calls = 0  # calls of `batches`
@@ -123,6 +101,9 @@ class ImageLoader(ImageSource):
             pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # else each call would advance torch's own
         )
+
+    def __len__(self) -> int:
+        return len(self.labels)
 
     def start(self) -> None:
         """Start the loader processes, and wait until each of them is there."""
@@ -279,32 +260,43 @@ def _attempt(function: Callable[..., Image.Image], *arguments: Any) -> Image.Ima
         return re.sub(r" (file )?<_io.BytesIO .*?>", "", words_of(error, None))
 
 
+Decoded = tuple[np.ndarray, ImageSplit, BadRows]  # pixels, their split, and what is left out of it
+
+
 def decode_cached(split: ImageSplit, side: int, max_bad: int) -> Decoded | None:
     """Return a split's pixels, read from the cache if possible; None if an image has another size.
 
     On the CPU, processes that read the cache share its memory.
     """
     cache, shape = _cache_file(split), (len(split), side, side, 3)
-    everything = np.arange(len(split))
     with contextlib.suppress(Exception):  # no file, or one whose header is damaged in some way
         pixels = np.load(cache, mmap_mode="c", allow_pickle=False)
         if pixels.shape == shape and pixels.dtype == np.uint8:
-            return pixels, everything, {}
+            return pixels, split, {}
     pixels, bad = np.empty(shape, np.uint8), {}
-    for sample, image in enumerate(split.decode(everything)):
+    for sample, image in enumerate(split.decode(np.arange(len(split)))):
         if isinstance(image, str):
             bad[sample] = image
         elif image.size != (side, side):
             return None
         else:
             pixels[sample] = image
-    if not bad:
-        _write_cache(cache, pixels)
-        return pixels, everything, {}
     rows: dict[int, str] = {}
     note_bad(rows, {int(split.rows[sample]): bad[sample] for sample in bad}, max_bad, split)
-    good = np.delete(everything, list(bad))
-    return pixels[good], good, rows
+    if bad:
+        good = np.delete(np.arange(len(split)), list(bad))
+        return pixels[good], split.select(good), rows
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        write_with(cache, partial(_save, pixels))
+    except OSError as error:
+        logger.warning("decoded images are not cached (%s)", error)
+    return pixels, split, rows
+
+
+def _save(pixels: np.ndarray, path: Path) -> None:
+    with path.open("wb") as file:  # to a path NumPy would add an ending
+        np.save(file, pixels, allow_pickle=False)
 
 
 def _cache_file(split: ImageSplit) -> Path:
@@ -318,18 +310,6 @@ def _cache_file(split: ImageSplit) -> Path:
     )
     digest = hashlib.sha256(repr(content).encode() + split.rows.tobytes()).hexdigest()
     return Path(datasets.config.HF_DATASETS_CACHE) / "dbsl" / f"pixels-{digest[:32]}.npy"
-
-
-def _write_cache(path: Path, pixels: np.ndarray) -> None:
-    def save(temporary: Path) -> None:
-        with temporary.open("wb") as file:
-            np.save(file, pixels, allow_pickle=False)
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_with(path, save)
-    except OSError as error:
-        logger.warning("decoded images are not cached (%s)", error)
 
 
 # Whoever asks a run to stop may ask all of its processes at once: a terminal by Ctrl-C, `timeout`

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,6 +16,7 @@ from dbsl.config.settings import NO_SIDE
 from dbsl.data.transforms import to_device
 
 Batch = tuple[Tensor, Tensor]  # inputs [B, ...], labels [B]
+_NO_BAD: Mapping[int, str] = MappingProxyType({})
 
 
 class Source(Protocol):
@@ -71,23 +73,23 @@ def image_batch(size: int, side: int, classes: int, device: torch.device) -> Bat
 class TensorSource(Source):
     """Inputs and labels of one split, kept on the device: a batch is one gather."""
 
-    def __init__(self, inputs: Tensor, labels: Tensor) -> None:
-        self.inputs, self.labels = inputs, labels  # [N, ...], [N]
-        self.bad: Mapping[int, str] = {}
+    def __init__(self, inputs: Tensor, labels: Tensor, bad: Mapping[int, str] = _NO_BAD) -> None:
+        self.inputs, self.labels, self.bad = inputs, labels, bad  # [N, ...], [N]
+        self.device = inputs.device
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     def on(self, device: torch.device) -> TensorSource:
         """Return the samples on a device."""
-        return TensorSource(self.inputs.to(device), self.labels.to(device))
+        return type(self)(self.inputs.to(device), self.labels.to(device), self.bad)
 
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: None = None, epoch: int = 0
     ) -> Iterator[Batch]:
         """See `Source.batches`."""
         for samples in index_batches:
-            places = to_device(samples, self.inputs.device)
+            places = to_device(samples % len(self), self.device)
             yield self.inputs.index_select(0, places), self.labels.index_select(0, places)
 
 
@@ -126,7 +128,7 @@ class TensorData:
 
     def example(self, size: int, resolution: int) -> Batch:
         """Return the first training samples, repeated where there are fewer."""
-        places = torch.arange(size, device=self.train.inputs.device) % len(self.train)
+        places = torch.arange(size, device=self.train.device) % len(self.train)
         return self.train.inputs[places], self.train.labels[places]
 
 

@@ -1,24 +1,34 @@
-"""Images at a stage's resolution: cut, resize, augment, normalise.
+"""Images at a stage's resolution: cut, resize, augment, normalise, erase, mix.
 
 Whatever is random about a sample is a function of (seed, epoch, sample number). A sample therefore
-looks the same whichever worker trains on it and whichever batch it stands in.
+looks the same whichever worker trains on it and whichever batch it stands in. Mixing alone is drawn
+for a batch.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from dataclasses import dataclass, field
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps
+from torch import Tensor
 
 from dbsl.base.errors import SettingError
-from dbsl.base.seeds import sample_uniforms, stream_seed
+from dbsl.base.machine import lazy_import
+from dbsl.base.seeds import sample_seeds, sample_uniforms, stream_seed
 from dbsl.config.image_settings import Augment, AugmentKwargs, EraseKwargs, Interpolation
-from dbsl.data.augment import erase, global_streams, image_seeds, timm_transform
+from dbsl.plan.sampler import Part
+
+timm = lazy_import("timm")
 
 # Others are Pillow's alone: torch has them on some devices, with other pixels, or not at all.
 _BY_TORCH = ("bilinear", "bicubic")
@@ -76,8 +86,8 @@ class Transform:
             )
 
     def __call__(
-        self, images: torch.Tensor, samples: np.ndarray, epoch: int, *, prepared: bool = False
-    ) -> torch.Tensor:
+        self, images: Tensor, samples: np.ndarray, epoch: int, *, prepared: bool = False
+    ) -> Tensor:
         """Return normalised float32 images, [B, 3, R, R] in channels_last, on the images' device.
 
         Never waits for the device, but with an interpolation that is Pillow's alone. `images` are
@@ -134,14 +144,14 @@ class Transform:
     def _mode(self) -> Interpolation:
         return self.interpolation if self.augment == "none" else "bilinear"
 
-    def _centre(self, images: torch.Tensor) -> torch.Tensor:
+    def _centre(self, images: Tensor) -> Tensor:
         """Return the central square of images [B, 3, S, S], the nearest whole pixels."""
         side = images.shape[-1]
         cut = max(1, round(side * self.crop_pct))
         first = (side - cut) // 2
         return images[:, :, first : first + cut, first : first + cut]
 
-    def _resize(self, images: torch.Tensor) -> torch.Tensor:
+    def _resize(self, images: Tensor) -> Tensor:
         side, mode = self.resolution, self._mode
         if images.shape[2:] == (side, side):
             return images
@@ -154,7 +164,7 @@ class Transform:
         mode = TF.InterpolationMode(mode)
         return TF.resize(images, [side, side], interpolation=mode, antialias=True)
 
-    def _normalise(self, images: torch.Tensor) -> torch.Tensor:
+    def _normalise(self, images: Tensor) -> Tensor:
         batch, _, height, width = images.shape
         scale, offset = _affine(self.mean, self.std, width, images.device)
         # Rows of whole pixels, so that the innermost loop is a row long and not three channels.
@@ -163,7 +173,7 @@ class Transform:
         return rows.view(batch, height, width, 3).permute(0, 3, 1, 2)
 
 
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Return the array as a tensor on the device, without waiting for what the device still does.
 
     On the CPU the tensor may share the array's memory.
@@ -176,16 +186,14 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=16)  # without the cache each batch would copy it to the device
-def _affine(mean: Means, std: Means, width: int, device: torch.device) -> torch.Tensor:
+def _affine(mean: Means, std: Means, width: int, device: torch.device) -> Tensor:
     """Return scale and offset that turn 0..255 into (x / 255 - mean) / std, [2, width * 3]."""
     scale = 1 / (255 * np.asarray(std))
     offset = -np.asarray(mean) / np.asarray(std)
     return to_device(np.tile(np.stack([scale, offset]).astype(np.float32), width), device)
 
 
-def _shift(
-    images: torch.Tensor, flipped: np.ndarray, down: np.ndarray, right: np.ndarray
-) -> torch.Tensor:
+def _shift(images: Tensor, flipped: np.ndarray, down: np.ndarray, right: np.ndarray) -> Tensor:
     """Zero-pad by an eighth of the side, cut a window of the old size, mirror where `flipped`.
 
     `down` and `right` in [0, 1) place the window. All three are one gather of whole pixels, which
@@ -203,9 +211,7 @@ def _shift(
     return padded[rows[:, :, None] + columns[:, None, :]].permute(0, 3, 1, 2)
 
 
-def _warp(
-    images: torch.Tensor, flipped: np.ndarray, turn: np.ndarray, zoom: np.ndarray
-) -> torch.Tensor:
+def _warp(images: Tensor, flipped: np.ndarray, turn: np.ndarray, zoom: np.ndarray) -> Tensor:
     """Mirror where `flipped`, then rotate and scale; `turn` and `zoom` in [0, 1) say how much."""
     angle = (2 * turn - 1) * _ROTATION * 2 * math.pi
     scale = 1 + (2 * zoom - 1) * _ZOOM  # above 1 the image shrinks: the grid reaches further out
@@ -275,3 +281,139 @@ def cut(
         image = image.convert("RGB")
     image = image.resize((side, side), resampling, box=tuple(map(float, box)))
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirror else image
+
+
+# --- what timm draws from global random numbers
+
+
+@contextmanager
+def global_streams(seed: int | None = None) -> Iterator[None]:
+    """Leave Python's, NumPy's and torch's own random numbers as they were; inside, seed them.
+
+    timm and torchvision draw from these. What they draw for a sample then depends on its seed
+    alone, not on the process or on what was drawn before. The generators of devices are left out.
+    """
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    state = torch.default_generator.get_state()
+    try:
+        if seed is not None:
+            seed_streams(seed)
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        torch.default_generator.set_state(state)
+
+
+def seed_streams(seed: int) -> None:
+    """Start all of them from a seed in [0, 2**63)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)
+
+
+@functools.lru_cache(maxsize=16)
+def timm_transform(kwargs: AugmentKwargs, resolution: int, mean: Means, mirror: bool) -> Any:
+    """Return timm's training transform, from a PIL image to uint8 [3, R, R].
+
+    It draws from the global random numbers. Operations that leave a gap fill it with the channel
+    means, in [0, 1]; without `mirror` an unset `hflip` is 0.
+    """
+    given = {name: value for name, value in asdict(kwargs).items() if value is not None}
+    for ours, timms in (("aa", "auto_augment"), ("train_interpolation", "interpolation")):
+        if ours in given:
+            given[timms] = given.pop(ours)
+    if not mirror:
+        given.setdefault("hflip", 0.0)
+    if len(jitter := given.get("color_jitter", ())) == 1:
+        (given["color_jitter"],) = jitter
+    built = timm.data.transforms_factory.transforms_imagenet_train(
+        resolution, mean=mean, use_prefetcher=True, **given
+    )
+    for step in built.transforms:
+        policies = getattr(step, "policy", [getattr(step, "ops", [])])
+        for operation in itertools.chain.from_iterable(policies):
+            if operation.aug_fn is timm.data.auto_augment.posterize:
+                operation.aug_fn = _posterize
+    return built
+
+
+def _posterize(image: Image.Image, bits: int, **more: Any) -> Image.Image:
+    """Keep so many bits of each channel; Pillow 13 refuses none of them, which timm may draw."""
+    if bits < 1:
+        return Image.new(image.mode, image.size)  # black, as from older Pillow
+    return timm.data.auto_augment.posterize(image, bits, **more)
+
+
+def erase(
+    images: Tensor, kwargs: EraseKwargs, samples: np.ndarray, seed: int, epoch: int
+) -> Tensor:
+    """Return images [B, 3, R, R] with parts erased by (seed, epoch, sample).
+
+    On the CPU they are written to. Another device gets all rectangles of a batch at once: one by
+    one each would take launches.
+    """
+    canvas = images
+    if images.device.type != "cpu":
+        canvas = torch.full_like(images, math.nan, device="cpu", pin_memory=images.is_cuda)
+    erasing = timm.data.random_erasing.RandomErasing(
+        kwargs.reprob, mode=kwargs.remode, max_count=kwargs.recount, device="cpu"
+    )
+    seeds = image_seeds(seed, "erasing", epoch, samples)
+    with global_streams():
+        for image, its_seed in zip(canvas, seeds, strict=True):
+            seed_streams(its_seed)
+            erasing(image)
+    if canvas is images:
+        return images
+    canvas = canvas.to(images.device, non_blocking=True)
+    return torch.where(canvas.isnan(), images, canvas)
+
+
+def image_seeds(seed: int, purpose: str, epoch: int, samples: np.ndarray) -> list[int]:
+    """Return a seed for each sample, in [0, 2**63)."""
+    return (sample_seeds(stream_seed(seed, purpose, epoch), samples) >> np.uint64(1)).tolist()
+
+
+class Mixing:
+    """Mixes each image of a batch with another of it, and their labels likewise.
+
+    One mixing is drawn for a batch, from (seed, epoch, the batch's first sample), so that
+    a resumed run draws as an unbroken one. Partners are of the same batch: how an epoch is split
+    into batches matters, as it does not without mixing.
+
+    `mixup_alpha` is of mixup's Beta distribution (arXiv 1710.09412), `cutmix_alpha` of CutMix's
+    areas (arXiv 1905.04899); 0: off. With both, each batch gets one of the two.
+    """
+
+    def __init__(
+        self,
+        mixup_alpha: float,
+        cutmix_alpha: float,
+        *,
+        num_classes: int,
+        seed: int,
+        off_epoch: int = 0,
+        **more: Any,
+    ) -> None:
+        """Take more arguments of timm's Mixup; from `off_epoch` on, if it is not 0, mix nothing."""
+        self._classes, self._seed, self._off_epoch = num_classes, seed, off_epoch
+        self._mix = timm.data.Mixup(
+            mixup_alpha, cutmix_alpha, label_smoothing=0.0, num_classes=num_classes, **more
+        )
+
+    def mixed(
+        self, batches: Iterable[tuple[Tensor, Tensor]], parts: Iterable[Part], epoch: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the batches of these parts mixed: images [B, 3, R, R], shares of classes [B, C].
+
+        The last image of an odd batch stays as it is: timm mixes pairs. Images are written to.
+        """
+        for (images, labels), part in zip(batches, parts, strict=True):
+            whole = len(labels) // 2 * 2
+            shares = F.one_hot(labels, self._classes).to(images.dtype)
+            if whole and not (self._off_epoch and epoch >= self._off_epoch):
+                first = int(part.indices[0])
+                with global_streams(stream_seed(self._seed, "mixing", epoch, first)):
+                    _, shares[:whole] = self._mix(images[:whole], labels[:whole])
+            yield images, shares

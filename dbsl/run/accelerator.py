@@ -111,8 +111,6 @@ def first_on_node(accelerator: Accelerator) -> Iterator[None]:
 
 def nodes_of(accelerator: Accelerator) -> tuple[int, ...]:
     """Return the number of each process's node, from 0 (a collective)."""
-    if accelerator.num_processes == 1:
-        return (0,)
     # Launchers number the processes node by node.
     first = _of_all(accelerator.local_process_index == 0, accelerator)
     return tuple(node - 1 for node in itertools.accumulate(first))
@@ -120,15 +118,12 @@ def nodes_of(accelerator: Accelerator) -> tuple[int, ...]:
 
 def common_threads(accelerator: Accelerator) -> int | None:
     """Return the CPU threads that each process has; None: nodes differ in them (a collective)."""
-    threads = torch.get_num_threads()
-    if accelerator.num_processes > 1 and len(set(_of_all(threads, accelerator))) > 1:
-        return None
-    return threads
+    threads = {*_of_all(torch.get_num_threads(), accelerator)}
+    return threads.pop() if len(threads) == 1 else None
 
 
 def _of_all(value: int, accelerator: Accelerator) -> list[int]:
-    own = torch.tensor([int(value)], device=accelerator.device)
-    return accelerator.gather(own).tolist()
+    return accelerator.gather(torch.tensor([int(value)], device=accelerator.device)).tolist()
 
 
 def start_joining_accelerator(
@@ -160,11 +155,7 @@ def _set_up_process() -> bool:
 
 
 def check_launcher() -> None:
-    """Refuse what `accelerate launch` was asked for and is not done here.
-
-    Its answers reach a process by the environment. One that nobody reads would be overridden
-    without a word.
-    """
+    """Refuse what `accelerate launch` was asked for, by the environment, and is not done here."""
     for name, asks, what, way in _NOT_HERE:
         value = os.environ.get(name, "").lower()
         if re.fullmatch(asks, value):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from dbsl.base.errors import SettingError, one_of_several
+from dbsl.base.errors import one_of_several
 from dbsl.cluster.alive import ControlGroup, Heartbeats
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.launch import Door, RunningJob
@@ -20,15 +20,10 @@ from dbsl.cluster.merges import MergeRule, choose_rule
 from dbsl.cluster.server import GradientServer, Server
 from dbsl.cluster.serving import through_server
 from dbsl.cluster.simulated import SimulatedCluster
-from dbsl.cluster.steps import (
-    ComputeTimer,
-    DistributedSteps,
-    PushedGradients,
-    Stepper,
-)
+from dbsl.cluster.steps import ComputeTimer, DistributedSteps, PushedGradients, Stepper
 from dbsl.cluster.weights import FlatWeights, compile_in_place
 from dbsl.cluster.wire import CPU, SERVER_RANK
-from dbsl.config.settings import RunConfig, meets_at_server
+from dbsl.config.settings import meets_at_server
 from dbsl.model import join_batch_norm, set_dropout
 from dbsl.optimizer import make_clip
 from dbsl.run.folder import SUMS
@@ -52,8 +47,6 @@ def connect(
     the code (`Code`), which a process that joins later must have.
     """
     config = run.config
-    if merge is not None:
-        _check_merge(config)
     alone = not one_of_several()
     rank = 0 if alone else job.rank if job else dist.get_rank()
     own = rank - config.dedicated_server
@@ -171,16 +164,3 @@ def make_ready(
                 shapes += 1
     took, what = time.perf_counter() - began, "compiled" if compiled else "cuDNN has chosen"
     accelerator.print(f"{what} for {shapes} pairs of resolution and batch size in {took:.0f} s")
-
-
-def _check_merge(config: RunConfig) -> None:
-    """Refuse settings with which a merge rule of the script's own would not be asked."""
-    for name, fits, must in (
-        ("sync", config.sync != "step", "not be step"),
-        ("push", config.push != "gradients", "not be gradients"),
-        ("merge", config.merge is None, "be unset"),
-        ("wire", config.wire == "float32", "be float32"),
-    ):
-        if not fits:
-            got = getattr(config, name)
-            raise SettingError(f"{name} must {must} with a merge rule of your own, got {got}")

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import count
@@ -73,17 +73,16 @@ class RunFolder:
         self.path = path
         self._lock: FileLock | None = None
         self._made: list[Path] = []  # folders, the innermost first
-        with refused_by_all(accelerator):
+        with refused_by_all(accelerator), ExitStack() as undo:
             if accelerator.is_main_process:
+                undo.callback(self.release)
                 try:
                     self._open(new, named)
-                except (SettingError, OSError) as reason:
-                    self.release()
-                    if isinstance(reason, SettingError):
-                        raise
+                except OSError as reason:
                     raise SettingError(
                         f"output_dir must be a folder that can be written, got {path} ({reason})"
                     ) from reason
+            undo.pop_all()
         self.path = Path(share_text(str(self.path), accelerator))
         if new:  # a launcher that restarts the processes finds them in the folder that they were in
             self.path = Path(remember(RUN_FOLDER, str(self.path)))
@@ -152,7 +151,7 @@ class RunFolder:
             self._lock = None
             raise SettingError(
                 f"output_dir must be no other run's, got {self.path}, which is in use by "
-                f"{_holder(path)}"
+                f"{holder_of(self.path)}"
             ) from None
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {started}\n")
@@ -166,11 +165,8 @@ def holder_of(path: Path) -> str | None:
         with FileLock(path / LOCK, blocking=False):
             return None
     except Timeout:
-        return _holder(path / LOCK)
-
-
-def _holder(lock: Path) -> str:
-    return lock.read_text(encoding="utf-8", errors="replace").strip() or "another process"
+        text = (path / LOCK).read_text(encoding="utf-8", errors="replace")
+        return text.strip() or "another process"
 
 
 def default_folder(config: Any) -> Path:

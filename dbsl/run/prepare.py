@@ -25,9 +25,9 @@ from dbsl.config.hooks import Extra, Extras, Machine
 from dbsl.config.image_settings import DataConfig
 from dbsl.config.parse import read_settings, run_folder_of
 from dbsl.config.settings import NO_SIDE, RunConfig, steps_in_parts, takes_joint_steps
-from dbsl.data.augment import Mixing
 from dbsl.data.dataset import load_data
 from dbsl.data.sources import Source, TrainingData, as_source
+from dbsl.data.transforms import Mixing
 from dbsl.loss import Figures, LossFunction, figure_names, with_figures
 from dbsl.model import (
     build_model,
@@ -68,6 +68,7 @@ OptimizerBuilder = Callable[
 _OF_DATA = (*(field.name for field in fields(DataConfig) if field.name != "dataset"), "resolutions")
 # A function may read momentum and weight_decay of the settings that it is given.
 _OF_OPTIMIZER = ("opt_kwargs",)
+_OF_MERGE = ("merge", "push", "wire")
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,10 @@ class Replaced:
             given = _named(given, setting, (called or type(value).__name__).strip("<>"), void)
         if self.model is not None and "layer_decay" in given.optimizer_settings:
             raise SettingError("opt_kwargs must leave out layer_decay with your own model")
+        if self.merge is not None:
+            _refuse_others(given, _OF_MERGE, "merge")
+            if given.sync == "step":
+                raise SettingError("sync must not be step with your own merge, got step")
         return given
 
     def load_data(self, config: RunConfig, accelerator: Accelerator) -> TrainingData:
@@ -205,17 +210,18 @@ class Replaced:
         return sources
 
 
-def _named(given: RunConfig, setting: str, name: str, void: tuple[str, ...]) -> RunConfig:
+def _refuse_others(given: RunConfig, names: Sequence[str], own: str) -> None:
     defaults = {field.name: field.default for field in fields(given)}
-    own = f"with your own {'data' if setting == 'dataset' else setting}"
-    for other in void:
-        value = getattr(given, other)
-        if value != defaults[other]:
-            raise SettingError(f"{other} must be left out {own}, got {value}")
-    if getattr(given, setting) not in (defaults[setting], name):
-        raise SettingError(
-            f"{setting} must be left out or {name} {own}, got {getattr(given, setting)}"
-        )
+    for name in names:
+        if (value := getattr(given, name)) != defaults[name]:
+            raise SettingError(f"{name} must be left out with your own {own}, got {value}")
+
+
+def _named(given: RunConfig, setting: str, name: str, void: Sequence[str]) -> RunConfig:
+    own = "data" if setting == "dataset" else setting
+    _refuse_others(given, void, own)
+    if (value := getattr(given, setting)) not in (getattr(type(given), setting), name):
+        raise SettingError(f"{setting} must be left out or {name} with your own {own}, got {value}")
     return replace(given, **{setting: name})
 
 
@@ -377,8 +383,7 @@ def _build_model(
 def _check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
     samples = len(data.train)
     rounds = 1 if takes_joint_steps(config) else config.rounds_per_epoch
-    needed = config.workers * rounds * least
-    if samples < needed:
+    if samples < (needed := config.workers * rounds * least):
         why = ", whose batch norm needs 2 at a time" if least > 1 else ""
         raise SettingError(
             f"dataset must have at least {needed} training {data.unit}s for {config.workers} "

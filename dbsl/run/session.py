@@ -72,12 +72,8 @@ class Progress:
         sums = {worker: list(islice(values, len(own))) for worker, own in self.sums.items()}
         return sums, all(math.isfinite(x) for x in (weights, *(own[0] for own in sums.values())))
 
-    def clear(self) -> None:
-        """Begin a round: the last one was pushed."""
-        self.__init__()
-
     def load(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Go on from what `asdict` returned."""
+        """Go on from what `asdict` returned; from {}: begin a round."""
         self.__init__(**state)
         self.sums = {worker: sums.to(device) for worker, sums in self.sums.items()}
 
@@ -225,7 +221,7 @@ class Session(EvaluationSession[ConfigT]):
         yield work
         if cluster.push(work.reports()):  # refused: the next pull brings good weights
             work.forget()
-        progress.clear()
+        progress.load({}, self.accelerator.device)
 
     @contextmanager
     def evaluating(self) -> Iterator[Callable[[], float]]:

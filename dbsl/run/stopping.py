@@ -46,7 +46,7 @@ class Stopping:
         self.signal: str | None = None
         # Called in another thread after the first signal.
         self.on_signal: Callable[[], object] = lambda: None
-        self._ends: tuple[socket.socket, socket.socket] | None = None
+        self._told: socket.socket | None = None
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Stopping:
@@ -56,9 +56,9 @@ class Stopping:
                     self._before[number] = signal.signal(number, self._note)
             # The main thread may wait outside Python, where it runs no handler: Python writes each
             # signal's number here at once.
-            self._ends = hears, told = socket.socketpair()
-            told.setblocking(False)
-            self._wakeup_fd = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+            hears, self._told = socket.socketpair()
+            self._told.setblocking(False)
+            self._wakeup_fd = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
             given = (hears, set(self._before))
             threading.Thread(target=self._tell, args=given, name="on-signal", daemon=True).start()
         return self
@@ -67,19 +67,16 @@ class Stopping:
         while self._before:
             signal.signal(*self._before.popitem())
         self.on_signal = lambda: None
-        if self._ends is not None:
+        if self._told is not None:
             signal.set_wakeup_fd(self._wakeup_fd)
-            self._ends[1].shutdown(socket.SHUT_RDWR)  # forks may have it, too
-            self._ends[1].close()
+            self._told.shutdown(socket.SHUT_RDWR)  # forks may have it, too
+            self._told.close()
 
     @property
     def reason(self) -> str | None:
         """Why the run is to stop, or None."""
-        if self.signal:
-            return self.signal
-        if self.deadline is not None and time.monotonic() >= self.deadline:
-            return "max_minutes"
-        return None
+        over = self.deadline is not None and time.monotonic() >= self.deadline
+        return self.signal or ("max_minutes" if over else None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name

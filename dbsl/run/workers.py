@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -212,24 +212,15 @@ def _reserve_bytes(
     return float(weights * (pulled + 1) + state_bytes * optimizers)
 
 
-@dataclass(frozen=True)
 class Measurements:
     """What this process measures of its workers, and what all processes have measured."""
 
-    config: RunConfig
-    profiler: Profiler
-    accelerator: Accelerator
-
-    @property
-    def _limit_bytes(self) -> float | None:
-        return self.config.memory_limit and self.config.memory_limit * GIB
-
-    @property
-    def _here(self) -> Sequence[int]:
-        """The workers of this process; a dedicated server measures as the first does."""
-        if self.accelerator.num_processes == 1:
-            return range(self.config.workers)
-        return (max(0, self.accelerator.process_index - self.config.dedicated_server),)
+    def __init__(self, config: RunConfig, profiler: Profiler, accelerator: Accelerator) -> None:
+        self.config, self.profiler, self.accelerator = config, profiler, accelerator
+        self._limit_bytes = config.memory_limit and config.memory_limit * GIB
+        # The workers of this process; a dedicated server measures as the first does.
+        own = max(0, accelerator.process_index - config.dedicated_server)
+        self._here = range(config.workers) if accelerator.num_processes == 1 else (own,)
 
     def largest_batches(self, most: Sequence[int], **words: str) -> list[list[int]]:
         """Return the largest batches that fit into memory, at most these: [resolution][worker]."""

@@ -89,11 +89,7 @@ def test_config_parses_and_sets_something(path):
     assert config != train.Config()
 
 
-@pytest.mark.parametrize(
-    "path",
-    short(CONFIGS, *filter(in_short_set, CONFIGS)),
-    ids=str,
-)
+@pytest.mark.parametrize("path", short(CONFIGS, *filter(in_short_set, CONFIGS)), ids=str)
 def test_config_trains_a_few_steps(tmp_path, path):
     config = parse_config(train.Config, ["--config", str(ROOT / path)])
     train.main(shrunk(config, tmp_path))

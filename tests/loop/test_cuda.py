@@ -1,7 +1,5 @@
 """What only a GPU can show, a moment each, in one process: `pytest -m gpu`."""
 
-import os
-import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,16 +10,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 import dbsl.cluster.wire
-import train
-from dbsl.base.errors import RunStopped
 from dbsl.cluster.merges import ratio
 from dbsl.cluster.server import Server
 from dbsl.cluster.steps import ComputeTimer, Stepper
-from dbsl.cluster.weights import FlatWeights, uncompiled
-from dbsl.cluster.wire import Transfer
+from dbsl.cluster.weights import FlatWeights
+from dbsl.cluster.wire import Channel
 from dbsl.config.image_settings import EraseKwargs
-from dbsl.data.augment import erase
 from dbsl.data.sources import image_batch
+from dbsl.data.transforms import erase
 from dbsl.extras.noise import NoiseProbe
 from dbsl.plan.ledger import Members
 from dbsl.plan.sampler import Part, Step
@@ -82,13 +78,6 @@ def images_of(size, side):
     return image_batch(size, side, 3, CUDA)
 
 
-def gradients(model, size):
-    loss_of(model, *images_of(size, 16)).backward()
-    found = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad(set_to_none=True)
-    return found
-
-
 def after_joint_steps(*, compiled):
     """Return the weights after three joint steps of two workers with 4 and 8 images."""
     model = small_net()
@@ -111,18 +100,6 @@ def test_compiled_joint_steps_equal_eager_ones():
     torch.testing.assert_close(after_joint_steps(compiled=True), expected, rtol=0.01, atol=1e-3)
 
 
-@pytest.mark.timeout(200)
-def test_graphs_of_two_shapes_that_take_turns_give_the_eager_gradients():
-    model = small_net()
-    ready(model, compiled=True)
-    for size in (4, 8, 8, 4):
-        found = gradients(model, size)
-        with uncompiled(model):
-            expected = gradients(model, size)
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0.01, atol=1e-3)
-
-
 def test_shapes_met_before_training_leave_weights_and_random_numbers_alone():
     model = small_net()
     before = FlatWeights(model).vector.clone()
@@ -138,23 +115,11 @@ def test_fp16_with_clipping_gives_finite_losses(tmp_path):
     assert len(losses) == 8
 
 
-def test_a_run_stopped_in_a_round_and_resumed_goes_on_as_if_it_had_not_been(
-    tmp_path, monkeypatch, usual_signals
-):
+def test_a_run_stopped_in_a_round_and_resumed_goes_on_as_if_it_had_not_been(tmp_path):
     settings = {"local_batch_sizes": (4, 8), "workers": 2, "epochs": 2, "rounds_per_epoch": 2}
     whole = run(tmp_path / "whole", **settings)
-    train_round, begun = train.train_round, []
-
-    def stopped(session, turn):
-        begun.append(turn)
-        if len(begun) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        train_round(session, turn)
-
-    monkeypatch.setattr(train, "train_round", stopped)
-    with pytest.raises(RunStopped):
+    with helpers.stopped_at_step(3):
         run(tmp_path / "broken", **settings)
-    monkeypatch.setattr(train, "train_round", train_round)
     assert_alike(run(tmp_path / "broken", resume="auto", **settings), whole)
 
 
@@ -182,14 +147,14 @@ class Echo:
 def test_a_vector_of_the_gpu_travels_in_chunks_while_the_gpu_computes(monkeypatch, dtype):
     monkeypatch.setattr(dbsl.cluster.wire, "CHUNK", 1000)
     vector, echo = torch.zeros(3500, device=CUDA), Echo()
-    transfer = Transfer(vector, echo, dtype)
+    channel, wire = Channel(echo, vector, dtype, weights=False), dtype or vector.dtype
     torch.cuda._sleep(50_000_000)  # what fills the vector comes after the call of `send`
     vector.copy_(torch.linspace(-1, 1, 3500, device=CUDA))
     expected = vector.clone()
-    transfer.send(vector)
-    transfer.wait()
+    channel.send(vector, wire)
+    channel.wait()
     vector.fill_(9.0)
-    assert transfer.receive(vector, check=True)
+    assert channel.receive(wire, check=True)
     torch.testing.assert_close(vector, expected, rtol=0, atol=2**-8 if dtype else 0.0)
 
 

@@ -547,10 +547,8 @@ def test_a_change_that_was_allowed_stays_allowed_where_the_run_is_killed_before_
 
 def test_settings_of_other_workers_are_written_as_they_are_trained_with(left):
     """config.yaml repeats the run: what was given for three workers is no setting of one of two."""
-    folder = left("step", False)
-    found = newest(folder)
     given = Config(**{**SETTINGS, **MODES["step"]}, workers=4)
-    now = resume.adapt_to_processes(given, found, 2, given)
+    now = resume.adapt_to_processes(given, newest(left("step", False)), 2, given)
     written = _given_now(given, given, now)
     assert (written.workers, written.local_batch_sizes) == (2, None)
     assert written == replace(now, global_batch_size=None)  # found out, not given
@@ -597,11 +595,10 @@ def test_a_run_is_not_made_shorter_than_a_worker_has_come(tmp_path):
 
 def test_what_was_found_for_other_workers_is_found_anew(left):
     """Also where the number of workers was given: half of four workers are half of two."""
-    folder = left("bsp", False)
-    found = newest(folder)
     config = {**MODES["bsp"], "small_workers": None, "small_ratio": 0.5, "workers": 4}
     before = {"small_workers": 2, "small_batch_size": (2,), "processes": 1}
     given = Config(**config, resolved=before)
+    found = newest(left("bsp", False))
     now = resume.adapt_to_processes(with_resolved(given), found, 2, given)
     assert (now.workers, now.small_workers, now.small_batch_size) == (2, None, None)
 

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import time
-from dataclasses import asdict
 from importlib.util import find_spec
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 import train
 from dbsl.base.errors import one_line_errors
 from dbsl.config.image_settings import ImageConfig
-from dbsl.config.parse import COMMON, config_to_yaml, parse_config, read_source
+from dbsl.config.parse import COMMON, parse_config, read_source
 from dbsl.config.settings import check_effects
 from dbsl.data.dataset import load_data
 from dbsl.data.images import PixelStore
@@ -27,7 +26,6 @@ from dbsl.profile.timing import StepProfile
 from dbsl.run.folder import holder_of
 from tests import helpers
 from tests.helpers import (
-    TINY,
     fingerprint,
     metrics_of,
     rounds_of,
@@ -168,19 +166,17 @@ def test_unequal_workers_get_shares_by_their_own_times(tmp_path):
 MEMORY = MemoryModel(1e6, 2e7, 12e9, 0.05, 1e9, "a test's")
 
 
+TOO_FEW = "a larger one would leave a round too few steps"  # of digits any would fit
+IN_PARTS = "note: workers 1, 2, 3: batches of 10 in 3 micro-batches of at most 4"
+
+
 @pytest.mark.parametrize(
     ("name", "target", "patch", "found", "said"),
     [
+        ("large_batch_size", "profile_memory", lambda *_: MEMORY, (15, 15), TOO_FEW),
         (
-            *("large_batch_size", "profile_memory", lambda *_: MEMORY),
-            *(
-                (15, 15),
-                "a larger one would leave a round too few steps",
-            ),  # of digits any would fit
-        ),
-        (
-            *("micro_batch_size", "Profiler.largest_batch", lambda *_, at_most, **__: at_most - 6),
-            *((4, 4), "note: workers 1, 2, 3: batches of 10 in 3 micro-batches of at most 4"),
+            *("micro_batch_size", "Profiler.largest_batch"),
+            *(lambda *_, at_most, **__: at_most - 6, (4, 4), IN_PARTS),
         ),
     ],
 )
@@ -401,10 +397,7 @@ COSINE = ("--lr-schedule", "cosine")
 HELP = "flag must be one that --help lists"
 REFUSED = [
     (["--small-ratio", "1.5"], "small_ratio must be in [0, 1], got 1.5"),
-    (
-        ["--sync", "asp", "--merge", "delta"],
-        "merge must be ratio or half with sync",
-    ),
+    (["--sync", "asp", "--merge", "delta"], "merge must be ratio or half with sync"),
     (["--outer-momentum", "1"], "outer_momentum must be in [0, 1), got 1"),
     (["--mixup", "-1"], "mixup must be at least 0, got -1"),
     ([*STEP, "--lr-scaling", "sqrt"], "lr_scaling must be none with sync step"),
@@ -458,10 +451,7 @@ REFUSED = [
     (["--resolutions", "24,x"], "--resolutions must be whole numbers, got '24,x'"),
     (["--large-batch-size", "big"], "--large-batch-size must be whole numbers or auto, got 'big'"),
     (["--compile", "yes"], "values must come behind a flag that takes them, got 'yes'"),
-    (
-        ["--batch-size=3"],
-        f"{HELP}, got --batch-size, which is --large-batch-size or --local-batch-",
-    ),
+    (["--batch-size=3"], f"{HELP}, got --batch-size, which is --large-batch-size or --local-b"),
     (["--class_weights", "1"], f"{HELP}, got --class-weights, which is a line of loss_function"),
 ]
 
@@ -531,13 +521,6 @@ def test_milestones_of_a_cosine_are_taken_where_something_changes_at_them():
 def test_errors_of_other_code_keep_their_traceback():
     with pytest.raises(ValueError, match="invalid literal"), one_line_errors():
         np.testing.assert_array_equal(int("x"), 1)
-
-
-def test_config_parses_back_from_its_yaml(tmp_path):
-    settings = {**TINY, **SETTINGS, "resolutions": (24, 32), "dropout": (0.1, 0.2)}
-    config = Config(**{**settings, "lr": 1e-5, "pretrained": True, "slope": (0.1, 0.2)})
-    (tmp_path / "config.yaml").write_text(config_to_yaml(asdict(config)))
-    assert parse_config(Config, ["--config", str(tmp_path / "config.yaml")]) == config
 
 
 def test_flags_win_over_the_file_and_lists_take_commas_or_spaces(tmp_path):

@@ -21,11 +21,18 @@ def meet(heartbeats, error=None):
     dist.barrier()
 
 
-def waiting_rank(rank, one, raises):
-    """Wait for what does not come; one rank dies without a word, or raises an error."""
-    dbsl.cluster.alive._END_S = 0.5
+def met(**limits):
+    """Return heartbeats of processes that have met once; the limits are seconds."""
+    for name, seconds in limits.items():
+        setattr(dbsl.cluster.alive, name, seconds)
     heartbeats = Heartbeats(20.0)
     meet(heartbeats)
+    return heartbeats
+
+
+def waiting_rank(rank, one, raises):
+    """Wait for what does not come; one rank dies without a word, or raises an error."""
+    heartbeats = met(_END_S=0.5)
     if rank != one:
         time.sleep(HANGS_S)  # in a collective of NCCL
     elif not raises:
@@ -53,8 +60,7 @@ def test_a_death_or_an_error_that_no_exchange_tells_of_ends_the_others(
 
 def meeting_rank(rank, error):
     """Meet twice, the second time without rank 2; rank 1 is late."""
-    heartbeats = Heartbeats(20.0)
-    meet(heartbeats)
+    heartbeats = met()
     if rank == 2 and error is None:
         os._exit(1)
     time.sleep(rank == 1)  # it computes, while rank 0 finds that one is missing
@@ -76,9 +82,7 @@ def test_all_hear_who_died_or_failed(run_ranks, error):
 
 def hanging_rank(rank, one):
     """Meet twice; one rank lives, and does not come to the second time."""
-    dbsl.cluster.alive._NOTICED_S = dbsl.cluster.alive._END_S = 0.5
-    heartbeats = Heartbeats(20.0)
-    meet(heartbeats)
+    heartbeats = met(_NOTICED_S=0.5, _END_S=0.5)
     if rank == one:
         time.sleep(HANGS_S)
     error = RuntimeError("[pair.cc:7] Timed out waiting for a peer")  # as gloo says in the end
@@ -96,9 +100,7 @@ def test_a_rank_that_hangs_is_named_and_ended(run_ranks, one):
 
 def leaving_rank(rank):
     """Leave one after the other, rank 0 first; the last one fails later."""
-    dbsl.cluster.alive._END_S = 0.2
-    heartbeats = Heartbeats(20.0)
-    meet(heartbeats)
+    heartbeats = met(_END_S=0.2)
     if rank == 2:
         time.sleep(0.5)
         with pytest.raises(OSError, match="late"), heartbeats.watching():

@@ -4,7 +4,6 @@ import multiprocessing as mp
 import os
 import socket
 import time
-import traceback
 from datetime import timedelta
 
 import pytest
@@ -15,7 +14,7 @@ from dbsl.base.errors import NothingLeft, SettingError, SyncError
 from dbsl.cluster import launch
 from dbsl.cluster.launch import Door, find_running_job
 from dbsl.plan.types import JoinedWorker, LostWorker
-from tests.helpers import free_port, wait_until
+from tests.helpers import Forked, free_port, wait_until
 from tests.ranks.test_sync import make, train
 
 TIMEOUT_S = 20.0
@@ -62,50 +61,29 @@ def again(rank, sync, epochs, wire, ready):
     return admission.clock, taken, weights.vector.isfinite().all().item()
 
 
-def environment_of(rank, port):
-    named = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "RANK": rank}
-    return {name: str(value) for name, value in named.items()}
-
-
 @pytest.fixture
-def start():
-    """Return ``start(fn, rank, *args, **how)``: a process of two beside a store.
+def start(launcher):
+    """Return ``start(fn, rank, *args, **how)``: a process of two.
 
-    Its `result` waits for what fn returns, or for the name of what it raises.
+    Its `result` waits for what fn returns, or for what is said where it does not.
     """
-    port = free_port()
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     started = []
 
     def start(fn, rank, *args, **how):
         queue = mp.get_context("fork").SimpleQueue()
-
-        def main():
-            torch.set_num_threads(1)
-            os.environ |= environment_of(rank, port)
-            try:
-                queue.put(fn(rank, *args, **how))
-            except Exception as error:
-                traceback.print_exc()
-                queue.put(f"{type(error).__name__}: {error}")
-            finally:
-                os._exit(0)  # a failed pair must not keep the process in a destructor
-
-        process = mp.get_context("fork").Process(target=main)
-        process.start()
+        place = launcher[1] | {"WORLD_SIZE": "2", "RANK": str(rank)}
+        process = Forked(lambda: queue.put(fn(rank, *args, **how)), **place)
         started.append(process)
 
         def result():
-            process.join(60)
-            assert not process.is_alive(), "the process did not end within 60 s"
-            return None if queue.empty() else queue.get()
+            process.wait(60)
+            return process.stderr if queue.empty() else queue.get()
 
         return result
 
     yield start
     for process in started:
         process.kill()
-    del store
 
 
 @pytest.mark.parametrize(("sync", "wire"), [("asp", torch.bfloat16), ("ssp", None)])
@@ -114,7 +92,7 @@ def test_a_worker_that_died_joins_from_the_first_epoch_that_nobody_has_begun(sta
     server = start(first, 0, sync, 60, wire, pause_s=0.05)
     died = start(first, 1, sync, 60, wire, rounds=2)
     back = start(again, 1, sync, 60, wire, ready)
-    assert died() is None
+    assert died() == ""
     ready.set()
     clock, epochs, finite = back()
     taken, (lost, joined) = server()
@@ -133,7 +111,8 @@ def test_a_second_process_of_a_rank_that_is_heard_is_refused(start):
     other = start(first, 1, "asp", 3, until=asked)
     said = start(ask_when_open, 1)()
     asked.set()
-    assert said == "SyncError: rank 0 has not taken rank 1 in: another process is heard as rank 1"
+    refused = "error: rank 0 has not taken rank 1 in: another process is heard as rank 1\n"
+    assert said.startswith(refused)
     assert server()[0] == other()[0] == [0, 1, 2]
 
 
@@ -166,16 +145,15 @@ class Hiccup:
 
 
 @pytest.fixture
-def launcher(monkeypatch):
+def store(launcher, monkeypatch):
     """Return a launcher's store, at which this process is rank 1 of 2."""
-    port = free_port()
-    for name, value in environment_of(1, port).items():
+    store, place = launcher
+    for name, value in (place | {"WORLD_SIZE": "2", "RANK": "1"}).items():
         monkeypatch.setenv(name, value)
-    assert find_running_job() is None  # no store yet
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    return store
 
 
-def test_the_door_stays_open_when_its_connection_breaks(launcher, monkeypatch, capsys):
+def test_the_door_stays_open_when_its_connection_breaks(store, monkeypatch, capsys):
     door, connect, broken = Door({}, 2, 1.0), launch._join_store, [Hiccup]
 
     def hiccup(**how):
@@ -189,7 +167,7 @@ def test_the_door_stays_open_when_its_connection_breaks(launcher, monkeypatch, c
     door.close()
 
 
-def test_a_process_whose_connection_is_slow_still_finds_the_job(launcher, monkeypatch, capsys):
+def test_a_process_whose_connection_is_slow_still_finds_the_job(store, monkeypatch, capsys):
     door, errors = Door({}, 2, 1.0), [TimeoutError("timed out"), OSError("no route to host")]
     connect = socket.create_connection
 
@@ -213,17 +191,18 @@ def test_a_process_whose_connection_is_slow_still_finds_the_job(launcher, monkey
     ],
 )
 def test_a_process_that_is_refused_is_told_why_and_the_closed_door_says_so(
-    launcher, monkeypatch, reason, error, said
+    store, monkeypatch, reason, error, said
 ):
     assert find_running_job() is None  # the others are about to start
     door = Door({}, 2, 1.0)
     door.open(lambda rank: False, refuses(reason))
     with pytest.raises(error, match=said):
         find_running_job().enter(1.0)
-    monkeypatch.setenv("RANK", "0")
-    assert find_running_job() is None
-    monkeypatch.setenv("RANK", "1")
+    for name, value in (("RANK", "0"), ("MASTER_PORT", str(free_port()))):  # no store there
+        with monkeypatch.context() as other:
+            other.setenv(name, value)
+            assert find_running_job() is None
     door.close()
-    wait_until(lambda: launcher.get("dbsl/join/0/open") == b"over", 5)
+    wait_until(lambda: store.get("dbsl/join/0/open") == b"over", 5)
     with pytest.raises(SyncError, match="is over, and takes rank 1 in no more"):
         find_running_job()

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,9 +29,9 @@ from dbsl.cluster.weights import FlatWeights
 from dbsl.optimizer import make_clip
 from dbsl.plan.follow import Planner
 from dbsl.plan.ledger import Members
-from dbsl.plan.sampler import Part, Step, StepSampler, micro_parts
+from dbsl.plan.sampler import StepSampler, micro_parts
 from dbsl.plan.solve import plan_steps
-from dbsl.plan.types import EpochEnd, RoundReport, TimeModel, Turn
+from dbsl.plan.types import EpochEnd, RoundReport, TimeModel
 
 CPU = torch.device("cpu")
 LR, EPOCHS = 0.1, 5
@@ -108,6 +107,12 @@ def joined_weights(model, case):
     return vector_of(model)
 
 
+def parts_of(step, case):
+    """Return the micro-batches of a step."""
+    sizes = case.micro or [None] * len(case.sizes)
+    return [m for p in step.parts if len(p.indices) for m in micro_parts(p, sizes[p.worker])]
+
+
 def train(cluster, stepper, case):
     """The loop of train.py, bare."""
     images, labels = make_data(case.samples)
@@ -123,13 +128,11 @@ def train(cluster, stepper, case):
         pushing = isinstance(stepper, PushedGradients)
         rounds = (turn.round, turn.round + 1) if pushing else (0, sampler.steps_per_epoch)
         for step in sampler.steps(turn.workers, turn.epoch, *rounds, case.sizes):
-            for whole in step.parts:
-                at_once = case.micro and case.micro[whole.worker]
-                for part in micro_parts(whole, at_once) if len(whole.indices) else ():
-                    with stepper.micro_batch(step, part) as weight:
-                        batch = torch.from_numpy(part.indices)
-                        loss = F.cross_entropy(stepper.model(images[batch]), labels[batch])
-                        (loss * (weight if case.weighted else 1.0)).backward()
+            for part in parts_of(step, case):
+                with stepper.micro_batch(step, part) as weight:
+                    batch = torch.from_numpy(part.indices)
+                    loss = F.cross_entropy(stepper.model(images[batch]), labels[batch])
+                    (loss * (weight if case.weighted else 1.0)).backward()
             stepper.step(step, LR)
         shares = {w: case.sizes[w] / sum(case.sizes) for w in turn.workers}
         cluster.push([report_of(w, turn.round, share, turn.epoch) for w, share in shares.items()])
@@ -294,75 +297,37 @@ class NormNet(nn.Module):
 
 
 def expected_statistics(case):
-    """Running mean and variance from weighted statistics of the workers' batches, by hand."""
+    """Running mean and variance from weighted statistics of all micro-batches, by hand."""
     images, _ = make_data(case.samples)
     sampler = StepSampler(case.samples, sum(case.sizes), seed=1)
     mean, var = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
     for epoch in range(EPOCHS):
         for number in range(sampler.steps_per_epoch):
-            step = [p for p in sampler.step(epoch, number, case.sizes).parts if len(p.indices)]
-            batches = [images[torch.from_numpy(p.indices)] for p in step]
-            means = [p.weight * x.mean((0, 2, 3)) for p, x in zip(step, batches, strict=True)]
-            vars_ = [p.weight * x.var((0, 2, 3)) for p, x in zip(step, batches, strict=True)]
+            step = sampler.step(epoch, number, case.sizes)
+            passes = [(p.weight, images[torch.from_numpy(p.indices)]) for p in parts_of(step, case)]
+            means = [weight * x.mean((0, 2, 3)) for weight, x in passes]
+            vars_ = [weight * x.var((0, 2, 3)) for weight, x in passes]
             mean, var = 0.7 * mean + 0.3 * sum(means), 0.7 * var + 0.3 * sum(vars_)
     return torch.cat([mean, var])
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize(("sizes", "samples"), [((8, 2), 43), ((2, 7, 1), 41)])
-def test_running_statistics_are_weighted_as_the_losses(train_ranks, how, sizes, samples):
+@pytest.mark.parametrize(
+    ("sizes", "samples", "micro"),
+    [((8, 2), 43, None), ((2, 7, 1), 41, None), ((8, 2), 43, [3, 1]), ((7,), 21, [3])],
+)
+def test_running_statistics_move_once_a_step_and_are_weighted_as_the_losses(
+    train_ranks, how, sizes, samples, micro
+):
     torch.manual_seed(0)
-    model, case = NormNet().double(), Case(how, sizes, samples)
+    model, case = NormNet().double(), Case(how, sizes, samples, micro=micro)
     found = trained(model, case)
     torch.testing.assert_close(found[-6:], expected_statistics(case), rtol=1e-9, atol=1e-12)
     for rank in train_ranks(model, case):
         torch.testing.assert_close(rank, found, rtol=1e-9, atol=1e-12)
 
 
-# --- one step of one stepper
-
-
-class Normed(NormNet):
-    """Its loss does not depend on its batch norm, whose statistics are those of the images."""
-
-    def forward(self, images):
-        self.norm(images)
-        return self.head(images.flatten(1))
-
-
-STEPPERS = {
-    "own": lambda m, w: Stepper(m, w, ComputeTimer(CPU), build_one(m)),
-    "joint": lambda m, w: Stepper(m, w, ComputeTimer(CPU), build_one(m), joint=True),
-    "pushed": lambda m, w: PushedGradients(m, w, ComputeTimer(CPU)),
-}
-
-
-def after_a_step(kind, micro):
-    """Return running mean and variance after one step of 7 samples, and the stepper."""
-    torch.manual_seed(0)
-    images, labels = make_data(7)
-    model = Normed().double()
-    stepper = STEPPERS[kind](model, FlatWeights(model))
-    step = Step((Part(0, np.arange(7), 1.0),), 0.0)
-    stepper.begin(Turn((0,), 0, 0))
-    for part in micro_parts(step.parts[0], micro):
-        with stepper.micro_batch(step, part) as weight:
-            loss = F.cross_entropy(model(images[part.indices]), labels[part.indices])
-            (loss * weight).backward()
-    stepper.step(step, 0.0)
-    return model.norm.running_mean.clone(), model.norm.running_var.clone(), stepper
-
-
-@pytest.mark.parametrize("kind", STEPPERS)
-def test_micro_batches_move_running_statistics_once_a_step(kind):
-    mean, variance, stepper = after_a_step(kind, None)
-    of_micro, other_variance, other = after_a_step(kind, 3)
-    torch.testing.assert_close(of_micro, mean)
-    assert not torch.allclose(other_variance, variance)  # each normalises by its own
-    torch.testing.assert_close(other_variance, variance, rtol=0.2, atol=0)
-    if kind == "pushed":
-        torch.testing.assert_close(other.vector[-128:-64], stepper.vector[-128:-64])
-        assert other.vector[-128:-125].abs().min() > 0  # the change of the running mean
+# --- clipping
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -31,6 +31,13 @@ from tests.helpers import ROOT, free_port, short, slow
 FAST = TimeModel(0.001, 0.01)
 
 
+def server_of(weights, members, sync, staleness):
+    """Return a server that takes means at a barrier, and else each push by its ratio."""
+    bound, together = {"bsp": 0, "ssp": staleness, "asp": None}[sync], sync == "bsp"
+    rule = mean if together else ratio
+    return Server(weights.vector, members, rule, together=together, staleness=bound)
+
+
 def make(
     rank, sync, epochs, *, rounds=1, staleness=1, timeout_s=20.0, server_only=False, **options
 ):
@@ -46,15 +53,7 @@ def make(
         maker=SimpleNamespace(replan=lambda *_: plan),
         sampler=SimpleNamespace(count=lambda segment, turn: 10),
     )
-    server = None
-    if rank == 0:
-        server = Server(
-            weights.vector,
-            planner.members,
-            mean if sync == "bsp" else ratio,
-            together=sync == "bsp",
-            staleness={"bsp": 0, "ssp": staleness, "asp": None}[sync],
-        )
+    server = None if rank else server_of(weights, planner.members, sync, staleness)
     options |= {"planner": planner, "workers": (own,) * (own >= 0), "epochs": epochs}
     if sync == "bsp":
         cluster = BarrierCluster(weights, server, control=ControlGroup(timeout_s), **options)
@@ -148,35 +147,13 @@ def test_server_serves_every_round_of_every_worker(run_ranks, sync, staleness, s
         assert max(s for *_, s in reports) <= (workers - 1) * (2 * staleness + 1)
 
 
-def asked_to_save_rank(rank, server_only, told):
-    asked, (_, cluster, plan) = [], make(rank, "asp", 2, server_only=server_only)
-    if rank:
-        train(cluster, plan, lambda turn: told.wait(20) or pytest.fail("nobody looked"))
-        return cluster.announced
-
-    def look():  # rank 0's worker, if it has one, has finished long before the other has
-        asked.append(cluster.announce(len(asked) + 1, -1))
-        told.set()
-
-    cluster.idle = look
-    train(cluster, plan)
-    return len(asked)
-
-
-@pytest.mark.parametrize("server_only", [False, True])
-def test_rank_0_looks_whether_a_save_is_due_while_others_train(run_ranks, server_only):
-    told = mp.get_context("fork").Event()
-    asked, heard = run_ranks(asked_to_save_rank, server_only, told)
-    assert asked >= heard >= 1
-
-
-def waiting_for_shards_rank(rank, epochs):
-    still, (_, cluster, plan) = [], make(rank, "asp", epochs, server_only=True)
+def waiting_for_shards_rank(rank, epochs, server_only):
+    still, (_, cluster, plan) = [], make(rank, "asp", epochs, server_only=server_only)
     if rank:
         train(cluster, plan, lambda turn: time.sleep((rank - 1) * 1.2))
         return cluster.announced
 
-    def look():
+    def look():  # rank 0's worker, if it has one, has finished long before rank 2's has
         if set(cluster._heard) == {2}:  # rank 1 has finished
             cluster.announce(1, -1)
             still.append(cluster.saving(1))
@@ -186,9 +163,11 @@ def waiting_for_shards_rank(rank, epochs):
     return still[:1], cluster.saving(1), cluster.saving(7)
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_only_shards_of_workers_that_hear_of_a_save_are_waited_for(run_ranks, epochs):
-    waited, _, heard = run_ranks(waiting_for_shards_rank, epochs, world_size=3)
+@pytest.mark.parametrize(("epochs", "server_only"), [(1, True), (2, True), (2, False)])
+def test_rank_0_looks_whether_a_save_is_due_and_waits_for_the_shards_of_who_hears_of_it(
+    run_ranks, epochs, server_only
+):
+    waited, _, heard = run_ranks(waiting_for_shards_rank, epochs, server_only, world_size=3)
     assert waited == ([{2}], {2} if heard else set(), set())  # meanwhile, at the end, of before
     assert heard == epochs - 1  # in its last round it pulls no more
 

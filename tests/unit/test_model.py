@@ -1,19 +1,21 @@
 import json
-import re
 import resource
 from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from dbsl.base.errors import SettingError
+from dbsl.config.settings import RunConfig
 from dbsl.model import (
     StridedConv2d,
     build_model,
     check_sides,
     join_batch_norm,
+    load_initial,
     load_model,
     save_model,
     set_dropout,
@@ -105,25 +107,6 @@ def test_optimizer_leaves_biases_and_norms_out_of_weight_decay():
 LITTLE = {"layers": (1, 1, 1, 1)}  # a ResNet-18 of half its blocks
 
 
-@pytest.mark.parametrize("resolution", [32, 96])
-def test_saved_model_computes_the_same_when_read_back(tmp_path, resolution):
-    model = build_model("resnet18", 3, (resolution,), seed=3, settings=LITTLE)
-    model = model.to(memory_format=torch.channels_last).eval()
-    save_model(model, tmp_path / "run", resolution, DATA)
-    saved = {path.name for path in (tmp_path / "run").iterdir()}
-    assert saved == {"config.json", "model.safetensors"}
-    images = torch.randn(2, 3, resolution, resolution)
-    with torch.no_grad():
-        expected = model(images)
-        torch.testing.assert_close(load_model(tmp_path / "run")(images), expected)
-        if resolution > 64:  # without the small stem timm's own loader reads it
-            loaded = timm.create_model(f"local-dir:{tmp_path}/run", pretrained=True).eval()
-            torch.testing.assert_close(loaded(images), expected)
-    config = json.loads((tmp_path / "run/config.json").read_text())
-    assert config["label_names"] == ["cat", "dog", "owl"]
-    assert config["pretrained_cfg"]["mean"] == [0.5, 0.4, 0.3]
-
-
 def test_a_model_that_the_disk_has_no_room_for_is_one_line_and_leaves_nothing(tmp_path, capsys):
     model = build_model("test_resnet", 3, (32,))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -134,8 +117,6 @@ def test_a_model_that_the_disk_has_no_room_for_is_one_line_and_leaves_nothing(tm
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert line == "File too large: the run folder"
     assert not any(tmp_path.iterdir())
-    with pytest.raises(ValueError, match=r"folder must hold config.json"):
-        load_model(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -202,40 +183,40 @@ def test_patches_must_divide_every_resolution():
     assert large.patch_embed.patch_size == (16, 16)  # its own
 
 
-@pytest.mark.parametrize(
-    ("name", "sides", "classes", "said"),
-    [
-        ("resnet18", (32, 96), 3, None),
-        ("resnet18", (96, 32), 3, ".*the stem is new.*"),
-        ("test_resnet", (32, 32), 5, "the classifier is new: 5 classes in the data, 3 in {}"),
-        ("test_vit", (32, 32), 5, "the classifier is new: 5 classes in the data, 3 in {}"),
-    ],
-)
-def test_a_run_starts_from_the_weights_of_another(tmp_path, name, sides, classes, said):
-    settings = LITTLE if name == "resnet18" else {}
-    first = build_model(name, 3, sides[:1], seed=3, settings=settings)
-    save_model(first, tmp_path / "run", sides[0], DATA)
-    state, told, source = torch.get_rng_state(), [], f"local-dir:{tmp_path}/run"
-    model = build_model(source, classes, sides[1:], seed=4, say=told.append)
+@pytest.mark.parametrize(("before", "now", "stem_is_new"), [(32, 96, False), (96, 32, True)])
+def test_a_run_starts_from_the_weights_of_another(tmp_path, before, now, stem_is_new):
+    first = build_model("resnet18", 3, (before,), seed=3, settings=LITTLE)
+    save_model(first, tmp_path / "run", before, DATA)
+    state = torch.get_rng_state()
+    said = []
+    name = f"local-dir:{tmp_path}/run"
+    model = build_model(name, 3, (now,), seed=4, say=said.append)
     assert torch.equal(torch.get_rng_state(), state)
-    assert model.input_statistics == (DATA.mean, DATA.std, f"of {source}")
+    assert model.input_statistics == (DATA.mean, DATA.std, f"of {name}")
     old, new = first.state_dict(), model.state_dict()
     differ = {key for key in old if not torch.equal(old[key], new[key])}
-    head = {key for key in old if key.startswith(("fc.", "head.fc", "head."))}
-    assert differ == (head if classes == 5 else {"conv1.weight"} if said else set())
-    wanted = (said or "").format(re.escape(source))
-    assert [bool(re.fullmatch(wanted, line)) for line in told] == [True] * bool(said)
-    assert model.num_classes == classes
-    if name == "resnet18":
-        assert model.small_stem  # weights for a 3x3 stem keep it, also for larger images
-    save_model(model, tmp_path / "again", sides[1], DATA)
-    images = torch.randn(2, 3, sides[1], sides[1])
+    assert differ == ({"conv1.weight"} if stem_is_new else set())
+    assert ["the stem is new" in line for line in said] == [True] * stem_is_new
+    assert model.small_stem  # weights for a 3x3 stem keep it, also for larger images
+    save_model(model, tmp_path / "again", now, DATA)
+    images = torch.randn(2, 3, now, now)
     torch.testing.assert_close(load_model(tmp_path / "again")(images), model.eval()(images))
 
 
-def test_a_file_of_weights_normalises_as_the_config_beside_it_says_else_as_timm(
-    tmp_path, accelerator
-):
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
+def test_weights_for_other_classes_get_a_new_classifier_and_that_is_said(tmp_path, name):
+    first = build_model(name, 3, (32,), seed=3)
+    save_model(first, tmp_path, 32, DATA)
+    said = []
+    model = build_model(f"local-dir:{tmp_path}", 5, (32,), say=said.append)
+    assert said == [f"the classifier is new: 5 classes in the data, 3 in local-dir:{tmp_path}"]
+    old, new = first.state_dict(), model.state_dict()
+    differ = {key for key in old if not torch.equal(old[key], new[key])}
+    assert differ == {key for key in old if key.startswith(("fc.", "head.fc", "head."))}
+    assert model.num_classes == 5
+
+
+def test_weights_normalise_as_the_config_beside_them_says_else_as_timm(tmp_path, accelerator):
     said = []
     for folder, name in (("run", "test_vit"), ("other", "test_resnet")):
         save_model(build_model(name, 3, (16,)), tmp_path / folder, 16, DATA)
@@ -257,14 +238,14 @@ def test_a_file_of_weights_normalises_as_the_config_beside_it_says_else_as_timm(
     for file in ("alone/best.safetensors", "other/best.safetensors"):
         assert lines(file) == (tuple(timms["mean"]), tuple(timms["std"]))
     assert lines("run/model.safetensors", mean=(0.1,)) == ((0.1,) * 3, DATA.std)
-    assert lines(None, model=f"local-dir:{tmp_path}/other") == (DATA.mean, DATA.std)
+    assert lines(None, model=f"local-dir:{tmp_path}/run") == (DATA.mean, DATA.std)
     timms = "0.500 and std 0.500, timm's of test_vit, as no config.json of it is beside"
     assert [line.removeprefix("images normalised by mean ") for line in said] == [
         f"0.500, 0.400, 0.300 and std 0.200, of {tmp_path}/run/config.json",
         f"{timms} {tmp_path}/alone/best.safetensors",
         f"{timms} {tmp_path}/other/best.safetensors",
         f"0.100 and std 0.200, by --mean, the rest of {tmp_path}/run/config.json",
-        f"0.500, 0.400, 0.300 and std 0.200, of local-dir:{tmp_path}/other",
+        f"0.500, 0.400, 0.300 and std 0.200, of local-dir:{tmp_path}/run",
     ]
 
 
@@ -272,7 +253,10 @@ def test_a_file_of_weights_normalises_as_the_config_beside_it_says_else_as_timm(
 def test_a_saved_model_has_the_preprocessing_that_it_was_evaluated_with(tmp_path, name):
     depth = {} if name == "resnet18" else {"depth": 1}
     save_model(build_model(name, 3, (96,), settings=depth), tmp_path, 96, DATA)
-    config = json.loads((tmp_path / "config.json").read_text())["pretrained_cfg"]
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["label_names"] == ["cat", "dog", "owl"]
+    config = config["pretrained_cfg"]
     for test_size in (False, True):  # timm's own say a crop of 1.0, and squash
         found = timm.data.resolve_data_config(pretrained_cfg=config, use_test_size=test_size)
         assert found | {"input_size": tuple(found["input_size"])} == {
@@ -319,3 +303,84 @@ def test_images_that_do_not_fit_into_memory_are_refused_in_one_line():
     line = r"^model must take images of 100000 px, got test_resnet \(can't allocate memory: you"
     with pytest.raises(SettingError, match=line):
         check_sides("test_resnet", model, data, (32, 100_000))
+
+
+# --- settings of models, and weights of files
+
+
+def test_settings_of_a_model_are_timms_and_come_back_with_it(tmp_path):
+    kwargs = ("drop_path_rate=0.2", "init_values=0.1", "global_pool=avg")
+    config = RunConfig(model_kwargs=kwargs)
+    model = build_model("test_vit", 2, (32,), settings=config.model_settings)
+    assert [round(float(b.drop_path1.drop_prob), 3) for b in model.blocks[1:]][-1] == 0.2
+    assert model.blocks[0].ls1.gamma[0] == 0.1
+    save_model(model, tmp_path, 32, DATA)
+    again = load_model(tmp_path)
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(again(images), model.eval()(images))
+
+
+def test_settings_that_a_model_does_not_take_are_refused():
+    near = "model_kwargs must name arguments such as drop_block_rate, .*, got drop_block$"
+    with pytest.raises(ValueError, match=near):
+        build_model("test_resnet", 2, (32,), settings={"drop_block": 1})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_kwargs": ("num_classes=3",)}, "^model_kwargs must leave num_classes to the data$"),
+        ({"model_kwargs": ("in_chans=1",)}, "^model_kwargs must leave in_chans to the data$"),
+        ({"model_kwargs": ("pretrained=True",)}, "must leave pretrained to pretrained$"),
+        ({"model_kwargs": ("drop_path_rate=1",)}, r"drop_path_rate must be in \[0, 1\), got 1"),
+        ({"opt_kwargs": ("layer_decay=2",)}, r"opt_kwargs layer_decay must be in \(0, 1\], got 2"),
+        ({"opt_kwargs": ("layer_decay=a",)}, "have a number as layer_decay, got 'a'"),
+        (
+            {"initial_checkpoint": "x", "pretrained": True},
+            "initial_checkpoint must be unset with p",
+        ),
+    ],
+)
+def test_settings_of_models_and_layers_have_bounds(settings, message):
+    with pytest.raises(SettingError, match=message):
+        _ = (config := RunConfig(**settings)).optimizer_settings, config.model_settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_kwargs": ("block=1",)}, "take the settings .* with block=1"),
+        ({"model_kwargs": ("features_only=True",)}, "10 classes, .2, 10. for .*, got list of"),
+        ({"model_kwargs": ("global_pool=",)}, "take images of 16 px, got test_resnet .addmm"),
+        ({"model": "convnext_atto"}, "take images of 16 px, got convnext_atto .Calculated"),
+    ],
+)
+def test_a_model_that_has_no_score_for_each_class_is_refused(accelerator, settings, message):
+    with pytest.raises(SettingError, match=f"^model must .*{message}"):
+        prepare(Config(**{**TINY, **settings}), accelerator, loss_function=None)
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+@pytest.mark.parametrize("kind", ["safetensors", "pth"])
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
+def test_a_model_starts_from_a_file_and_says_what_is_new(tmp_path, caplog, name, kind, classes):
+    source = build_model(name, 2, (32,), seed=5)
+    file, told = str(tmp_path / f"weights.{kind}"), []
+    (save_file if kind == "safetensors" else torch.save)(source.state_dict(), file)
+    model = build_model(name, classes, (32,), seed=6)
+    load_initial(model, file, told.append)
+    differ = [
+        n
+        for n, value in model.state_dict().items()
+        if value.shape != source.state_dict()[n].shape
+        or not torch.equal(value, source.state_dict()[n])
+    ]
+    assert all(n.startswith(model.pretrained_cfg["classifier"]) for n in differ)
+    assert bool(differ) == bool(told) == (classes == 5)
+    other = "test_vit" if name == "test_resnet" else "test_resnet"
+    model = build_model(other, 2, (32,))
+    with pytest.raises(ValueError, match="initial_checkpoint must have the weights of the model"):
+        load_initial(model, file, told.append)
+    with pytest.raises(ValueError, match="initial_checkpoint must be a file of weights, got none"):
+        load_initial(model, "none", told.append)
+    assert not caplog.records  # timm would have its own say

@@ -60,27 +60,26 @@ def test_parts_of_a_step_keep_the_factors_of_layers(name):
 
 @pytest.mark.parametrize(
     ("before", "now"),
-    [(("sgd", 0.0), ("sgd", 0.9)), (("sgd", 0.9), ("momentum", 0.9)), (("sgd", 0.9), ("sgd", 0.0))],
+    [
+        *((("sgd", 0.0), ("sgd", 0.9)), (("sgd", 0.9), ("momentum", 0.9))),
+        *(
+            (("sgd", 0.9), ("sgd", 0.0)),
+            (("adamw", 0.9, ("eps", 1e-3)), ("adamw", 0.9, ("eps", 1e-8))),
+        ),
+    ],
 )
 def test_a_resumed_optimizer_is_the_one_that_the_settings_name(before, now):
+    def build(name, momentum, *more):
+        return build_optimizer(name, model, 0.1, momentum, 0.0, **dict(more))
+
     model = nn.Linear(2, 2)
-    old, new, whole = (
-        build_optimizer(name, model, 0.1, momentum, 0.0) for name, momentum in (before, now, now)
-    )
+    old, new, whole = build(*before), build(*now), build(*now)
     give_gradients(model)
     old.step()
     load_optimizer(new, old.state_dict())
-    names = ("momentum", "nesterov", "dampening", "weight_decay")
     for loaded, built in zip(new.param_groups, whole.param_groups, strict=True):
-        assert [loaded[name] for name in names] == [built[name] for name in names]
+        assert all(loaded[name] == built[name] for name in built.keys() - {"params"})
     assert bool(new.state) == bool(before[1])
-
-
-def test_a_resumed_run_may_change_eps_and_betas():
-    model = nn.Linear(2, 2)
-    before, after = (build_optimizer("adamw", model, 1.0, 0.9, 0.0, eps=e) for e in (1e-3, 1e-8))
-    load_optimizer(after, before.state_dict())
-    assert {group["eps"] for group in after.param_groups} == {1e-8}
 
 
 @pytest.mark.parametrize(

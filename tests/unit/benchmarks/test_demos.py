@@ -1,12 +1,6 @@
-import os
-import shutil
-import subprocess
-
-import pytest
 from scipy.stats import t as student
 
 from experiments.benchmarks.demos.hybrid import verdicts
-from experiments.benchmarks.demos.slow_link import ADDRESSES, link
 from experiments.benchmarks.demos.table import Table
 
 
@@ -39,20 +33,3 @@ def test_an_arm_is_as_good_only_if_the_interval_says_so():
     assert first.startswith("cyclic: 0.80 of the seconds, accuracy -0.1 points (at least -0.2)")
     assert "not inferior by 1 point, n=3" in first
     assert "not shown to be not inferior" in second
-
-
-@pytest.mark.skipif(
-    os.name != "posix" or os.geteuid() or not shutil.which("tc"), reason="needs root and tc"
-)
-def test_a_link_has_the_rate_that_it_was_given_and_goes_away():
-    with link(50) as prefixes:
-        names = [prefix[3] for prefix in prefixes]
-        shape = subprocess.run(
-            ["tc", "-n", names[0], "qdisc"], capture_output=True, text=True, check=True
-        ).stdout
-        assert "tbf" in shape
-        assert "rate 50Mbit" in shape
-        inside = [*prefixes[0][:4], "ip", "-br", "addr"]
-        assert ADDRESSES[0] in subprocess.run(inside, capture_output=True, text=True).stdout
-    left = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
-    assert not any(name in left for name in names)

@@ -55,10 +55,13 @@ def test_what_no_weight_depends_on_changes_freely_and_is_said(change, line):
         ({"lr_milestones": ()}, "lr_milestones 3,5 -> empty"),
         ({"epochs": 4}, "epochs 6 -> 4"),  # shorter: its end is annealed elsewhere
         ({"log_every": 9, "seed": 3}, "seed 0 -> 3"),
+        # A free setting is no source: other batches are trained with, whoever chose them.
+        ({"memory_limit": 2.0, "large_batch_size": (48,)}, "large_batch_size 24 -> 48"),
+        ({"profile_refresh": True, "slope": (0.2,)}, "slope 0.1 -> 0.2"),
     ],
 )
-def test_what_weights_depend_on_needs_consent(change, listed):
-    before = replace(BEFORE, lr=None)
+def test_what_weights_depend_on_needs_consent_given_or_measured_anew(change, listed):
+    before = replace(BEFORE, lr=None, resolved=("large_batch_size", "slope"))
     now = replace(before, **change)
     with pytest.raises(ValueError, match=f"^{re.escape(CONSENT)}.*{re.escape(listed)}"):
         changes(now, before=before)
@@ -85,29 +88,11 @@ def test_what_was_found_follows_its_source_and_what_was_given_does_not():
         changes(replace(now, resolved=()), before=found)
 
 
-@pytest.mark.parametrize(
-    ("change", "listed"),
-    [
-        ({"memory_limit": 2.0, "large_batch_size": (48,)}, "large_batch_size 24 -> 48"),
-        ({"profile_refresh": True, "slope": (0.2,)}, "slope 0.1 -> 0.2"),
-    ],
-)
-def test_what_is_measured_anew_is_no_freer_than_what_is_given(change, listed):
-    """A free setting is no source: other batches are trained with, whoever chose them."""
-    found = replace(BEFORE, resolved=("large_batch_size", "slope"))
-    with pytest.raises(ValueError, match=f"{listed}$"):
-        changes(replace(found, **change), before=found)
-
-
-def test_a_process_that_joins_trains_as_the_job_does():
-    check_joining(asdict(BEFORE), replace(BEFORE, log_every=3))
-    with pytest.raises(ValueError, match=r"got large_batch_size 24 there, 24,32 here$"):
-        check_joining(asdict(BEFORE), replace(BEFORE, large_batch_size=(24, 32)))
-
-
-def test_a_process_that_joins_has_the_code_of_the_job():
+def test_a_process_that_joins_has_the_settings_and_the_code_of_the_job():
     job = asdict(BEFORE) | {SUMS: Code({"train.py": b"a", "dbsl/open.py": b"b"}).sums}
-    check_joining(job, BEFORE, code=Code({"train.py": b"a", "new.py": b"c"}))
+    check_joining(job, replace(BEFORE, log_every=3), code=Code({"train.py": b"a", "new.py": b"c"}))
+    with pytest.raises(ValueError, match=r"got large_batch_size 24 there, 24,32 here$"):
+        check_joining(job, replace(BEFORE, large_batch_size=(24, 32)))
     with pytest.raises(ValueError, match=r"^code must be that of the job, got another train.py he"):
         check_joining(job, BEFORE, code=Code({"train.py": b"c"}))
 

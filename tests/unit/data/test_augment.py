@@ -1,6 +1,5 @@
 import random
 from dataclasses import replace
-from typing import get_args
 
 import datasets
 import numpy as np
@@ -14,14 +13,12 @@ from dbsl.config.image_settings import (
     AugmentKwargs,
     DataConfig,
     EraseKwargs,
-    EraseMode,
     check_images,
 )
 from dbsl.config.settings import RunConfig
-from dbsl.data.augment import erase, global_streams, image_seeds, timm_transform
 from dbsl.data.dataset import load_data
 from dbsl.data.images import ImageLoader, PixelStore
-from dbsl.data.transforms import Transform
+from dbsl.data.transforms import Transform, erase, global_streams, image_seeds, timm_transform
 
 RAND = "rand-m9-mstd0.5-inc1"
 GREY = ((0.5,) * 3, (0.25,) * 3)
@@ -156,7 +153,7 @@ def test_a_device_erases_all_images_of_a_batch_at_once():
     assert counts[0] == counts[1] <= 4
 
 
-@pytest.mark.parametrize("mode", get_args(EraseMode))
+@pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
 def test_what_a_device_gets_is_what_the_cpu_erases_in_place(mode):
     images, drawn = torch.randn(20, 3, 16, 16), (np.arange(20), 3, 1)
     kwargs = EraseKwargs(0.5, mode, 2)
@@ -185,10 +182,7 @@ def test_evaluation_crops_and_resizes_as_asked(photos):
         ({"augment": "crop", "aa": RAND}, "aa must go with augment timm"),
         ({"aa": "rand-foo3"}, "aa must be a policy of timm"),
         ({"aa": "rand-m9-foo"}, "aa must be a policy of timm .*section 'foo' is not known"),
-        ({"aa": "rand-m9-mstdinf"}, "section 'mstdinf' is not known"),
         ({"aa": "rand-m9-"}, "section '' is not known"),
-        ({"aa": "augmix-m5-w"}, "section 'w' is not known"),
-        ({"aa": "original-mstd"}, "section 'mstd' is not known"),
         ({"aa": "rand-m9-t0"}, "section 't0' is not known"),
         ({"aa": "rand-m9.5"}, "aa must be a policy of timm"),
         ({"augment_kwargs": ("scale=0.5",)}, "scale must have 2 values, got 1"),

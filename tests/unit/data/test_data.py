@@ -35,14 +35,6 @@ from tests.helpers import ROOT, wait_until
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    folder = tmp_path / "hf_cache"
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
-    yield folder / "dbsl"
-    shutil.rmtree(folder, ignore_errors=True)  # pytest keeps the rest for a look
-
-
 def load(dataset, seed=0, max_store_bytes=2**31, **settings):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dbsl.data.dataset, "STORE_BYTES", max_store_bytes)
@@ -571,16 +563,6 @@ def test_load_data_broken_files_are_told_in_one_line(tmp_path, capfd):
     assert capfd.readouterr().err == ""  # where `datasets` has its own say
 
 
-def test_load_data_reads_parquet_file_and_folder_alike(tmp_path, numbered):
-    folder = tmp_path / "parquet" / "data"
-    folder.mkdir(parents=True)
-    file = folder / "train-00000-of-00001.parquet"
-    datasets.load_from_disk(numbered)["train"].to_parquet(file)
-    expected = read_all(load(numbered).train)
-    assert read_all(load(file).train) == expected
-    assert read_all(load(folder.parent).train) == expected
-
-
 def test_load_data_reads_a_folder_of_uneven_png_files(tmp_path):
     for number, name in enumerate(("train/ant", "train/bee", "val/ant", "val/bee")):
         folder = tmp_path / "set" / name
@@ -686,24 +668,27 @@ def test_cache_of_a_folder_saved_anew_is_not_used(tmp_path):
 # --- which source
 
 
-def test_load_data_one_other_size_among_many_needs_the_loader(tmp_path):
-    images = [flat_image(number) for number in range(200)]
-    images[102] = flat_image(102, (8, 9))  # not among the 64 that are looked at first
-    table = make_table(images, [0, 1] * 100)
-    data = load(save(tmp_path / "set", train=table, test=table), loader_workers=0)
-    assert isinstance(data.train, ImageLoader)
-    assert isinstance(data.evaluation, ImageLoader)
-    assert read_all(data.train)[0] == list(range(200))
+UNEVEN = [(8, 8)] * 102 + [(8, 9)] + [(8, 8)] * 97  # it is not among the 64 that are looked at
 
 
 @pytest.mark.parametrize(
-    ("size", "source"), [((64, 64), PixelStore), ((65, 65), ImageLoader), ((8, 9), ImageLoader)]
+    ("sizes", "source"),
+    [
+        ([(64, 64)] * 5, PixelStore),
+        ([(65, 65)] * 5, ImageLoader),
+        ([(8, 9)] * 5, ImageLoader),
+        (UNEVEN, ImageLoader),
+    ],
 )
-def test_load_data_source_depends_on_the_size(tmp_path, size, source):
-    path = save(tmp_path / "set", train=make_table([flat_image(9, size)] * 5, [0] * 5))
-    data = load(path, loader_workers=0)
+def test_load_data_source_depends_on_the_sizes(tmp_path, sizes, source):
+    images = [flat_image(number, size) for number, size in enumerate(sizes)]
+    table = make_table(images, [0] * len(sizes))
+    data = load(save(tmp_path / "set", train=table, test=table), loader_workers=0)
     assert isinstance(data.train, source)
-    assert data.image_side == (size[0] if size[0] == size[1] else None)
+    assert isinstance(data.evaluation, source)
+    assert read_all(data.train)[0] == list(range(len(sizes)))
+    width, height = sizes[0]
+    assert data.image_side == (width if width == height else None)
 
 
 def test_sources_agree_on_samples_and_labels(numbered):
@@ -755,14 +740,6 @@ def test_signals_that_ask_all_processes_to_stop_leave_loaders_to_the_run(uneven)
     loaders[0].terminate()
     loaders[0].join(10)
     assert loaders[0].exitcode is not None
-
-
-def test_image_loader_crop_stays_inside_the_image(numbered):
-    source = load(numbered, max_store_bytes=0, loader_workers=0).train
-    images, _ = read(source, [np.arange(48)], plain(8, "crop"))
-    assert images.flatten(1).std(1).max() == 0  # zero padding would show
-    images, _ = read(load(numbered).train, [np.arange(48)], plain(8, "crop"))
-    assert images.flatten(1).std(1).max() > 0
 
 
 def test_image_loader_new_call_ends_the_one_under_way(uneven):

@@ -35,12 +35,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    folder = tmp_path / "hf_cache"
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+def cache(cache, monkeypatch):
     monkeypatch.setattr(group_cache, "PAUSES_S", (0, 0))
-    yield folder / "dbsl/row-groups"
-    shutil.rmtree(folder, ignore_errors=True)
+    return cache / "row-groups"
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,24 @@
-import pickle
+import io
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
 import pytest
+import timm.data
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as TF
 
+from dbsl.base.seeds import sample_uniforms, stream_seed
 from dbsl.config.image_settings import Interpolation
-from dbsl.data.transforms import Transform, _affine, to_device
+from dbsl.data import transforms
+from dbsl.data.transforms import Mixing, Transform, cut, random_boxes, to_device, upright
+
+BILINEAR = Image.Resampling.BILINEAR
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
 
@@ -150,11 +157,6 @@ def test_transform_paper_fills_borders_by_reflection():
     torch.testing.assert_close(out, torch.full_like(out, 200.0))
 
 
-def test_transform_survives_pickling():  # loader processes get it that way
-    transform = make_transform(32, "paper")
-    assert pickle.loads(pickle.dumps(transform)) == transform
-
-
 def test_to_device_read_only_array_is_copied():
     array = np.arange(4)
     array.flags.writeable = False
@@ -187,6 +189,176 @@ def test_transform_on_cuda_never_waits_and_equals_the_cpu(augment):
 
 def test_what_normalises_is_copied_to_the_device_once():
     first, again, other = (
-        _affine(*((0.5,) * 3, (0.25,) * 3), width, torch.device("cpu")) for width in (24, 24, 32)
+        transforms._affine(*((0.5,) * 3, (0.25,) * 3), width, torch.device("cpu"))
+        for width in (24, 24, 32)
     )
     assert again is first is not other
+
+
+# --- large images, which loader processes cut
+
+
+def photograph(width, height):
+    """Return a smooth picture as a JPEG file's content."""
+    y, x = np.mgrid[0:height, 0:width]
+    waves = [127 + 120 * np.sin(x / 37 + c) * np.cos(y / 29 - c) for c in range(3)]
+    file = io.BytesIO()
+    Image.fromarray(np.stack(waves, 2).astype(np.uint8)).save(file, "JPEG", quality=95)
+    return file.getvalue()
+
+
+def cut_by(transform, image):
+    (box,) = transform.boxes(np.array([image.size]), np.array([3]), 0)
+    return np.asarray(cut(image, box, transform.resolution, False, BILINEAR)), box
+
+
+def test_large_images_are_cut_to_their_centre_or_stay_whole():
+    for augment, box in (("none", [24, 8, 136, 120]), ("paper", [0, 0, 160, 128])):
+        transform = replace(make_transform(56, augment), crop_pct=0.875)
+        assert transform.boxes(np.array([[160, 128]]), np.array([3]), 0).tolist() == [box]
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "CMYK"])
+@pytest.mark.parametrize("augment", ["none", "crop", "paper"])
+@pytest.mark.parametrize("size", [(96, 60), (17, 300), (1, 1)])
+def test_any_image_gives_a_square(augment, size, mode):
+    image = Image.new("RGB", size, (10, 20, 30))
+    image = image.quantize(4) if mode == "P" else image.convert(mode)
+    out, _ = cut_by(make_transform(48, augment), image)
+    assert out.shape == (48, 48, 3)
+    wanted = np.asarray(image.convert("RGB"))[0, 0].tolist()
+    assert np.unique(out.reshape(-1, 3), axis=0).tolist() == [wanted]
+
+
+@pytest.mark.parametrize("size", [(500, 375), (300, 40), (40, 300), (224, 224)])
+def test_random_boxes_are_distributed_as_those_of_torchvision(size):
+    count = 4000
+    uniforms = sample_uniforms(5, np.arange(count), transforms.DRAWS)
+    found = random_boxes(np.tile(size, (count, 1)), uniforms)
+    left, top, right, bottom = found.T
+    for first, last, side in ((left, right, size[0]), (top, bottom, size[1])):
+        assert ((first >= 0) & (first < last) & (last <= side)).all()
+    crop, image = (
+        v2.RandomResizedCrop(8, transforms.AREA, transforms.RATIO),
+        torch.zeros(3, size[1], size[0]),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        drawn = [crop.make_params([image]) for _ in range(count)]
+    theirs = np.array([[p["left"], p["top"], p["width"], p["height"]] for p in drawn])
+    ours = np.stack([left, top, right - left, bottom - top], 1)
+    for column in range(4):
+        a, b = np.sort(ours[:, column]), np.sort(theirs[:, column])
+        grid = np.unique(np.concatenate([a, b]))
+        gap = np.searchsorted(a, grid, "right") - np.searchsorted(b, grid, "right")
+        assert np.abs(gap).max() / count < 1.95 * (2 / count) ** 0.5  # Kolmogorov-Smirnov, 0.001
+
+
+def test_a_box_depends_on_its_own_sample_alone():
+    sizes, samples = np.array([[100, 80], [60, 60], [90, 200]]), np.array([7, 1, 4])
+    boxes = make_transform(augment="crop").boxes
+    whole = boxes(sizes, samples, 2)
+    for k in range(3):
+        assert boxes(sizes[[k]], samples[[k]], 2).tolist() == [whole[k].tolist()]
+    assert (boxes(sizes, samples, 3) != whole).any()
+
+
+@pytest.mark.parametrize("side", [32, 100, 160])
+@pytest.mark.parametrize("augment", ["paper", "none"])
+def test_a_large_jpeg_is_decoded_at_reduced_size_and_looks_the_same(side, augment):
+    content = photograph(1013, 758)
+    image = Image.open(io.BytesIO(content))
+    found, box = cut_by(replace(make_transform(side, augment), crop_pct=0.6), image)
+    fewest = min(box[2] - box[0], box[3] - box[1]) / side
+    assert image.size[0] <= -(-1013 // min(8, 2 ** int(np.log2(fewest)))) + 1
+    whole = Image.open(io.BytesIO(content)).convert("RGB").crop(tuple(np.rint(box).astype(int)))
+    wanted = np.asarray(whole.resize((side, side), BILINEAR)).astype(float)
+    assert np.abs(found.astype(float) - wanted).mean() < 2.5
+
+
+def test_cut_mirrors_left_and_right():
+    image = Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
+    box = np.array([0, 0, 4, 4])
+    plain, mirrored = (np.asarray(cut(image, box, 4, mirror, BILINEAR)) for mirror in (False, True))
+    assert (plain[:, ::-1] == mirrored).all()
+
+
+def test_exif_orientation_is_applied_before_sizes_are_asked_for():
+    image, exif = Image.new("RGB", (40, 20)), Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    file = io.BytesIO()
+    image.save(file, "JPEG", exif=exif)
+    assert upright(Image.open(file)).size == (20, 40)
+
+
+# --- mixing
+
+
+def batch_of(size, side=8):
+    images = torch.arange(size, dtype=torch.float32)[:, None, None, None].expand(-1, 3, side, side)
+    return images.clone(), torch.arange(size) % 5
+
+
+def part(first, size):
+    return SimpleNamespace(indices=np.arange(first, first + size))
+
+
+def mixed(mixing, size, first=0, epoch=0):
+    ((images, shares),) = mixing.mixed([batch_of(size)], [part(first, size)], epoch)
+    return images, shares
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 8])
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.4, 0.0), (0.0, 1.0), (0.4, 1.0)])
+def test_labels_are_mixed_as_the_images_are_and_an_odd_last_image_stays(size, mixup, cutmix):
+    mixing = Mixing(mixup, cutmix, num_classes=5, seed=3)
+    plain, labels = batch_of(size)
+    for epoch in range(6):
+        images, shares = mixed(mixing, size, epoch=epoch)
+        torch.testing.assert_close(shares.sum(1), torch.ones(size))
+        if size % 2:
+            assert torch.equal(images[-1], plain[-1])
+            assert shares[-1].argmax() == labels[-1]
+        for number in range(size // 2 * 2):
+            partner = size // 2 * 2 - 1 - number
+            # Images have their own number everywhere, so that their mean tells the shares.
+            own = (images[number].mean() - partner) / (number - partner)
+            expected = torch.zeros(5)
+            expected[labels[number]] += own
+            expected[labels[partner]] += 1 - own
+            torch.testing.assert_close(shares[number], expected, atol=1e-4, rtol=0)
+
+
+def test_draws_depend_on_seed_epoch_and_batch_alone():
+    def drawn(seed=0, first=0, epoch=0, before=1):
+        np.random.seed(before)  # noqa: NPY002 - what else the process has drawn
+        state = np.random.get_state()[1].tolist()  # noqa: NPY002
+        shares = mixed(Mixing(1.0, 0.0, num_classes=5, seed=seed), 6, first, epoch)[1]
+        assert np.random.get_state()[1].tolist() == state  # noqa: NPY002
+        return shares.tolist()
+
+    assert drawn() == drawn(before=2)
+    others = [drawn(seed=1), drawn(first=6), drawn(epoch=1)]
+    assert all(other != drawn() for other in others)
+
+
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+def test_mixing_is_timms_with_its_modes_and_probabilities(mode):
+    more = {"mode": mode, "prob": 0.7, "switch_prob": 0.3, "cutmix_minmax": (0.2, 0.8)}
+    mixing = Mixing(0.8, 0.0, num_classes=5, seed=3, **more)
+    theirs = timm.data.Mixup(0.8, 0.0, label_smoothing=0.0, num_classes=5, **more)
+    for first in range(0, 24, 6):
+        images, shares = mixed(mixing, 6, first)
+        np.random.seed(stream_seed(3, "mixing", 0, first) % 2**32)  # noqa: NPY002
+        wanted = theirs(*batch_of(6))
+        assert torch.equal(images, wanted[0])
+        assert torch.equal(shares, wanted[1])
+
+
+def test_mixing_ends_with_an_epoch():
+    mixing = Mixing(1.0, 0.0, num_classes=5, seed=3, off_epoch=2)
+    plain, labels = batch_of(6)
+    for epoch in range(4):
+        images, shares = mixed(mixing, 6, epoch=epoch)
+        assert torch.equal(images, plain) == (epoch >= 2)
+        assert torch.equal(shares.argmax(1), labels) or epoch < 2

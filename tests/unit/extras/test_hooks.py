@@ -1,8 +1,7 @@
 import re
 
 from dbsl.config import hooks
-from dbsl.log.rows import read_metrics
-from tests.helpers import ROOT, run
+from tests.helpers import ROOT, rows, run
 
 
 def test_the_metric_and_the_tracker_of_contributing_are_extras_that_work(tmp_path, monkeypatch):
@@ -24,8 +23,8 @@ def test_the_metric_and_the_tracker_of_contributing_are_extras_that_work(tmp_pat
     found = hooks.found_extras()
     monkeypatch.setattr(hooks, "found_extras", lambda: found | own)
     run(tmp_path / "run", epochs=3, eval_every=2, workers=1, local_batch_sizes=(8,))
-    rows = [row for row in read_metrics(tmp_path / "run/metrics.jsonl") if row["event"] == "eval"]
-    assert all(row["weight_norm"] > 0 for row in rows)
+    evaluated = rows(tmp_path / "run", "eval")
+    assert all(row["weight_norm"] > 0 for row in evaluated)
     lines = (tmp_path / "run/accuracy.csv").read_text().splitlines()
-    assert lines == [f"{row['epoch'] + 1},{row['accuracy']}" for row in rows]
-    assert [row["epoch"] for row in rows] == [1, 2]
+    assert lines == [f"{row['epoch'] + 1},{row['accuracy']}" for row in evaluated]
+    assert [row["epoch"] for row in evaluated] == [1, 2]

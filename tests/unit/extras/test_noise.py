@@ -1,4 +1,3 @@
-import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,12 +18,11 @@ from dbsl.extras.noise import (
     probe_interval,
     separate,
 )
-from dbsl.log.rows import read_metrics
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.solve import PlanRules, plan_dual_batch
 from dbsl.plan.types import RoundReport, TimeModel, Turn
 from experiments.benchmarks.operators import Operators
-from tests.helpers import run, slow
+from tests.helpers import rows, run, slow, summary_of
 
 REPORT = RoundReport(0, 0, 0, 8, 16, 64, 4, 1.0, 2.0, 1.0)
 ENDLESS = 10**12  # training samples, of which every batch is a new draw
@@ -304,17 +302,14 @@ def test_a_batch_taken_in_micro_batches_is_measured_as_the_whole():
         assert (found["gradient_batch"], found.get("micro_batch")) == (16, micro)
 
 
-def test_gradients_of_parts_are_scaled_back():
+def test_joint_gradients_are_of_the_whole_batch_once_they_are_summed():
     model = Quadratic(4, 2.0).double()
     samples, labels = torch.zeros(3, 4, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
     (quadratic_loss(model, samples, labels) * 0.25).backward()
     probe, turn = make_probe(model, "joined", workers=2), Turn((0,), 0, 0)
     step = Step((Part(0, np.arange(3), 0.25),), 0.0)
-    pushed = probe.measure(turn, step, False, samples, labels, quadratic_loss)
-    assert (pushed["gradient_batch"], float(pushed["gradient_square"])) == (3, pytest.approx(4.0))
-    together = probe.measure(turn, step, True, samples, labels, quadratic_loss)
-    assert together["gradient_batch"] == 12
-    assert float(together["gradient_square"]) == pytest.approx(0.25)
+    found = probe.measure(turn, step, True, samples, labels, quadratic_loss)
+    assert (found["gradient_batch"], float(found["gradient_square"])) == (12, pytest.approx(0.25))
     odd = replace(step, odd=True)  # not summed over the processes yet
     assert probe.measure(turn, odd, True, samples, labels, quadratic_loss) == {}
 
@@ -370,22 +365,18 @@ def test_noise_is_measured_and_changes_no_bit(mode, tmp_path):
     settings, largest, expected = MODES[mode]
     settings = {"train_samples": 240, "epochs": 4, "intercept": (0.0001,), "lr": 0.01} | settings
     settings |= {"dropout": (0.1,), "mixed_precision": "no", "checkpoint_every": 0}
-    rows, bits, summary = {}, [], []
-    for scale in (True, False):
-        folder = tmp_path / str(scale)
-        run(folder, noise_scale=scale, **settings)
-        rows[scale] = read_metrics(folder / "metrics.jsonl")
-        bits.append((folder / "model.safetensors").read_bytes())
-        summary.append(json.loads((folder / "summary.json").read_text()))
-    assert bits[0] == bits[1]
-    noise = [row for row in rows[True] if row["event"] == "noise"]
+    with_it, without = tmp_path / "with", tmp_path / "without"
+    run(with_it, noise_scale=True, **settings)
+    run(without, noise_scale=False, **settings)
+    one, other = (folder / "model.safetensors" for folder in (with_it, without))
+    assert one.read_bytes() == other.read_bytes()
+    noise, summary = rows(with_it, "noise"), summary_of(with_it)
     assert noise, "no estimate in the whole run"
-    assert {"epoch", "resolution", "b_simple", "low", "high", "pairs"} <= noise[-1].keys()
-    found = [summary[0][name] for name in ("noise_scale", "noise_scale_low", "noise_scale_high")]
+    found = [summary[name] for name in ("noise_scale", "noise_scale_low", "noise_scale_high")]
     assert found == [noise[-1][name] for name in ("b_simple", "low", "high")]
-    assert not [row for row in rows[False] if row["event"] == "noise"]
-    assert "noise_scale" not in summary[1]
-    measured = [r for r in rows[True] if r["event"] == "round" and "gradient_batch" in r]
+    assert not rows(without, "noise")
+    assert "noise_scale" not in summary_of(without)
+    measured = [row for row in rows(with_it, "round") if "gradient_batch" in row]
     assert max(row["gradient_batch"] for row in measured) == largest
     micro = {row.get("micro_batch") for row in measured}
     assert expected == (micro if isinstance(expected, set) else noise[-1]["pairs"])

@@ -316,10 +316,3 @@ def test_every_worker_has_a_line_or_all_have_a_range(workers):
         assert len(axes.collections) == (workers > MAX_LINES)
         if workers == 2:
             assert planned == ([[1] * 3, [2] * 3] if "measured" in axes.get_ylabel() else [])
-
-
-def test_a_first_epoch_that_took_very_long_is_named_at_the_top_and_does_not_flatten():
-    rows = [row | {"time_s": 3.0 if row["epoch"] else 200.0} for row in rounds(3, 8)]
-    (axes,) = (a for a in worker_figure(rows).axes if "measured" in a.get_ylabel())
-    assert axes.get_ylim()[1] < 30
-    assert [text.strip() for text in texts(axes)] == ["up to 200 s"]

@@ -4,7 +4,6 @@ import fcntl
 import os
 import signal
 import threading
-import time
 
 import pytest
 
@@ -13,6 +12,7 @@ from dbsl.run.folder import LOCK
 from dbsl.run.stopping import Stopping
 from dbsl.tools import jobs
 from dbsl.tools.jobs import Launch, is_finished, launch_all
+from tests.helpers import wait_until
 
 SCRIPT = """
 import os, pathlib, signal, sys, time
@@ -36,10 +36,9 @@ began = time.time()
 (folder / "began").touch()
 while kind in ("slow", "starting") and time.time() < began + 60:
     time.sleep(0.01)
-if kind == "pair":  # ends only where another runs beside it
-    while len(list(folder.parent.glob("*/began"))) < 2 and time.time() < began + 60:
-        time.sleep(0.01)
-    if len(list(folder.parent.glob("*/began"))) < 2:
+while kind == "pair" and len(list(folder.parent.glob("*/began"))) < 2:  # as one of two at a time
+    time.sleep(0.01)
+    if time.time() > began + 60:
         sys.exit(3)
 (folder / "summary.json").write_text("{}")
 """
@@ -94,9 +93,7 @@ def test_a_run_that_fails_stops_the_others_which_can_go_on(make, tmp_path, other
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_all_runs_after_they_have_saved(make, tmp_path, number):
     def interrupt():
-        deadline = time.monotonic() + 60
-        while len(list(tmp_path.glob("runs/*/began"))) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: len(list(tmp_path.glob("runs/*/began"))) == 2)
         os.kill(os.getpid(), number)
 
     threading.Thread(target=interrupt, daemon=True).start()
@@ -131,10 +128,9 @@ def test_a_run_under_way_elsewhere_is_left_alone(make, tmp_path):
 @pytest.mark.parametrize("visible", ["4,7", "GPU-a,GPU-b", None])
 def test_runs_take_turns_on_the_devices_that_a_scheduler_gave(make, tmp_path, monkeypatch, visible):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    else:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     launch(make("pair", "pair"), 2)
     found = {(tmp_path / f"runs/{n}/device").read_text() for n in (0, 1)}
     assert found == {*(visible or "0,1").split(",")}

@@ -36,44 +36,43 @@ if [[ $1 == show ]]; then printf 'first\\nsecond\\n'; else echo "$@" >> "$SAID.s
 
 
 @pytest.fixture
-def stand_ins(tmp_path, monkeypatch):
-    """Return the file that the stand-ins write to."""
+def play(tmp_path, monkeypatch):
+    """Return ``play(*command, **environment)``: its status, and what each python was told."""
     for name, text in (("python", PROCESS), ("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("SAID", str(tmp_path / "said"))
-    return tmp_path / "said"
+
+    def run(*command, **environment):
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        environment |= {"PATH": path, "SAID": tmp_path / "said"}
+        for name, value in environment.items():
+            monkeypatch.setenv(name, str(value))
+        status = subprocess.run(["bash", *command], capture_output=True).returncode
+        rows = [line.split(" ", 6) for line in (tmp_path / "said").read_text().splitlines()]
+        return status, rows
+
+    return run
 
 
-def sbatch(monkeypatch, nodes, tasks_per_node, statuses):
-    """Run the batch script with flags, and return its exit status."""
-    for name, value in {
-        **{"NODES": nodes, "SLURM_STEP_TASKS_PER_NODE": tasks_per_node, "STATUSES": statuses},
-        **{"SLURM_STEP_NUM_TASKS": len(statuses.split()), "SLURM_JOB_NODELIST": "n[1-2]"},
-        "SLURM_JOB_ID": 47,
-    }.items():
-        monkeypatch.setenv(name, str(value))
-    command = ["bash", str(ROOT / "examples/clusters/slurm.sbatch"), "--output-dir", "runs/a b"]
-    return subprocess.run(command, capture_output=True).returncode
+def sbatch(play, nodes, written, statuses):
+    """Run the batch script with flags."""
+    job = {"NODES": nodes, "SLURM_STEP_TASKS_PER_NODE": written, "STATUSES": statuses}
+    job |= {"SLURM_STEP_NUM_TASKS": len(statuses.split()), "SLURM_JOB_NODELIST": "n[1-2]"}
+    script = str(ROOT / "examples/clusters/slurm.sbatch")
+    return play(script, "--output-dir", "runs/a b", SLURM_JOB_ID=47, **job)
 
 
 @pytest.mark.parametrize(
     ("nodes", "written", "local"),
     [("3 1", "3,1", [3, 3, 3, 1]), ("2 2 1", "2(x2),1", [2, 2, 2, 2, 1]), ("1", "1", [1])],
 )
-def test_the_slurm_job_tells_each_process_its_place_on_unlike_nodes(
-    stand_ins, monkeypatch, nodes, written, local
-):
-    assert sbatch(monkeypatch, nodes, written, " ".join("0" for _ in local)) == 0
-    rows = [line.split(" ", 6) for line in stand_ins.read_text().splitlines()]
-    assert [int(row[0]) for row in rows] == list(range(len(local)))
-    assert {row[1] for row in rows} == {str(len(local))}
+def test_the_slurm_job_tells_each_process_its_place_on_unlike_nodes(play, nodes, written, local):
+    status, rows = sbatch(play, nodes, written, " ".join("0" for _ in local))
+    assert status == 0
     places = [i for size in map(int, nodes.split()) for i in range(size)]
-    assert [int(row[2]) for row in rows] == places
-    assert [int(row[3]) for row in rows] == local
-    assert {tuple(row[4:6]) for row in rows} == {("first", "20047")}
-    assert {row[6] for row in rows} == {"train.py --resume auto --output-dir runs/a b"}
+    own = zip(range(len(local)), places, local, strict=True)
+    where = ["first", "20047", "train.py --resume auto --output-dir runs/a b"]
+    assert rows == [[*map(str, (n, len(local), place, size)), *where] for n, place, size in own]
 
 
 @pytest.mark.parametrize(
@@ -83,15 +82,11 @@ def test_the_slurm_job_tells_each_process_its_place_on_unlike_nodes(
         *(("2 2 137 2", False), ("3 3 3 3", False), ("1 0 0 0", False)),
     ],
 )
-def test_the_slurm_job_is_queued_again_only_if_it_was_stopped(
-    stand_ins, monkeypatch, statuses, again
-):
-    status = sbatch(monkeypatch, "3 1", "3,1", statuses)
+def test_the_slurm_job_is_queued_again_only_if_it_was_stopped(play, tmp_path, statuses, again):
+    status, _ = sbatch(play, "3 1", "3,1", statuses)
     assert status == max(map(int, statuses.split()))
-    said = stand_ins.with_name("said.scontrol")
-    assert said.exists() == again
-    if again:
-        assert said.read_text() == "requeue 47\n"
+    said = tmp_path / "said.scontrol"
+    assert [path.read_text() for path in (said,) if path.exists()] == ["requeue 47\n"] * again
 
 
 def test_the_slurm_job_is_warned_by_the_signal_that_train_py_saves_at():
@@ -125,18 +120,13 @@ def test_the_kubernetes_job_runs_train_py_with_as_many_pods_as_processes():
     ("statuses", "status"),
     [("0 0 0 0", 0), ("75 75 75 75", 75), ("0 0 137 75", 75), ("2 2 137 2", 137)],
 )
-def test_the_skypilot_task_ends_with_the_status_of_train_py(
-    stand_ins, monkeypatch, statuses, status
-):
+def test_the_skypilot_task_ends_with_the_status_of_train_py(play, statuses, status):
     task = yaml.safe_load((ROOT / "examples/clusters/skypilot.yaml").read_text())
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
-    for name, value in {
-        **{"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1"},
-        **{"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "2", "STATUSES": statuses},
-        **task["envs"],
-    }.items():
-        monkeypatch.setenv(name, value)
-    assert subprocess.run(["bash", "-c", task["run"]]).returncode == status
-    told = sorted(line.split(" ", 6)[:6] for line in stand_ins.read_text().splitlines())
+    node = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": 1}
+    node |= {"SKYPILOT_NUM_NODES": 2, "SKYPILOT_NUM_GPUS_PER_NODE": 2, "STATUSES": statuses}
+    ended, rows = play("-c", task["run"], **node, **task["envs"])
+    assert ended == status
     where = ["10.0.0.1", "29500"]
+    told = sorted(row[:6] for row in rows)
     assert told == [["2", "4", "0", "2", *where], ["3", "4", "1", "2", *where]]

@@ -14,18 +14,18 @@ import torch
 from accelerate.state import AcceleratorState
 
 from dbsl.config.image_settings import ImageConfig
+from dbsl.config.parse import yaml_to_argv
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.model import load_model
 from dbsl.tools.study import study
-from dbsl.tools.study.scaling import Study, Trial, steps_to_result
+from dbsl.tools.study.scaling import Trial
 from dbsl.tools.study.store import COLUMNS, Claims, read_workloads, write_trial
 from dbsl.tools.study.trials import (
     Images,
     ImageTask,
     Measurement,
     Range,
-    decayed_rate,
     measured_steps,
     run_trial,
     search_entries,
@@ -35,22 +35,21 @@ from dbsl.tools.study.trials import (
 from tests.helpers import Forked, refused, rows, run, wait_until, write_shards
 
 TINY = {
-    "--batch-sizes": "16,32",
-    "--goal-error": "0.8",
-    "--trials": "3",
-    "--optimizers": "sgd,momentum",
-    "--model": "test_resnet",
-    "--train-samples": "64",
-    "--eval-samples": "40",
-    "--max-steps": "6",
-    "--mixed-precision": "no",
-    "--cpu-threads": "1",
+    "batch_sizes": "16,32",
+    "goal_error": 0.8,
+    "trials": 3,
+    "optimizers": "sgd,momentum",
+    "model": "test_resnet",
+    "train_samples": 64,
+    "eval_samples": 40,
+    "max_steps": 6,
+    "mixed_precision": "no",
+    "cpu_threads": 1,
 }
 
 
 def flags(folder, **changes):
-    given = TINY | {f"--{name.replace('_', '-')}": str(v) for name, v in changes.items()}
-    return [part for pair in given.items() for part in pair] + ["--output-dir", str(folder)]
+    return yaml_to_argv({**TINY, **changes, "output_dir": folder})
 
 
 def run_study(folder, **changes):
@@ -68,67 +67,6 @@ def trials_of(folder):
     }
 
 
-# --- a quadratic whose steps to result are known
-
-
-class Quadratic:
-    """SGD on 1/2 |w|^2 with gradients of known noise; the error is |w|^2 over that at the start."""
-
-    def __init__(self, batch_size, seed, dimensions=10_000, variance=0.5):
-        self._rng = np.random.default_rng(seed)
-        self._weights = np.ones(dimensions)
-        self._sd = math.sqrt(variance / batch_size)
-
-    def advance(self, rates):
-        for rate in rates:
-            noise = self._rng.standard_normal(len(self._weights)) * self._sd
-            self._weights -= rate * (self._weights + noise)
-        return self.measure().loss
-
-    def measure(self):
-        square = float(np.mean(self._weights**2))
-        return Measurement(square / 2 if square < 1e6 else math.inf, square)
-
-
-def closed_form(rate, batch_size, goal, variance=0.5):
-    """Return the first step at which E|w|^2 is under the goal, or inf."""
-    shrink, added = (1 - rate) ** 2, rate**2 * variance / batch_size
-    if shrink >= 1:
-        return math.inf
-    rest = added / (1 - shrink)
-    if rest >= goal:
-        return math.inf
-    # rest + (1 - rest) * shrink**t < goal
-    ratio = (goal - rest) / (1 - rest)
-    return math.floor(math.log(ratio) / math.log(shrink)) + 1 if shrink else 1
-
-
-def test_quadratic_takes_the_steps_of_its_closed_form():
-    goal, rates = 0.01, np.geomspace(0.01, 3.0, 14)
-    found = {}
-    for batch_size in (1, 2, 64, 256):
-        trials = tuple(
-            run_trial(
-                Quadratic(batch_size, seed=100 * batch_size + number),
-                number,
-                {"learning_rate": float(rate)},
-                budget=500,
-                goal=goal,
-                spacing=0.0,
-            )
-            for number, rate in enumerate(rates, 1)
-        )
-        result = steps_to_result(Study("quadratic", "w", "sgd", batch_size, trials), goal)
-        known = [closed_form(rate, batch_size, goal) for rate in rates]
-        assert result.steps == pytest.approx(min(known), rel=0.05, abs=1)
-        assert [t.status for t in trials if t.parameters["learning_rate"] > 2.2] == [
-            "INFEASIBLE"
-        ] * sum(rates > 2.2)
-        found[batch_size] = result.steps
-    assert found[2] / found[1] == pytest.approx(0.5, rel=0.2)  # perfect scaling where noise rules
-    assert found[256] < found[64] * 1.1 + 2  # and an end to it
-
-
 # --- the loop of a trial
 
 
@@ -136,20 +74,14 @@ class Script:
     """A task whose errors are given, by step."""
 
     def __init__(self, errors, loss=1.0):
-        self._errors, self._loss, self.taken = errors, loss, 0
+        self._errors, self._loss, self.rates = errors, loss, []
 
     def advance(self, rates):
-        self.taken += len(rates)
+        self.rates += rates
         return self._loss
 
     def measure(self):
-        return Measurement(1.0, self._errors[min(self.taken, len(self._errors) - 1)])
-
-
-def run_script(errors, **changes):
-    settings = {"budget": 10, "goal": 0.5, "spacing": 0.0} | changes
-    task = Script(errors, settings.pop("loss", 1.0))
-    return run_trial(task, 1, {"learning_rate": 0.1}, **settings)
+        return Measurement(1.0, self._errors[min(len(self.rates), len(self._errors) - 1)])
 
 
 FALLING = [0.9, 0.8, 0.5, 0.49, 0.1]
@@ -169,7 +101,9 @@ FALLING = [0.9, 0.8, 0.5, 0.49, 0.1]
 def test_trial_ends_at_the_goal_or_where_it_can_reach_none_or_not_as_the_best(
     errors, changes, status, steps
 ):
-    trial = run_script(errors, **changes)
+    settings = {"budget": 10, "goal": 0.5, "spacing": 0.0} | changes
+    task = Script(errors, settings.pop("loss", 1.0))
+    trial = run_trial(task, 1, {"learning_rate": 0.1}, **settings)
     assert (trial.status, trial.steps) == (status, steps)
     assert trial.measurements["step"].tolist() == list(range(steps + 1))
     diverged = math.isnan(trial.measurements["val/classification_error"][-1])
@@ -189,9 +123,12 @@ def test_measurements_are_a_share_of_the_steps_apart():
 def test_rate_falls_in_a_line_then_stays():
     given = {"learning_rate": 0.4, "end_learning_rate_factor": 0.25}
     given["learning_rate_decay_steps"] = 10
-    rates = [decayed_rate(step, given) for step in (0, 5, 10, 50)]
-    assert rates == pytest.approx([0.4, 0.25, 0.1, 0.1])
-    assert decayed_rate(7, {"learning_rate": 0.4}) == 0.4
+    task = Script([1.0])
+    run_trial(task, 1, given, budget=51, goal=0.5, spacing=0.5)
+    assert len(task.rates) == 51
+    assert [task.rates[n] for n in (0, 5, 10, 50)] == pytest.approx([0.4, 0.25, 0.1, 0.1])
+    run_trial(task, 1, {"learning_rate": 0.3}, budget=1, goal=0.5, spacing=0.5)
+    assert task.rates[-1] == 0.3
 
 
 # --- the same step as train.py's
@@ -315,7 +252,7 @@ def test_trial_that_kills_its_process_every_time_is_named(tmp_path):
 
 
 def test_study_runs_writes_and_goes_on(tmp_path, capsys):
-    study.main([*flags(tmp_path, trials=1), "--no-early-stopping"])
+    run_study(tmp_path, trials=1, early_stopping=False)
     printed = capsys.readouterr().out
     assert "maximum useful batch" in printed or "no batch size reached the goal" in printed
     found = trials_of(tmp_path)
@@ -323,8 +260,7 @@ def test_study_runs_writes_and_goes_on(tmp_path, capsys):
     for (name, *_), (status, steps, given) in found.items():
         assert (status, steps) == ("COMPLETE", 6)
         assert ("momentum" in given) == ("momentum" in name)
-    AcceleratorState._reset_state(True)
-    study.main([*flags(tmp_path, trials=2), "--no-early-stopping"])
+    run_study(tmp_path, trials=2, early_stopping=False)
     assert capsys.readouterr().out.count("trial 2/2") == 4  # the first ones did not run again
     more = trials_of(tmp_path)
     assert len(more) == 8
