@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shutil
 import sys
@@ -319,9 +320,9 @@ def set_aside_after(run_folder: Path, sequence: int) -> list[Path]:
     sequences = {found.folder: found.manifest.sequence for found in checkpoints_in(run_folder)}
     renamed = []
     for folder in _folders(run_folder):
-        if folder not in sequences:
+        if not (folder / MANIFEST).exists():
             remove(folder)
-        elif sequences[folder] > sequence:
+        elif sequences.get(folder, math.inf) > sequence:  # or its manifest is damaged
             target = folder.with_name(folder.name + _ABANDONED)
             shutil.rmtree(target, ignore_errors=True)
             renamed.append(folder.replace(target))

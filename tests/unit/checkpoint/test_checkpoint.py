@@ -164,6 +164,7 @@ def test_pruning_keeps_the_newest_good_ones(tmp_path):
 def test_checkpoints_after_the_one_resumed_are_set_aside_not_removed(tmp_path):
     for sequence in (1, 2, 3):
         write(tmp_path, sequence)
+    (tmp_path / "checkpoints/save-000003/manifest.json").write_text("{}")
     renamed = set_aside_after(tmp_path, 1)
     assert sorted(p.name for p in renamed) == ["save-000002.old", "save-000003.old"]
     assert [found.folder.name for found in checkpoints_in(tmp_path)] == ["save-000001"]
