@@ -189,8 +189,7 @@ class ImageSplit:
         """Yield the RGB images of these samples, or why one cannot be decoded."""
         for some in np.split(samples, range(_CHUNK, len(samples), _CHUNK)):
             for value in self._values(some):
-                image = _attempt(self._open, value)
-                yield image if isinstance(image, str) else _attempt(image.convert, "RGB")
+                yield _attempt(lambda value: self._open(value).convert("RGB"), value)
 
     def describe_bad(self, row: int, reason: str) -> str:
         """Return which image cannot be decoded, and why."""
