@@ -56,6 +56,8 @@ class PixelStore(TensorSource):
     Whole pixels lie together, as resizing likes them.
     """
 
+    blocks: Order | None = None  # any order of an epoch is as good as another
+
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
     ) -> Iterator[Batch]:
