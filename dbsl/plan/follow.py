@@ -134,20 +134,18 @@ class Planner:
     def join(self, worker: int, last: int) -> int:
         """Plan with one more worker from the first epoch on that nobody has begun.
 
-        It was lost, or was not there when the run of `last` rounds began. Returns the rounds that
-        it has behind it. At `last` no epoch is left for it, and nothing has changed; nor has it
-        where the plan with it is refused.
+        Returns the rounds that it has behind it. At `last`, all of the run's, no epoch is left for
+        it, and nothing has changed; nor has it where the plan with it is refused.
         """
-        workers = len(self._speeds)
-        if not 0 <= worker < workers or worker in self.members.active:
+        if worker not in self.members.lost:
             raise SettingError(
-                f"a worker that joins must be one of {workers} and not there, got worker {worker}"
+                f"a worker that joins must be one of {len(self._speeds)} and not there, "
+                f"got worker {worker}"
             )
         first = self.next_epoch(last)
-        if first * self._rounds >= last:
-            return last
-        self.take_in([worker], first)
-        return first * self._rounds
+        if first * self._rounds < last:
+            self.take_in([worker], first)
+        return min(first * self._rounds, last)
 
     def next_epoch(self, last: int) -> int:
         """Return the first epoch whose plan may change: nobody has begun it.
@@ -168,12 +166,11 @@ class Planner:
         self._begin_with(plans)
 
     def drop(self, worker: int, last: int) -> int:
-        """Plan without a worker from the first round on that nobody has begun.
+        """Plan without a worker, who still counts as there, from the first round not begun.
 
-        The worker still counts as there. An epoch that other workers had begun before this run's
-        keeps its plan to its end. Returns the samples, counted once in each epoch, that nobody will
-        train on because it was lost: its part of the rounds, of `last` in the run, that it had not
-        pushed and that keep their plan.
+        An epoch that other workers had begun before this run's keeps its plan to its end. Returns
+        the samples that nobody will train on because it was lost: its part of the rounds, of `last`
+        in the run, that it had not pushed and that keep their plan.
         """
         members, ledger, rounds = self.members, self.ledger, self._rounds
         others = self._plans_of(members.active - {worker})
@@ -303,8 +300,7 @@ class PlanMaker:
     """
 
     def __init__(self, config: RunConfig, known: KnownWorkers, samples: int, least: int) -> None:
-        self._config, self._known, self._samples = config, known, samples
-        self.least = least
+        self._config, self._known, self._samples, self._least = config, known, samples, least
         self._rules = PlanRules(
             min_batch_size=config.min_batch_size,
             rounds=config.rounds_per_epoch,
@@ -382,9 +378,10 @@ class PlanMaker:
         return sizes if any(sizes) else None
 
     def _of_all(self, plan: Plan, active: Sequence[int]) -> Plan:
-        rows = dict(zip(active, plan.workers, strict=True))
-        everyone = range(self._config.workers)
-        return replace(plan, workers=tuple(rows.get(worker, _NO_PART) for worker in everyone))
+        rows = [_NO_PART] * self._config.workers
+        for worker, row in zip(active, plan.workers, strict=True):
+            rows[worker] = row
+        return replace(plan, workers=tuple(rows))
 
     def _rounds(
         self, resolution: int, models: TimeModel, active: Sequence[int], measured: bool
@@ -421,10 +418,10 @@ class PlanMaker:
     def _first_sizes(self, resolution: int) -> np.ndarray:
         """Return the sizes of joint steps: by hand, or such that planned workers end together."""
         workers, model = self._config.workers, self._known.models[resolution]
-        if self._by_hand:
+        if resolution in self._by_hand:
             return np.array(self._by_hand[resolution])
         total, limits = self._total(resolution), self._limits(resolution)
-        check_global_batch(total, limits, self.least)
+        check_global_batch(total, limits, self._least)
         if total > self._samples:
             raise SettingError(
                 f"global_batch_size must be at most the {self._samples} training samples, "
@@ -432,13 +429,14 @@ class PlanMaker:
             )
         if model.equal and total <= int(limits.min()) * workers:
             return largest_remainder(np.ones(workers), total)
-        return balanced_sizes(total, model, limits, self.least)
+        return balanced_sizes(total, model, limits, self._least)
 
     def _total(self, resolution: int) -> int:
-        large = self._known.large_batch_sizes[resolution]
-        return (
-            sum(self._by_hand.get(resolution, ())) or self._config.global_batch_size or sum(large)
+        by_hand, large = (
+            self._by_hand.get(resolution, ()),
+            self._known.large_batch_sizes[resolution],
         )
+        return sum(by_hand) or self._config.global_batch_size or sum(large)
 
     def _limits(self, resolution: int) -> np.ndarray:
         """Return the most that each worker may take of a joint step, int64 [n]."""

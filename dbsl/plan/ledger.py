@@ -60,12 +60,8 @@ class Members:
 
     def state_dict(self) -> dict[str, Any]:
         """Return who is there, in plain values."""
-        return {
-            "clocks": list(self.clocks),
-            "active": sorted(self.active),
-            "newcomers": sorted(self.newcomers),
-            "inside": sorted(self.inside),
-        }
+        sets = {name: sorted(getattr(self, name)) for name in ("active", "newcomers", "inside")}
+        return {"clocks": list(self.clocks), **sets}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
@@ -196,10 +192,7 @@ class Ledger:
             yield Turn(tuple(lacking), epoch, round_), self.at(epoch, round_)
 
     def under_way(self, members: Members, last: int) -> range:
-        """Return the epochs that a worker has begun, or that are planned, and are not complete.
-
-        `members` are who is there, and how far; `last` is the rounds of the run.
-        """
+        """Return the epochs, of `last` rounds, that are begun or planned, and are not complete."""
         stop = -(-members.begun(last) // members.rounds)
         planned = (epoch + 1 for epoch in self.segments)
         return range(members.slowest() // members.rounds, max(stop, *planned, 0))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -58,7 +58,7 @@ class Order(Protocol):
 
 @lru_cache(maxsize=2)  # asynchronous workers may be one epoch apart; int64, 8 bytes a sample
 def _permutation(
-    samples: int, seed: int | None, epoch: int, repeats: int = 1, blocks: Order | None = None
+    samples: int, seed: int | None, repeats: int, blocks: Order | None, epoch: int
 ) -> np.ndarray:
     if seed is None:
         return np.arange(samples)
@@ -99,9 +99,9 @@ class EpochSampler:
         self._shares = np.asarray(shares, dtype=np.int64)
         self.samples = start + int(self._shares.sum())
         self._left = tuple(left) or ((start, self.samples),)
-        self._repeats, self._blocks = repeats, blocks
+        self._order = partial(_permutation, self.samples, seed, repeats, blocks)
         self._rounds, self._first_round = rounds, first_round
-        self._start, self._least, self._seed = start, least, seed
+        self._start, self._least = start, least
 
     def start_of(self, round_: int) -> int:
         """Return how many samples of the epoch all workers take before a round."""
@@ -109,8 +109,7 @@ class EpochSampler:
 
     def indices(self, worker: int, epoch: int, round_: int) -> np.ndarray:
         """Return the samples that a worker trains on in one round of an epoch, int64 [s]."""
-        order = _permutation(self.samples, self._seed, epoch, self._repeats, self._blocks)
-        places = self.places(worker, round_)
+        order, places = self._order(epoch), self.places(worker, round_)
         return np.concatenate([order[:0], *(order[begin:end] for begin, end in places)])
 
     def places(self, worker: int, round_: int) -> list[tuple[int, int]]:
@@ -174,8 +173,8 @@ class StepSampler:
         whole: int = 0,
         start: int = 0,
     ) -> None:
-        self.samples, self._repeats, self._blocks = samples, repeats, blocks
-        self._seed, self._least = seed, least
+        self._order = partial(_permutation, samples, seed, repeats, blocks)
+        self._least = least
         if whole:
             self._cuts = _whole_steps(samples, global_batch_size, whole, start, drop_last)
         else:
@@ -194,8 +193,7 @@ class StepSampler:
         Parts of all workers are in proportion to `sizes`, which sum to B.
         """
         before, begin, end = (self.begin(max(n, 0)) for n in (number - 1, number, number + 1))
-        order = _permutation(self.samples, self._seed, epoch, self._repeats, self._blocks)
-        batch = order[begin:end]
+        batch = self._order(epoch)[begin:end]
         ends = _ends_of_parts(len(batch), tuple(sizes), self._least)
         parts = tuple(
             Part(w, batch[ends[w] : ends[w + 1]].copy(), (ends[w + 1] - ends[w]) / len(batch))

@@ -1,6 +1,6 @@
 """Who trains on how much, in which batches: plans from a model of step time.
 
-Pure functions. Dual-batch plans are those of Lu, Liu, Hong and Wu, "Dual Batch Size Learning"
+Dual-batch plans are those of Lu, Liu, Hong and Wu, "Dual Batch Size Learning"
 (COMPSAC 2022, doi 10.1109/COMPSAC54236.2022.00110) and of its journal version (arXiv 2509.26092);
 equation numbers below are theirs. Unequal workers are planned by the same balance. The small
 workers come first. In joint steps a worker's weight is its part of the global batch, b_i/B, so that
@@ -40,10 +40,7 @@ def round_half_up(value: float) -> int:
 
 @dataclass(frozen=True)
 class PlanRules:
-    """What a plan keeps to, whatever its workers can do.
-
-    At most one of `time_ratio`, `small_batch_size` and `small_share` is given; the others follow.
-    """
+    """What a plan keeps to. At most one of its first three is given; the others follow."""
 
     time_ratio: float | None = None  # k: time over all-large, above 1; none of the three: 1.05
     small_batch_size: int | None = None  # B_S
@@ -237,8 +234,7 @@ class _DualBatch:
     def _small_batch(self, ratio: float) -> tuple[int, tuple[int, int] | None]:
         """Return B_S; for equal workers also the whole d_L, and the d_S that it leaves.
 
-        B_S follows from the exact time and the whole d_S, and is rounded once. Both pieces of a
-        step's time, the line and the floor, bound it from below: the larger bound holds.
+        The line and the floor of a step's time both bound B_S from below: the larger bound holds.
         """
         samples, rules, published = self.samples, self.rules, None
         workers, small_workers = len(self.limits), self.small_workers
@@ -301,7 +297,6 @@ class _DualBatch:
         return f"; the nearest plan has small_batch_size {batch} and time ratio {ratio:.4g}"
 
     def _batch_sizes(self, batch: int | None) -> np.ndarray:
-        """Return every worker's batch size, small ones held to their limits."""
         limits, small = self.limits, self.small_workers
         if not small:
             return limits.copy()
@@ -390,7 +385,6 @@ class _DualBatch:
 
 
 def _nearly_large(model: TimeModel, batch: int, largest: int) -> str:
-    """Return the note on a solved small batch that is nearly the large one."""
     if model.floor > model.time(batch, 1) * (1 - 1e-9):
         below = (model.floor - model.intercept) / model.slope
         why = f"a step of fewer than {below:.0f} samples takes no less time"

@@ -72,9 +72,9 @@ def make_stages(
     A span of epochs is shared equally by the resolutions, low to high; where it does not divide,
     the higher ones get the extra epochs, and a span too short for all drops the lowest.
 
-    `resolutions` are image sides in pixels, strictly ascending, of which `fixed` uses the last.
-    `dropout` is one probability per resolution, or one for all. At each of the `milestones`, epochs
-    in (0, epochs) that ascend, a new stage starts, and `gamma` multiplies the learning rate.
+    `resolutions` are image sides in pixels, of which `fixed` uses the last. `dropout` is one
+    probability per resolution, or one for all. At each of the `milestones`, epochs, a new stage
+    starts, and `gamma` multiplies the learning rate.
     """
     check_resolutions(resolutions)
     if epochs < 1:

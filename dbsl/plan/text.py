@@ -14,8 +14,8 @@ from dbsl.plan.types import Plan, WorkerPlan
 
 _BAR_WIDTH = 48  # characters
 MAX_ROWS = 16
-_COLUMNS = ("worker", "node", "batch", "samples", "steps", "weight", "time", "idle")
-_WIDTHS = (9, 8, 8, 10, 8, 8, 10, 8)  # characters
+_WIDTHS = {"worker": 9, "node": 8, "batch": 8, "samples": 10, "steps": 8}  # characters
+_WIDTHS |= {"weight": 8, "time": 10, "idle": 8}
 
 
 def worker_rows(
@@ -76,10 +76,10 @@ def format_plan(plan: Plan, nodes: Sequence[int] = ()) -> str:
         left_out.add("node")
 
     def line(*cells: object) -> str:
-        columns = zip(_COLUMNS, _WIDTHS, cells, strict=True)
-        return "".join(f"{c:>{width}}" for name, width, c in columns if name not in left_out)
+        columns = zip(_WIDTHS, cells, strict=True)
+        return "".join(f"{c:>{_WIDTHS[name]}}" for name, c in columns if name not in left_out)
 
-    lines, rows = [line(*_COLUMNS)], worker_rows(plan, nodes=nodes)
+    lines, rows = [line(*_WIDTHS)], worker_rows(plan, nodes=nodes)
     for name, w, node in rows[:MAX_ROWS]:
         counts = name, node, w.local_batch_size, w.samples, w.steps, f"{w.merge_weight:.4f}"
         idle = f"{100 * idle_share(plan, w):.1f} %"
@@ -159,9 +159,7 @@ def format_run(
         rate = ", ".join(map(rates, its_stages))
         lines.append(f"{px(resolution, after=', ')}{epoch_spans(its_stages)}, lr {rate}{ratio}")
         lines.append(format_plan(plan, nodes))
-        if timelines:
-            lines.append(timeline(plan, rounds))
-        lines.append("")
+        lines += [timeline(plan, rounds), ""] if timelines else [""]
     planned, all_large, equal = map(duration, total_times_s(stages, plans))
     joint = any(plan.global_batch_size for plan in plans.values())
     others = (
@@ -182,10 +180,9 @@ def with_notes(plan: Plan, known: KnownWorkers, resolution: int) -> Plan:
     notes: defaultdict[str, list[str]] = defaultdict(list)
     for number, (worker, most, fit) in enumerate(zip(plan.workers, micro, fits, strict=True)):
         batch = worker.local_batch_size
-        at_once = batch if most is None else min(batch, most)
+        at_once = min(batch, most or batch)
         if at_once < batch:
-            parts = -(-batch // most)
-            note = f"batches of {batch} in {parts} micro-batches of at most {most}"
+            note = f"batches of {batch} in {-(-batch // most)} micro-batches of at most {most}"
             notes[note].append(str(number))
         if fit is not None and at_once > fit:
             note = f"{at_once} samples at once are more than the {fit} that fit into memory"

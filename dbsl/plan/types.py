@@ -76,7 +76,6 @@ class TimeModel:
         return self._bounded(self.slope * samples + self.intercept * steps, self.floor * steps)
 
     def _bounded(self, line: Numbers, least: Numbers) -> Numbers:
-        """Return times by the line, but at least what floors above 0 make of them."""
         if not isinstance(line, np.ndarray):
             return max(least, line) if self.floor else line
         return np.where(np.greater(self.floor, 0), np.maximum(least, line), line)
@@ -97,12 +96,11 @@ class WorkerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A dual-batch plan of one epoch: the solved quantities and one `WorkerPlan` per worker.
+    """A plan of one epoch: what was solved for, and each worker's part, small workers first.
 
-    Small workers come first. The workers' samples sum to `samples` exactly. `large_samples` and
-    `small_samples` are the solved shares; a worker's own share may differ from them by one sample.
-    Where workers differ in speed or in their largest batch, no single value holds: those two, the
-    update factor and `large_batch_size` are None.
+    Their samples sum to `samples` exactly. `large_samples` and `small_samples` are the solved
+    shares, from which a worker's own may differ by one. Where workers differ in speed or in their
+    largest batch, these two, the update factor and `large_batch_size` are None.
     """
 
     samples: int

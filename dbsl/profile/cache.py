@@ -159,7 +159,7 @@ class Profiler:
         )
 
     def _all(self, here: bool) -> bool:
-        failing = torch.tensor([0 if here else 1], device=self._accelerator.device)
+        failing = torch.tensor([int(not here)], device=self._accelerator.device)
         return self._accelerator.reduce(failing).item() == 0
 
 

@@ -50,10 +50,7 @@ Example = Callable[[int, int], Batch]  # by batch size and resolution
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Everything that a step's time depends on, but its resolution and its batch size.
-
-    Of a loss function it has the text, not that of what it calls.
-    """
+    """Everything that a step's time depends on, but its resolution and its batch size."""
 
     device: str  # name of the device
     model: str
@@ -71,7 +68,8 @@ class Setup:
     timm: str
     clip: ClipMode | None = None  # how gradients are clipped
     micro_batch: int | None = None  # samples that are computed at once
-    loss: str | None = None  # digest of the loss function's text; None: cross-entropy
+    # Digest of the loss function's text, not of what it calls; None: cross-entropy.
+    loss: str | None = None
 
     @staticmethod
     def of(name: str, model: nn.Module, num_classes: int, accelerator: Accelerator) -> Setup:
@@ -137,9 +135,8 @@ class StepProfile:
     floor: float = 0.0  # f, the least that a step takes, seconds
 
     def __post_init__(self) -> None:
-        count = len(self.batch_sizes)
-        whole = count and len(self.times_s) == count and np.isfinite(self.times_s).all()
-        if not whole or min(self.times_s) <= 0:
+        count, finite = len(self.batch_sizes), np.isfinite(self.times_s).all()
+        if not finite or not count == len(self.times_s) > 0 or min(self.times_s) <= 0:
             raise SettingError(
                 f"times_s must be {count} times, finite and above 0 s, got {self.times_s}"
             )
@@ -175,10 +172,7 @@ class StepProfile:
 
 
 class TrainingStep:
-    """A training step on a copy of a model, for any batch size.
-
-    Parameters that are frozen in the model are frozen in the copy.
-    """
+    """A training step on a copy of a model, with its frozen parameters, for any batch size."""
 
     def __init__(self, spec: StepSpec, resolution: int) -> None:
         setup, self.accelerator, self.resolution = spec.setup, spec.accelerator, resolution
@@ -311,18 +305,10 @@ def fit_profile(
     predicted = np.array([line.time(x, 1) for x in batch_sizes])
     off = np.abs(predicted / t - 1)
     spread = float(((t - t.mean()) ** 2).sum())
+    r_squared = 1.0 - float(((t - predicted) ** 2).sum()) / spread if spread > 0 else 1.0
     bad = np.flatnonzero(off > TOLERANCE)
     first = int(bad[-1]) + 1 if len(bad) else 0
-    return StepProfile(
-        resolution=resolution,
-        batch_sizes=tuple(batch_sizes),
-        times_s=tuple(times_s),
-        errors=tuple(errors),
-        slope=line.slope,
-        intercept=line.intercept,
-        r_squared=1.0 - float(((t - predicted) ** 2).sum()) / spread if spread > 0 else 1.0,
-        largest_error=float(off.max()),
-        holds_from=int(batch_sizes[first]) if first < len(batch_sizes) else None,
-        memory=memory,
-        floor=line.floor,
-    )
+    holds_from = int(batch_sizes[first]) if first < len(batch_sizes) else None
+    measured = tuple(batch_sizes), tuple(times_s), tuple(errors)
+    fitted = line.slope, line.intercept, r_squared, float(off.max()), holds_from
+    return StepProfile(resolution, *measured, *fitted, memory=memory, floor=line.floor)

@@ -383,8 +383,7 @@ def _build_model(
 def _check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
     samples = len(data.train)
     rounds = 1 if takes_joint_steps(config) else config.rounds_per_epoch
-    needed = config.workers * rounds * least
-    if samples < needed:
+    if samples < (needed := config.workers * rounds * least):
         why = ", whose batch norm needs 2 at a time" if least > 1 else ""
         raise SettingError(
             f"dataset must have at least {needed} training {data.unit}s for {config.workers} "

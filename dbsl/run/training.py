@@ -58,9 +58,8 @@ class Run(Generic[ConfigT]):
     def transforms(self) -> dict[int, Any]:
         """Augmentation, by resolution."""
         config = self.config
-        return {
-            r: self.data.transform(r, config.augmentation, config.seed) for r in config.resolutions
-        }
+        how = config.augmentation, config.seed
+        return {r: self.data.transform(r, *how) for r in config.resolutions}
 
     @property
     def largest_batch(self) -> int:
@@ -141,14 +140,9 @@ class SimulatedTimes:
 
     def computed(self, worker: int, epoch: int, round_: int) -> tuple[float, int]:
         """Return the seconds that a worker's round takes to compute, and its steps."""
-        run = self.run
-        turn = Turn((worker,), epoch, round_)
-        steps = run.sampler.steps(run.planner.at(epoch, round_), turn)
+        run, machine = self.run, self.run.machine
+        steps = run.sampler.steps(run.planner.at(epoch, round_), Turn((worker,), epoch, round_))
         samples = sum(len(part.indices) for step in steps for part in step.parts)
         model = run.known.models[run.stage_at(epoch).resolution][worker]
-        seconds = (
-            model.time(samples, len(steps))
-            * run.machine.factor(worker, epoch)
-            * run.machine.noise_factor(worker, epoch, round_)
-        )
-        return seconds, len(steps)
+        seconds = model.time(samples, len(steps)) * machine.factor(worker, epoch)
+        return seconds * machine.noise_factor(worker, epoch, round_), len(steps)

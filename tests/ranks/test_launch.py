@@ -291,9 +291,13 @@ def told_to_stop():
 
 def test_one_traceback_tells_of_a_bug_that_several_ranks_meet_and_no_signal_follows(launcher):
     place = launcher[1] | {"WORLD_SIZE": "3"}
-    stopped = Forked(told_to_stop, **place, RANK="2")
-    assert stopped.wait() == 0
-    assert stopped.stderr == "SIGTERM: finishing the step and saving; once more to end\n"
+
+    def stop():
+        stopped = Forked(told_to_stop, **place, RANK="2")
+        assert stopped.wait() == 0
+        return stopped.stderr
+
+    assert stop() == "SIGTERM: finishing the step and saving; once more to end\n"
     errors = (KeyError("bug"), KeyError("bug"), SyncError("gone"), ValueError("other"))
     found = [Forked(lambda e=e: failing(e), **place, RANK=str(r)) for r, e in enumerate(errors)]
     assert [process.wait() for process in found] == [1, 1, 2, 1]
@@ -302,9 +306,7 @@ def test_one_traceback_tells_of_a_bug_that_several_ranks_meet_and_no_signal_foll
     assert said.count("KeyError: 'bug'\n") == 1
     assert "error: gone\n" in said
     assert "rank 3: ValueError: other" in said
-    stopped = Forked(told_to_stop, **place, RANK="2")
-    assert stopped.wait() == 0
-    assert stopped.stderr == ""
+    assert stop() == ""
 
 
 def coming_rank(rank, port, missing):
@@ -312,8 +314,7 @@ def coming_rank(rank, port, missing):
     dist.barrier()  # one that ends before the test's own group is made would break it
     if rank in missing:
         return None
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_PORT": str(port)}
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ |= NOWHERE | {"RANK": str(rank), "MASTER_PORT": str(port)}
     time.sleep(0.5 * rank)  # the last to end is another one than rank 0
     try:  # where all come, a busy machine has time
         met = join_processes(2.0 if missing else 60, cpu=True)
@@ -379,15 +380,12 @@ def test_a_death_during_start_up_is_one_line_and_status_2(run_ranks, capfd):
     assert line.startswith("error: another process died or fell silent: ")
 
 
-def test_gloo_is_chosen_for_the_processes_of_a_launcher_alone(environ):
+def test_the_chosen_backend_is_that_of_a_launchers_processes_with_a_gpu(monkeypatch, environ):
     environ(DBSL_BACKEND="gloo", LOCAL_RANK=None)
     assert chosen_backend() is None
     environ(DBSL_BACKEND="mpi")
     with pytest.raises(ValueError, match="DBSL_BACKEND must be gloo or unset, got 'mpi'"):
         chosen_backend()
-
-
-def test_the_chosen_backend_is_that_of_processes_with_a_gpu(monkeypatch, environ):
     given, launch = [], dbsl.cluster.launch
 
     def start(backend, *, timeout, **_):

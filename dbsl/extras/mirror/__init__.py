@@ -297,8 +297,9 @@ class Mirror(Extra):
         self.uploading, there = folder.name, f"{CHECKPOINTS}/{folder.name}"
         try:
             manifest = self._with_late_shards(folder, began)
-            late = folder.glob(f"*{LATE}")
-            listed = manifest.files | {path.name: describe(path) for path in late}
+            # A shard that comes only now is left out, with its sums.
+            sums = [(folder / name).with_suffix(LATE) for name in manifest.files]
+            listed = manifest.files | {path.name: describe(path) for path in sums if path.exists()}
             files = {name: folder / name for name in (*listed, MANIFEST)}
             with tempfile.TemporaryDirectory() as scratch:
                 for name in NEEDED:  # they may change meanwhile

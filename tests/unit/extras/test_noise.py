@@ -302,17 +302,14 @@ def test_a_batch_taken_in_micro_batches_is_measured_as_the_whole():
         assert (found["gradient_batch"], found.get("micro_batch")) == (16, micro)
 
 
-def test_gradients_of_parts_are_scaled_back():
+def test_joint_gradients_are_of_the_whole_batch_once_they_are_summed():
     model = Quadratic(4, 2.0).double()
     samples, labels = torch.zeros(3, 4, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
     (quadratic_loss(model, samples, labels) * 0.25).backward()
     probe, turn = make_probe(model, "joined", workers=2), Turn((0,), 0, 0)
     step = Step((Part(0, np.arange(3), 0.25),), 0.0)
-    pushed = probe.measure(turn, step, False, samples, labels, quadratic_loss)
-    assert (pushed["gradient_batch"], float(pushed["gradient_square"])) == (3, pytest.approx(4.0))
-    together = probe.measure(turn, step, True, samples, labels, quadratic_loss)
-    assert together["gradient_batch"] == 12
-    assert float(together["gradient_square"]) == pytest.approx(0.25)
+    found = probe.measure(turn, step, True, samples, labels, quadratic_loss)
+    assert (found["gradient_batch"], float(found["gradient_square"])) == (12, pytest.approx(0.25))
     odd = replace(step, odd=True)  # not summed over the processes yet
     assert probe.measure(turn, odd, True, samples, labels, quadratic_loss) == {}
 

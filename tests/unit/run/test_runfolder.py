@@ -37,13 +37,11 @@ def test_a_folder_is_named_after_the_weights_that_a_run_starts_from():
 def test_a_folder_left_empty_goes_again_with_the_parents_that_were_made_for_it(
     tmp_path, accelerator
 ):
-    (tmp_path / "mine").mkdir()
-    with RunFolder(tmp_path / "mine/a/b", accelerator, new=True) as folder:
-        assert (folder.path / ".lock").exists()
-    assert list((tmp_path / "mine").iterdir()) == []
-    with RunFolder(tmp_path / "mine", accelerator, new=True):
-        pass
-    assert (tmp_path / "mine").exists()  # it was somebody else's
+    (tmp_path / "mine").mkdir()  # this stays: it was somebody else's
+    for name in ("mine/a/b", "mine"):
+        with RunFolder(tmp_path / name, accelerator, new=True) as folder:
+            assert (folder.path / ".lock").exists()
+        assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_any_data_is_read(monkeypatch):
