@@ -1,8 +1,8 @@
 """What a run was given, and what it found out; what was found holds until its sources change.
 
-A run's ``config.yaml`` keeps the two apart: settings as they were given at the top level, and a
-mapping ``resolved`` of those that the run found out for itself. Read back unchanged, the file
-repeats the run; a setting that changes drops what was found from it, which is then found anew.
+A run's ``config.yaml`` has settings as they were given at the top level, and a mapping ``resolved``
+of those that the run found out. Read back unchanged, the file repeats the run; a setting that
+changes drops what was found from it, which is then found again.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from dbsl.base.errors import SettingError
-from dbsl.config.fields import JOINT, PROCESSES, UNLIKE, Derived, Role, markers, sources, with_role
+from dbsl.config.fields import JOINT, PROCESSES, UNLIKE, Role, sources, with_role
 from dbsl.config.settings import RunConfig, takes_joint_steps
 
 T = TypeVar("T")
+_SAID = ("profile", "profile_refresh")  # have had their say once step times are found
 RESOLVED = "resolved"  # the mapping in config.yaml, and the field of Config that has it
 
 
@@ -68,20 +69,14 @@ def with_resolved(given: RunConfig) -> RunConfig:
     """Return the settings with what an earlier run found out, where it holds, filled in."""
     names = given.resolved.keys() - {PROCESSES}
     values = {name: given.resolved[name] for name in names}
-    said = {end: getattr(type(given), end) for end in _ends(given, names)}
+    said = {name: getattr(type(given), name) for name in _SAID if "slope" in names}
     return replace(given, **values, **said)
 
 
 def set_back(config: RunConfig, given: RunConfig, names: Collection[str]) -> RunConfig:
     """Return the settings with these, which were found out, as they were given."""
-    names = {*names, *_ends(config, names)} - {PROCESSES}
+    names = {*names, *(_SAID if "slope" in names else ())} - {PROCESSES}
     return replace(config, **{name: getattr(given, name) for name in names})
-
-
-def _ends(config: RunConfig, names: Collection[str]) -> set[str]:
-    """Return the settings that have had their say once these are found."""
-    found = dict(markers(type(config), Derived))
-    return {end for name in names if name in found for end in found[name].ends}
 
 
 def found_by(given: RunConfig, complete: RunConfig, processes: int) -> dict[str, Any]:
@@ -112,10 +107,8 @@ def for_workers(
     rows = len(resolutions)
     values = [None] if values is None else list(values)
     if len(values) not in (1, rows, rows * workers):
-        raise SettingError(
-            f"{name} must have 1 value, one per resolution ({rows}) or one per resolution and "
-            f"worker ({rows * workers}), got {len(values)} values"
-        )
+        each = f"one per resolution ({rows}) or one per resolution and worker ({rows * workers})"
+        raise SettingError(f"{name} must have 1 value, {each}, got {len(values)} values")
     if len(values) == rows * workers:
         return [values[r * workers : (r + 1) * workers] for r in range(rows)]
     return [[value] * workers for value in (values * rows if len(values) == 1 else values)]

@@ -44,10 +44,9 @@ LARGEST = 1e15
 
 @dataclass(frozen=True)
 class Within:
-    """Bounds of a number, or of each number of a list: ``Annotated[float, Within(0, 1)]``.
+    """Bounds of a number, or of each of a list: ``Annotated[float, Within(0, 1)]``.
 
-    A list has one of the `lengths`; without them, a number at least. `order` holds between
-    neighbours.
+    A list has one of the `lengths`, or a number at least; `order` holds between neighbours.
     """
 
     low: float = -LARGEST
@@ -98,11 +97,6 @@ def _shown(value: float) -> str:
         return f"{value:g}"
     digits = str(value)
     return digits if len(digits) <= 20 else f"one of {len(digits)} digits"
-
-
-def in_range(name: str, value: float, *bounds: float, **ends: bool) -> None:
-    """Check one value that has no type of its own; the bounds are those of `Within`."""
-    Within(*bounds, **ends).check(name, value)
 
 
 class Role(Flag):
@@ -188,13 +182,10 @@ PROCESSES, NODES, JOINT, UNLIKE = "processes", "nodes", "joint steps", "unlike w
 
 
 class Derived:
-    """A run may find it out, from these sources: names, or a `Role` that several settings have.
+    """A run may find it out, from these sources: names, or a `Role` that several settings have."""
 
-    With it found, the settings in `ends`, which say how, have had their say.
-    """
-
-    def __init__(self, *sources: str | Role, ends: tuple[str, ...] = ()) -> None:
-        self.sources, self.ends = sources, ends
+    def __init__(self, *sources: str | Role) -> None:
+        self.sources = sources
 
 
 @lru_cache
@@ -228,10 +219,7 @@ def sources(cls: type) -> dict[str, tuple[str, ...]]:
 
 
 def check_fields(config: Any) -> None:
-    """Raise ``SettingError`` for the first field that is not as its type says.
-
-    A number without bounds has those of `Within()`.
-    """
+    """Refuse the first field that is not as its type says; any number is `Within()`."""
     bounds = dict(markers(type(config), Within))
     for field in fields(config):
         bounds.get(field.name, Within()).check(field.name, getattr(config, field.name))
@@ -293,7 +281,7 @@ def parse_kwargs(
     elsewhere: Mapping[str, str] = MappingProxyType({}),
     bounds: Mapping[str, Within] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return the arguments of ``name=value`` texts; values are Python's literals, or else texts.
+    """Return the arguments of ``name=value`` texts, as Python's literals, or else texts.
 
     Arguments in `elsewhere` are other settings'.
     """

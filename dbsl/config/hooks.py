@@ -1,8 +1,8 @@
 """Extras: parts of a run that lie in dbsl/extras, and the moments at which a run calls them.
 
-An extra is a class there, derived from `Extra`, alone in its file or folder. It is found by that:
-no module of the core names it, and deleting its file is all it takes to be rid of it. What it needs
-of slow libraries it imports when it is used. An extra of your own is such a file, too.
+An extra, yours too, is a class there, derived from `Extra`, alone in its file or folder. No module
+of the core names it: deleting its file is all it takes to be rid of it. What it needs of slow
+libraries it imports when it is used.
 """
 
 from __future__ import annotations
@@ -71,10 +71,7 @@ class Extra:
 
     @classmethod
     def own_settings(cls, said: Mapping[str, Any], scratch: Path) -> Path | None:
-        """Return the config.yaml of a run that is resumed from elsewhere, downloaded to `scratch`.
-
-        `said` are the settings so far. None: the run is none of this extra's.
-        """
+        """Return the config.yaml, now in `scratch`, of a run elsewhere that `said` resumes."""
 
     # --- before training, on every process
     def config(self, config: Any, accelerator: Accelerator) -> Any | None:

@@ -45,26 +45,21 @@ _COMMENT = re.compile(r"\s*# (?!--- )(.+)")
 _BETWEEN_PAIRS = re.compile(r",\s*(?=[^,=]*=)")
 _FIELD = re.compile(r"    (\w+): [^#]*(?:# (.+))?")
 _HELP_FROM = 32  # column that the help of a flag begins in
-# What names of timm and transformers are here that resemble none, or another; all: docs/timm.md.
+# What frequent names of timm and transformers are here; all: docs/timm.md.
 _ELSEWHERE = {
     "--mixed-precision": ("amp", "bf16", "fp16"),
     "--large-batch-size or --local-batch-sizes": ("batch-size", "per-device-train-batch-size"),
     "--micro-batch-size": ("grad-accum-steps", "gradient-accumulation-steps"),
     "--resolutions": ("img-size", "input-size"),
     "--model-kwargs drop_path_rate=": ("drop-connect", "drop-path"),
-    "--model-kwargs drop_block_rate=": ("drop-block",),
-    "--model-kwargs global_pool=": ("gp",),
     "a line of loss_function in train.py": ("class-weights",),
     "--lr": ("learning-rate",),
-    "--report-to wandb": ("log-wandb",),
     "--ema-decay": ("model-ema",),
     "--loader-workers": ("num-workers",),
     "--optimizer": ("opt",),
     "--opt-kwargs": ("opt-eps", "opt-betas", "layer-decay"),
     "--lr-schedule": ("sched",),
     "--lr-kwargs": ("lr-k-decay", *LrKwargs.__annotations__),
-    "--holdout": ("val-split",),
-    "--bce-kwargs": ("bce-sum", "bce-target-thresh"),
     "--mixup-kwargs": tuple(f"mixup-{name}" for name in MixupKwargs.__annotations__),
     "--augment-kwargs": tuple(AugmentKwargs.__annotations__),
 }
@@ -74,12 +69,10 @@ RUN_FOLDER = "run folder"  # what a launch remembers of the run that it may have
 def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     """Build the dataclass `cls` from an optional ``--config FILE.yaml`` and flags; flags win.
 
-    File and flags meet the same checks, since the file is read as flags. Lists may be separated by
-    commas or spaces.
-
-    A run that is resumed keeps its settings: its own ``config.yaml`` is read before the rest. A
-    process that torchrun or accelerate has restarted resumes what it was doing. What a run found
-    out, and its file says, is taken over unless a setting has changed that it came from.
+    The file is read as flags, and so meets the same checks; lists take commas or spaces. A run that
+    is resumed keeps its settings: its own ``config.yaml`` is read before the rest. A process that
+    torchrun or accelerate has restarted resumes what it was doing. What a run found out, and its
+    file says, is taken over unless a setting has changed that it came from.
     """
     said = _read_flags(cls, sys.argv[1:] if argv is None else argv, "accelerate launch train.py")
     path = said.pop("config", None)
@@ -121,10 +114,8 @@ def _keep_found(config: T, files: Sequence[Mapping[str, Any]]) -> T:
         raise SettingError(f"resolved must map settings to values, got {resolved!r}")
     found = {name: value for name, value in resolved.items() if name != PROCESSES}
     if others := found.keys() - sources(cls).keys():
-        known = ", ".join(sources(cls))
-        raise SettingError(
-            f"resolved must name settings that a run finds out ({known}), got {min(others)}"
-        )
+        must = f"resolved must name settings that a run finds out ({', '.join(sources(cls))})"
+        raise SettingError(f"{must}, got {min(others)}")
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     before = SimpleNamespace(**defaults | _read_flags(cls, yaml_to_argv(_merged(files))))
     typed = _read_flags(cls, yaml_to_argv(found))
@@ -135,10 +126,7 @@ def _keep_found(config: T, files: Sequence[Mapping[str, Any]]) -> T:
 
 
 def parse_flags(cls: type[T], flags: Sequence[str] | None = None, prog: str = "") -> T:
-    """Build the dataclass `cls` from flags; unset: this process's.
-
-    Lists take commas or spaces, and the last flag counts.
-    """
+    """Build the dataclass `cls` from flags, of which the last counts; unset: this process's."""
     return _build(cls, _read_flags(cls, sys.argv[1:] if flags is None else flags, prog))
 
 
@@ -292,8 +280,7 @@ def read_source(cls: type) -> tuple[dict[str, list[str]], dict[str, str]]:
 def read_settings(path: Path) -> dict[str, Any]:
     """Return a YAML file's settings, on top of those of the file that its ``base`` names.
 
-    ``base`` is relative to the file that it stands in; a base may have a base of its own. What a
-    run found out (``resolved``) is no setting, and left out.
+    A ``base`` is relative to its file. What a run found out (``resolved``) is left out.
     """
     return _merged(_read_files(path, None))
 
@@ -361,14 +348,11 @@ def run_folder_of(resume: str, output_dir: str | None) -> Path:
     if folder.parent.name == CHECKPOINTS:
         folder = folder.parent.parent
     if not (folder / "config.yaml").is_file():
-        there = "" if Path(resume).exists() else ", which does not exist"
-        raise SettingError(
-            f"resume must be auto, a run folder or a checkpoint in one, got {resume}{there}"
-        )
+        got = resume if Path(resume).exists() else f"{resume}, which does not exist"
+        raise SettingError(f"resume must be auto, a run folder or a checkpoint in one, got {got}")
     if output_dir is not None and Path(output_dir).resolve() != folder.resolve():
-        raise SettingError(
-            f"output_dir must be left out or {folder}, where the run goes on, got {output_dir}"
-        )
+        must = f"output_dir must be left out or {folder}, where the run goes on"
+        raise SettingError(f"{must}, got {output_dir}")
     return folder
 
 

@@ -52,10 +52,7 @@ NO_SIDE = 0  # the only resolution of inputs that are no images
 
 
 def check_resolutions(resolutions: Sequence[int]) -> None:
-    """Raise ``SettingError`` unless the resolutions are one or more positive, ascending sides.
-
-    `NO_SIDE` alone passes, too: whoever loads images refuses it.
-    """
+    """Refuse what is no ascending sides; `NO_SIDE` alone is for whoever loads images to refuse."""
     if tuple(resolutions) != (NO_SIDE,):
         Within(1, 8192, order=lt).check("resolutions", tuple(resolutions))
 
@@ -71,7 +68,7 @@ class OptimizerConfig:
     momentum: BelowOne = 0.9
     weight_decay: Amount = 5e-4  # weight decay; biases and norms have none
     # more arguments of timm's optimizer as name=value: eps=1e-8 betas=0.9,0.95 amsgrad=True;
-    # layer_decay=0.75, a factor on the learning rate from each layer to the one below it, down to
+    # layer_decay=0.75, a factor on the learning rate from layer to layer down, at least
     # layer_decay_min_scale=0.1
     opt_kwargs: Annotated[tuple[str, ...], Role.STEP] = field(default=(), metadata=PAIRS)
     # bound of gradient clipping, right before each optimizer step; unset: none. gradient_norm in
@@ -158,9 +155,8 @@ class BatchConfig:
         Derived(JOINT, Role.ROUND | Role.SOLVED | Role.TIMES),
     ] = None
     # largest number of a worker's samples on its device at once: a step sums the gradients of
-    # micro-batches of that size; one value, one per resolution, or one per resolution and worker;
-    # auto: what fits into memory; unset: the whole batch. Batch norm normalises each micro-batch by
-    # itself, and mixup and CutMix mix within one
+    # micro-batches of that size, with as many values as --large-batch-size may have; auto: what
+    # fits; unset: the whole batch. Batch norm, mixup and CutMix see one micro-batch at a time
     micro_batch_size: Annotated[_Sizes, Derived(*_FITS, "large_batch_size", "push")] = None
     # smallest batch that a solved or balanced plan may give a worker
     min_batch_size: Annotated[Count, Role.PLAN | Role.SOLVED] = 2
@@ -170,7 +166,7 @@ class BatchConfig:
     # measured
     slope: Annotated[
         _Times,
-        Derived(Role.STEP | Role.TIMED | Role.TIMES, ends=("profile", "profile_refresh")),
+        Derived(Role.STEP | Role.TIMED | Role.TIMES),
         Needs("intercept"),
     ] = None
     # seconds per step, with as many values as --slope may have; unset: measured
@@ -470,10 +466,7 @@ def _of_run(config: RunConfig) -> Iterator[Refusal]:
 
 
 def check_effects(config: RunConfig, processes: int = 1) -> None:
-    """Raise ``SettingError`` for a setting that would change nothing in a run that begins.
-
-    A run that goes on may have been begun with it.
-    """
+    """Refuse a setting that would change nothing; a run that goes on may have begun with it."""
     check_needs(config, new=True)
     workers = config.workers if processes == 1 else processes - config.dedicated_server
     name = "small_ratio" if config.small_workers is None else "small_workers"

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import generator
-from dbsl.config.fields import Needs, Within, in_range
+from dbsl.config.fields import Needs, Within
 from dbsl.config.hooks import Extra, Machine
 from dbsl.config.image_settings import refuse
 from dbsl.config.settings import RunConfig
@@ -168,7 +168,7 @@ def parse_slowdown(values: Sequence[str], workers: int) -> dict[int, float]:
             raise SettingError(f"slowdown must name a worker in [0, {workers - 1}], got {worker}")
         if worker in factors:
             raise SettingError(f"slowdown must name each worker once, got {worker} twice")
-        in_range(f"slowdown of worker {worker}", factor, 1)
+        Within(1).check(f"slowdown of worker {worker}", factor)
         factors[worker] = factor
     return factors
 
@@ -190,7 +190,7 @@ def parse_disturb(value: str) -> Disturbance:
             "disturb must have a probability in [0, 1] and ascending numbers of epochs from 1 on, "
             f"got {value}"
         )
-    in_range("disturb factor", found.factor, 1)
+    Within(1).check("disturb factor", found.factor)
     return found
 
 

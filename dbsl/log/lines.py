@@ -73,14 +73,12 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
 
 
 def _on_rate(run: Run) -> list[str]:
-    """Return a line if the learning rate was chosen for other batches, with timm's rule for these.
-
-    The rule is linear, or the root for optimizers that divide by the gradients' size.
-    """
+    """Return a line on a rate that was chosen for other batches: what timm's rule makes it here."""
     config, plan = run.config, run.plans[run.stages[-1].resolution]
     own = plan.global_batch_size or max(worker.local_batch_size for worker in plan.workers)
     if config.lr_batch_size in (None, own):
         return []
+    # The root is for optimizers that divide by the gradients' size.
     adaptive = any(part in config.optimizer.lower() for part in ("ada", "lamb"))
     rate = config.lr * (own / config.lr_batch_size) ** (0.5 if adaptive else 1)
     return [
@@ -106,10 +104,7 @@ def _rates(run: Run, stage: Stage) -> str:
 
 
 class Display:
-    """Optimizer steps so far: a bar on a terminal; elsewhere a line about once a minute.
-
-    The run has `total` steps, of which earlier sessions took `done`.
-    """
+    """Steps, `done` of `total`: a bar on a terminal; elsewhere a line about once a minute."""
 
     def __init__(self, total: int, done: int, config: RunConfig, unit: str, loss_name: str) -> None:
         self.total, self.done, self._config = total, done, config
@@ -128,11 +123,7 @@ class Display:
     def step(
         self, samples: int, epoch: int, learning_rate: float, worker: int | None, steps: int = 1
     ) -> None:
-        """Note steps with these samples.
-
-        The line names the worker whose learning rate it is, unless all have the same: workers are
-        at different places of the schedule, and may have factors of their own.
-        """
+        """Note steps with these samples; None: all workers', who have the same learning rate."""
         self.done += steps
         self._samples += samples
         spent = time.perf_counter() - self._since
@@ -270,8 +261,6 @@ def result_in_words(values: Mapping[str, Any], unit: str, loss_name: str = "loss
         "total_time_s": " of {:.1f} s",
         "images_per_s": f", {{:.0f}} {unit}/s",
     }
-    shown = dict(values)
-    if "final_loss" in shown:
-        shown["final_loss"] = short_loss(shown["final_loss"])
+    shown = {n: short_loss(v) if n == "final_loss" else v for n, v in values.items()}
     given = [text.format(shown[key]) for key, text in formats.items() if key in shown]
     return "".join(given).lstrip(", ").replace("%", " %")

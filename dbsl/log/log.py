@@ -91,7 +91,7 @@ class RunLog:
     """Writes a run's files, moves its progress bar and prints its epochs; extras get every row.
 
     `state` is what `state_dict` of the run that goes on here returned: metrics.jsonl loses what was
-    written later. `handover` is what other workers or plans have handed over, if they were others.
+    written later. `handover` is of other workers or plans, if they were others.
     """
 
     def __init__(
@@ -164,10 +164,8 @@ class RunLog:
         try:
             self._file.write(json.dumps(rows.for_people(row), allow_nan=False) + "\n")
         except OSError as error:
-            raise SaveError(
-                f"metrics.jsonl could not be written in {self.folder} ({error.strerror}); the "
-                "checkpoints in it are as they were"
-            ) from error
+            what = f"metrics.jsonl could not be written in {self.folder} ({error.strerror})"
+            raise SaveError(f"{what}; the checkpoints in it are as they were") from error
         if self._reports:
             self._run.extras.each(Extra.row, row)
 
@@ -210,8 +208,7 @@ class RunLog:
     def _recount(self, handover: Handover) -> None:
         """Count what other workers had done as what they hand over of it.
 
-        Their rounds of epochs under way get numbers below 0: those of the new workers may begin
-        anew.
+        Their rounds of epochs under way get numbers below 0: those of the new workers begin at 0.
         """
         for report in handover.reports:
             self.round(report)
@@ -315,10 +312,9 @@ class RunLog:
         train_time_s: float,
         virtual_time_s: float | None = None,
     ) -> None:
-        """Record the end of an epoch, evaluated or not; print a line.
+        """Record the end of an epoch, whose rounds have been recorded; print a line.
 
-        All its rounds have been recorded. `train_time_s` has no evaluation in it; `virtual_time_s`
-        is the simulated cluster's clock. The learning rate is that of the epoch's last step.
+        `train_time_s` has no evaluation in it; `virtual_time_s` is the simulated cluster's clock.
         """
         if not self.enabled:
             return
@@ -416,11 +412,11 @@ class RunLog:
             return
         session, config, data = self._session, self._config, self._run.data
         found = self._run.extras.each(Extra.summary)
-        sources = {"train": data.train, "evaluation": data.evaluation}
+        sources = (("train", data.train), ("evaluation", data.evaluation))
         mishaps = {
             "refused_rounds": session.cluster.refused,
             **{name: v for name, v in vars(self._so_far).items() if name.startswith(_MISHAPS)},
-            "bad_images": {name: sorted(each.bad) for name, each in sources.items() if each.bad},
+            "bad_images": {name: sorted(each.bad) for name, each in sources if each.bad},
         }
         values = {
             **self.results(),

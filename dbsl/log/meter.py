@@ -27,7 +27,6 @@ from dbsl.profile.memory import GIB, memory_in_use
 from dbsl.run.session import Progress
 
 MEASURED = ("images_per_s", "memory_gib")  # in a line: these differ from run to run
-_DIGITS = 6  # a gradient norm's; the last ones of its float64 sum may differ
 _KEPT_STARTS = 2  # rounds; a process that goes by itself may have saved one round late
 
 
@@ -35,8 +34,8 @@ _KEPT_STARTS = 2  # rounds; a process that goes by itself may have saved one rou
 class _Window:
     """A worker's steps since its last line.
 
-    `sums`, of the loss and its figures, and `samples` are what earlier rounds add to the running
-    sums of the round that is under way, less what those sums were at the last line.
+    `sums`, of loss and figures, and `samples` are what earlier rounds add to the running sums of
+    the round under way, less what those were at the last line.
     """
 
     steps: int = 0  # the worker's in the run
@@ -48,9 +47,9 @@ class _Window:
 class StepMeter:
     """Counts the steps of this process's workers, and makes a line of every so many of each.
 
-    `every` 0 makes no lines; `figures` are the names of the loss function's. Where `tell` is None,
-    lines are kept for the round's report, which brings them to the main process. `on_step` gets
-    each step's samples, epoch, learning rate and worker, None for a joint step.
+    `every` 0 makes no lines; `figures` are the names of the loss function's. Without `tell`, lines
+    are kept for the round's report. `on_step` gets each step's samples, epoch, learning rate and
+    worker, None for a joint step.
     """
 
     tell: Callable[[StepLine], object] | None = None  # the main process's log sets both
@@ -155,9 +154,8 @@ class StepMeter:
         """Go on from what `state_dict` returned."""
         before, now = (", ".join(names) or "none" for names in (state["figures"], self._figures))
         if before != now:
-            raise SettingError(
-                f"loss_function must give the figures of before ({before}), got {now}"
-            )
+            must = f"loss_function must give the figures of before ({before})"
+            raise SettingError(f"{must}, got {now}")
         self.take_over(state)
         for worker, window in state["windows"].items():
             self._windows[worker] = _Window(**window)
@@ -189,7 +187,8 @@ class StepMeter:
         zeros = square.new_zeros(1 + len(self._figures))
         running = [progress.sums.get(worker, zeros).to(square) for worker in self._due]
         *found, (square, *_) = torch.stack([*running, square.expand_as(zeros)]).tolist()
-        norm = float(f"{math.sqrt(square):.{_DIGITS}g}") if square >= 0 else math.nan
+        # Six digits: the last ones of its float64 sum may differ.
+        norm = float(f"{math.sqrt(square):.6g}") if square >= 0 else math.nan
         self._count_time()
         memory_gib = memory_in_use(self._device) / GIB
         for worker, sums in zip(self._due, found, strict=True):

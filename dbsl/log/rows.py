@@ -80,11 +80,10 @@ def plan_row(stage: Stage, plan: Plan) -> dict[str, Any]:
 def round_row(report: RoundReport) -> dict[str, Any]:
     """Return a round's report as a row, without what was not measured."""
     row = asdict(report)
+    del row["fault"], row["lines"], row["figures"]  # said in words, or in rows of their own
     seldom = ("refused", "micro_batch", "micro_square", "gradient_batch", "gradient_square")
-    seldom += ("lines",)
-    del row["fault"]  # said in words
-    figures = row.pop("figures")
-    return {name: value for name, value in row.items() if value or name not in seldom} | figures
+    given = {name: value for name, value in row.items() if value or name not in seldom}
+    return given | report.figures
 
 
 def report_from_row(row: Mapping[str, Any]) -> RoundReport:

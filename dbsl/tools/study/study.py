@@ -27,7 +27,7 @@ from dbsl.base.errors import EXIT_STOPPED, RunStopped, SettingError, one_line_er
 from dbsl.base.files import write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.base.seeds import stream_seed
-from dbsl.config.fields import Count, Role, Within, check_fields, in_range, with_role
+from dbsl.config.fields import Count, Role, Within, check_fields, with_role
 from dbsl.config.hooks import settings_of_extras
 from dbsl.config.image_settings import ImageConfig, check_images
 from dbsl.config.parse import config_to_yaml, parse_flags
@@ -117,7 +117,7 @@ class StudyConfig(
 
     def __post_init__(self) -> None:
         if self.goal_error is not None and self.objective == OBJECTIVE:
-            in_range("goal_error", self.goal_error, 0, 1, open_low=True, open_high=True)
+            Within(0, 1, open_low=True, open_high=True).check("goal_error", self.goal_error)
         if self.plot is None and self.goal_error is None:
             raise SettingError("goal_error must be given, in (0, 1), got none")
         if self.plot is None and self.objective != OBJECTIVE:
@@ -133,7 +133,7 @@ class StudyConfig(
         for name in ("effective_lr", "momentum", "decay_factor", "decay_share"):
             _ends(name, getattr(self, name))
         low, high = _ends("weight_decay", self.weight_decay)
-        in_range("weight_decay", low, 0, open_low=low != high)  # a log scale has no 0
+        Within(0, open_low=low != high).check("weight_decay", low)  # a log scale has no 0
 
     def budget(self, batch_size: int, train_samples: int) -> int:
         """Return the steps that a trial may take at a batch size."""
@@ -337,12 +337,12 @@ def _in_processes(
 def _load(config: StudyConfig, accelerator: Any) -> Images:
     data = load_data(config, config.seed, accelerator.device)
     for size in config.batch_sizes:
-        in_range("batch_sizes", size, 1, len(data.train))
+        Within(1, len(data.train)).check("batch_sizes", size)
     resolution = config.resolution or default_resolutions(data.image_side)[-1]
     transform = data.transform(resolution, config.augmentation, config.seed)
     images = Images(config, data, transform, accelerator)
     least = check_sides(config.model, images.build(config.seed), data, (resolution,))
-    in_range("batch_sizes", min(config.batch_sizes), least)
+    Within(least).check("batch_sizes", min(config.batch_sizes))
     return images
 
 

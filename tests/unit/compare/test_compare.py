@@ -344,7 +344,7 @@ def test_set_and_vary_take_lists_and_booleans(tmp_path, read_arm):
 
 def test_settings_are_those_that_move_results_whatever_they_are_written_as(tmp_path, read_arm):
     own = read_arm("lr=0.001", "resolutions=24,32", "compile=true", f"dataset={tmp_path}")
-    again = replace(own, settings={"lr": 1e-3, "resolutions": [24, 32], "compile": True})
+    again = replace(own, settings={"lr": 1e-3, "resolutions": [24, 32], "compile": "true"})
     assert own.hash == replace(again, settings=again.settings | {"epochs": "2"}).hash
     assert own.hash == replace(own, settings={**own.settings, "report_to": "wandb"}).hash
     assert read_arm(f"dataset={tmp_path}").hash == read_arm().hash  # a local copy of it

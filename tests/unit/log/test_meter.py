@@ -20,11 +20,13 @@ CPU = SimpleNamespace(device=torch.device("cpu"), scaler=None)
 WORKERS, ROUNDS, STEPS, BATCH = 2, 3, 5, 4
 
 
-def make_meter(lines, every=3, tell=True):
+def make_meter(lines, every=3, tell=True, state=None, load=StepMeter.load_state_dict):
     meter = StepMeter(every)
     meter.tell = lines.append if tell else None
     stepper = SimpleNamespace(model=nn.Linear(2, 1, bias=False), on_gradients=None)
     meter.attach(range(WORKERS), stepper, CPU)
+    if state is not None:
+        load(meter, state)
     return meter, stepper
 
 
@@ -71,6 +73,8 @@ def test_every_so_many_steps_of_a_worker_make_a_line_with_the_mean_since_the_las
     assert [line.gradient_norm for line in own] == [30.0, 60.0, 90.0, 120.0, 150.0]
     assert [(line.epoch, line.progress) for line in own][:2] == [(0, 0.4), (1, 0.0)]
     assert all(line.images_per_s > 0 and line.memory_gib > 0 for line in lines)
+    train(*make_meter(lines, every=0), rounds(), Progress())
+    assert len(lines) == WORKERS * ROUNDS * STEPS // 3
 
 
 @pytest.mark.parametrize("stopped_after", range(WORKERS * ROUNDS * STEPS))
@@ -80,9 +84,7 @@ def test_a_resumed_run_neither_repeats_a_line_nor_misses_one(stopped_after):
     meter, stepper = make_meter(lines)
     progress = train(meter, stepper, todo, Progress(), stopped_after)
     state = unpack(*pack(meter.state_dict()))
-    meter, stepper = make_meter(lines)
-    meter.load_state_dict(state)
-    train(meter, stepper, todo, progress)
+    train(*make_meter(lines, state=state), todo, progress)
     assert without_measured(lines) == without_measured(whole)
 
 
@@ -90,9 +92,8 @@ def test_a_round_that_is_begun_again_counts_from_its_start():
     again, todo = [], [(0, 0), (0, 1), (0, 2)]
     saved, stepper = make_meter([])
     train(saved, stepper, list(todo), Progress(), 12)  # in the third round
-    meter, stepper = make_meter(again)
-    meter.load_state_dict(saved.state_dict())
-    train(meter, stepper, todo[1:], Progress())  # as the server has not had the second
+    resumed = make_meter(again, state=saved.state_dict())
+    train(*resumed, todo[1:], Progress())  # as the server has not had the second
     whole = []
     train(*make_meter(whole), todo, Progress())
     assert without_measured(again) == without_measured(whole)[1:]
@@ -102,8 +103,7 @@ def test_a_round_behind_one_that_is_begun_again_goes_on_from_what_that_came_to()
     saved, stepper = make_meter([])
     train(saved, stepper, [(0, 0), (0, 1)], Progress(), 7)  # in the second round
     again = []
-    meter, stepper = make_meter(again)
-    meter.load_state_dict(saved.state_dict())
+    meter, stepper = make_meter(again, state=saved.state_dict())
     meter.begin(Turn((0,), 0, 0), anew=True)  # as the server has not had the first
     meter.end({0: [10 * BATCH]}, {0: BATCH})  # whose weights were others: so is its loss
     train(meter, stepper, [(0, 1)], Progress())
@@ -142,12 +142,6 @@ def test_a_round_that_is_not_finite_leaves_the_next_lines_alone():
     assert [line.loss for line in lines] == [2.0, 6.0, 8.0]  # without the first round's rest
 
 
-def test_no_lines_are_made_of_none():
-    lines = []
-    train(*make_meter(lines, every=0), rounds(), Progress())
-    assert lines == []
-
-
 def test_a_gradient_norm_does_not_depend_on_where_memory_lies():
     torch.manual_seed(0)
     values = torch.randn(100_003)
@@ -163,10 +157,8 @@ def test_other_workers_count_on_from_the_furthest():
     lines = []
     meter, stepper = make_meter([])
     train(meter, stepper, [(1, 0)], Progress())
-    state = meter.state_dict()
-    meter, stepper = make_meter(lines)
-    meter.take_over(state)
-    train(meter, stepper, [(0, 1)], Progress())
+    others = make_meter(lines, state=meter.state_dict(), load=StepMeter.take_over)
+    train(*others, [(0, 1)], Progress())
     assert [(line.worker, line.step) for line in lines] == [(0, 6), (0, 9)]
 
 
@@ -179,17 +171,14 @@ def test_a_server_without_steps_of_its_own_keeps_how_far_its_workers_are():
     server.hear(replace(report, worker=1, round=1))
     state = unpack(*pack(server.state_dict()))
     for load in (StepMeter.take_over, StepMeter.load_state_dict):  # other workers; a lost one's
-        meter, stepper = make_meter(lines)
-        load(meter, state)
-        train(meter, stepper, [(0, 2)], Progress())
+        train(*make_meter(lines, state=state, load=load), [(0, 2)], Progress())
         assert [line.step for line in lines] == [12, 15]
         lines.clear()
     server.load_state_dict(state)
     line = StepLine(0, 0, 2, 15, 0.6, 1.0, 0.1, 1.0, 1.0, 1.0)
     server.hear(replace(report, lines=(line,)))  # back, it counts from the furthest
-    meter, stepper = make_meter(lines)
-    meter.take_over(server.state_dict())
-    train(meter, stepper, [(1, 3)], Progress())
+    others = make_meter(lines, state=server.state_dict(), load=StepMeter.take_over)
+    train(*others, [(1, 3)], Progress())
     assert [line.step for line in lines] == [18]
 
 
