@@ -103,18 +103,8 @@ class Data:
 
     def transform(self, resolution: int, augment: Augment, seed: int) -> Transform:
         """Return what images pass at a resolution."""
-        return Transform(
-            resolution,
-            augment,
-            self.mirror,
-            self.mean,
-            self.std,
-            seed,
-            crop_pct=self.crop_pct,
-            interpolation=self.interpolation,
-            pipeline=self.config.pipeline,
-            erasing=self.config.erasing,
-        )
+        look = (self.mirror, self.mean, self.std, seed, self.crop_pct, self.interpolation)
+        return Transform(resolution, augment, *look, self.config.pipeline, self.config.erasing)
 
     def normalised_as(self, statistics: Statistics) -> Data:
         """Return the data normalised as weights want it, but for what the settings give."""

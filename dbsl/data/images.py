@@ -56,6 +56,8 @@ class PixelStore(TensorSource):
     Whole pixels lie together, as resizing likes them.
     """
 
+    blocks: Order | None = None  # any order of an epoch is as good as another
+
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
     ) -> Iterator[Batch]:
@@ -189,8 +191,7 @@ class ImageSplit:
         """Yield the RGB images of these samples, or why one cannot be decoded."""
         for some in np.split(samples, range(_CHUNK, len(samples), _CHUNK)):
             for value in self._values(some):
-                image = _attempt(self._open, value)
-                yield image if isinstance(image, str) else _attempt(image.convert, "RGB")
+                yield _attempt(lambda value: self._open(value).convert("RGB"), value)
 
     def describe_bad(self, row: int, reason: str) -> str:
         """Return which image cannot be decoded, and why."""

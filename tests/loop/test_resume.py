@@ -209,8 +209,8 @@ def test_a_worker_lost_until_the_state_is_copied_is_in_the_checkpoint(tmp_path, 
     with pytest.raises(RunStopped, match="max_minutes"):
         run(tmp_path / "run", **ROUNDS, max_minutes=1e-6)
     (shard,) = tmp_path.glob("run/checkpoints/save-*/rank-00000.json")
-    log = json.loads(shard.read_text())["log"]["so_far"]
-    assert (log["lost_workers"], log["lost_samples"]) == ([1], 5)
+    log = json.loads(shard.read_text())["log"]
+    assert (log["so_far"]["lost_workers"], log["so_far"]["lost_samples"]) == ([1], 5)
     saved = (tmp_path / "run/metrics.jsonl").read_bytes()[: log["metrics_bytes"]]
     assert [row["event"] for row in map(json.loads, saved.splitlines())].count("lost") == 1
 
