@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dbsl.base.errors import ReadError
+from dbsl.base.errors import ReadError, plural
 from dbsl.base.machine import lazy_import, local_processes
 from dbsl.base.seeds import generator
-from dbsl.base.words import plural
 from dbsl.config.fields import Needs, Role, Within
 from dbsl.config.hooks import Extra
 from dbsl.config.image_settings import ImageConfig
