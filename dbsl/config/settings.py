@@ -25,6 +25,7 @@ from dbsl.config.fields import (
     Needs,
     Number,
     Positive,
+    Refusal,
     Role,
     Share,
     Within,
@@ -32,8 +33,9 @@ from dbsl.config.fields import (
     check_needs,
     parse_kwargs,
     read_kwargs,
+    refuse,
 )
-from dbsl.config.image_settings import DataConfig, Refusal, check_images, of_mixing, refuse
+from dbsl.config.image_settings import DataConfig, check_images, of_mixing
 
 Precision = Literal["auto", "no", "bf16", "fp16"]
 Rounding = Literal["round", "truncate"]
