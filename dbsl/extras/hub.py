@@ -13,16 +13,15 @@ from typing import Annotated, Any
 from accelerate import Accelerator
 
 import dbsl
-from dbsl.base.errors import SettingError, in_line
+from dbsl.base.errors import SettingError, in_line, px
 from dbsl.base.files import write_text
 from dbsl.base.machine import lazy_import
-from dbsl.base.words import px
 from dbsl.cluster.wire import share_text
 from dbsl.config.fields import Role
-from dbsl.config.hooks import Extra
+from dbsl.config.hooks import Extra, found_extras
 from dbsl.config.settings import RunConfig
 from dbsl.log.rows import no_result, read_metrics
-from dbsl.run.folder import RESULTS, code_in_words, settings_in
+from dbsl.run.folder import RESULTS, settings_in
 
 huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
 
@@ -182,6 +181,8 @@ def _body(
             batches.setdefault(px(row["resolution"]) or "all", ", ".join(each))
     model, side = settings["model"], px(settings["resolutions"][-1], " for ", " images")
     planned = " on each worker, as planned (`plan.json`)" * several
+    code = found_extras().get("code")
+    by = f"by {code.in_words(folder)}, " if code else ""
     load = (_LOAD if of_timm else _LOAD_OWN).format(name=folder.name, model=model)
     return f"""# {folder.name}
 
@@ -194,7 +195,7 @@ A {"timm " * of_timm}`{model}`{side}, trained on `{settings["dataset"]}`.
 |---|---|
 {_rows(batches)}
 {load}
-Trained by {code_in_words(folder)}, with dbsl {dbsl.__version__} and the settings in `config.yaml`.
+Trained {by}with dbsl {dbsl.__version__} and the settings in `config.yaml`.
 """
 
 
