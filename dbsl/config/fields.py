@@ -21,8 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
-from dbsl.base.errors import SettingError
-from dbsl.base.words import as_given
+from dbsl.base.errors import SettingError, as_given
 
 M = TypeVar("M")
 

@@ -8,9 +8,8 @@ from functools import lru_cache
 from operator import le, lt
 from typing import Annotated, Any, Literal, TypedDict
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, as_given
 from dbsl.base.machine import lazy_import
-from dbsl.base.words import as_given
 from dbsl.config.fields import (
     PAIRS,
     Amount,

@@ -13,10 +13,9 @@ from typing import Annotated, Any
 from accelerate import Accelerator
 
 import dbsl
-from dbsl.base.errors import SettingError, in_line
+from dbsl.base.errors import SettingError, in_line, px
 from dbsl.base.files import write_text
 from dbsl.base.machine import lazy_import
-from dbsl.base.words import px
 from dbsl.cluster.wire import share_text
 from dbsl.config.fields import Role
 from dbsl.config.hooks import Extra, found_extras

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dbsl.base.errors import duration, px, short_loss
 from dbsl.base.files import save_figure
-from dbsl.base.words import duration, px, short_loss
 from dbsl.config.hooks import Extra, Row
 from dbsl.log.rows import read_metrics, report_from_row, together
 from dbsl.plan.stages import Stage

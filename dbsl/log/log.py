@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from dbsl.base.errors import DivergedError, SaveError
+from dbsl.base.errors import DivergedError, SaveError, duration, plural, px, short_loss, steadier
 from dbsl.base.files import write_text
 from dbsl.base.machine import lazy_import
-from dbsl.base.words import duration, plural, px, short_loss, steadier
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.weights import names_of
 from dbsl.config.hooks import Extra

@@ -9,7 +9,7 @@ from typing import Any, Generic
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from dbsl.base.words import px, short_loss
+from dbsl.base.errors import px, short_loss
 from dbsl.data.sources import Source, TrainingData, as_source
 from dbsl.loss import check_free
 from dbsl.plan.sampler import evaluation_batch_size, evaluation_batches

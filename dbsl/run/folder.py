@@ -27,10 +27,9 @@ from accelerate import Accelerator, PartialState
 from filelock import FileLock, Timeout
 
 import dbsl
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, as_given, px
 from dbsl.base.files import write_text
 from dbsl.base.machine import launched_precision, remember
-from dbsl.base.words import as_given, px
 from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_from, share_text
 from dbsl.config.complete import RESOLVED
 from dbsl.config.fields import Role, with_role

@@ -14,9 +14,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 from torch import Tensor, nn
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, plural
 from dbsl.base.seeds import stream_seed
-from dbsl.base.words import plural
 from dbsl.cluster.merges import MergeRule
 from dbsl.cluster.steps import takes_fractions
 from dbsl.config.complete import says_unlike

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dbsl.base.errors import ReadError, SettingError
+from dbsl.base.errors import ReadError, SettingError, plural
 from dbsl.base.machine import lazy_import, local_processes
 from dbsl.base.seeds import generator
-from dbsl.base.words import plural
 from dbsl.config.fields import Needs, Role, Within
 from dbsl.config.hooks import Extra
 from dbsl.config.image_settings import ImageConfig

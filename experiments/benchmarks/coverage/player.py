@@ -15,7 +15,7 @@ import torch
 
 from dbsl.base.errors import SyncError
 from dbsl.checkpoint.disk import pack, unpack
-from dbsl.checkpoint.handover import Saved, make_handover, with_lost_workers
+from dbsl.checkpoint.resume import Saved, make_handover, with_lost_workers
 from dbsl.plan.types import EpochEnd, Handover, JoinedWorker, RoundReport, Segment, Turn
 from dbsl.run.connect import connect
 from dbsl.run.training import Run
