@@ -23,7 +23,7 @@ from dbsl.config.settings import meets_at_server
 from dbsl.loss import Figures, scalars
 from dbsl.model import save_model, set_dropout, set_training
 from dbsl.plan.sampler import Part, Step
-from dbsl.plan.stages import Stage, batch_scaling, resets_momentum
+from dbsl.plan.stages import Stage
 from dbsl.plan.types import (
     BAD_LOSS,
     BAD_WEIGHTS,
@@ -159,7 +159,9 @@ class Session(EvaluationSession[ConfigT]):
         work = Work(self, turn, stage, segment)  # loader processes begin, while the weights come
         if anew:
             cluster.pull(turn)
-            if resets_momentum(run.config.reset_momentum, stage, turn.epoch, turn.round):
+            when = run.config.reset_momentum
+            begins = (turn.epoch, turn.round) == (stage.first_epoch, 0)
+            if when == "round" or (when == "stage" and begins):
                 work.forget()
         stepper.begin(turn, anew=anew)
         self.meter.begin(turn, anew=anew)
@@ -203,7 +205,9 @@ class Work:
         if (plan := segment.plan).global_batch_size is None:
             sizes = [worker.local_batch_size for worker in plan.workers]
             share = sizes[turn.workers[0]] / (plan.large_batch_size or max(sizes))
-            self.lr_factor = batch_scaling(run.config.lr_scaling, share)
+            # linear: Goyal et al., arXiv 1706.02677
+            factors = {"none": 1.0, "sqrt": math.sqrt(share), "linear": share}
+            self.lr_factor = factors[run.config.lr_scaling]
         self._zeros = torch.zeros(1 + len(run.figures), device=session.accelerator.device)
 
     @property
