@@ -20,9 +20,8 @@ from accelerate import Accelerator
 
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import generator
-from dbsl.config.fields import Needs, Within
+from dbsl.config.fields import Needs, Within, refuse
 from dbsl.config.hooks import Extra, Machine
-from dbsl.config.image_settings import refuse
 from dbsl.config.settings import RunConfig
 from dbsl.run.training import SimulatedTimes
 

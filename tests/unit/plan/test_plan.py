@@ -312,6 +312,12 @@ def test_bad_settings_are_named_with_bound_and_value(arguments, message):
         plan_dual_batch(**settings, rules=PlanRules(**rules))
 
 
+def test_batches_by_hand_are_one_for_each_worker():
+    config = RunConfig(workers=3, resolutions=(8,), local_batch_sizes=(4, 4))
+    with pytest.raises(ValueError, match=r"local_batch_sizes must .* per worker \(3\), got 2"):
+        PlanMaker(config, None, 8000, 1)
+
+
 @pytest.mark.parametrize("values", [(math.nan, 1.0), (0.0, 1.0), (-1.0, 1.0), (1.0, math.inf)])
 def test_impossible_step_times_are_refused(values):
     with pytest.raises(ValueError, match=r"slope|intercept"):

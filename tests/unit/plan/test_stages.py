@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 from dbsl.config.settings import RunConfig
 from dbsl.plan.solve import TimeModel, plan_dual_batch
 from dbsl.plan.stages import (
-    batch_scaling,
     default_milestones,
     default_resolutions,
-    default_warmup,
     learning_rate_at,
     make_stages,
     stage_at,
@@ -80,8 +78,6 @@ def test_stages_cover_each_epoch_once_and_end_at_the_final_resolution(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"resolutions": (24, 24)}, "resolutions must ascend, got 24,24"),
-        ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"milestones": (10,)}, r"lr_milestones must ascend inside \(0, epochs=10\), got 10"),
         ({"milestones": (5, 3)}, "lr_milestones must ascend"),
         ({"dropout": (0.1, 0.2, 0.3)}, r"dropout must have 1 value or one per .* \(2\), got 3"),
@@ -139,8 +135,3 @@ def test_learning_rate_steps_at_milestones_and_warms_up():
 def test_defaults_follow_the_images_and_the_length_of_the_run():
     expected = {32: (24, 32), 8: (8, 16), 28: (16, 28), None: (160, 224)}
     assert {side: default_resolutions(side) for side in expected} == expected
-    assert [default_warmup(epochs) for epochs in (1, 6, 20, 140)] == [0.1, 0.6, 2.0, 2.0]
-
-
-def test_a_small_workers_rate_follows_its_batch():
-    assert [batch_scaling(rule, 0.25) for rule in ("none", "sqrt", "linear")] == [1.0, 0.5, 0.25]
