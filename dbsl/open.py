@@ -41,7 +41,7 @@ from dbsl.optimizer import check_optimizer, default_learning_rate
 from dbsl.run.accelerator import common_threads, start_accelerator, start_joining_accelerator
 from dbsl.run.connect import connect
 from dbsl.run.evaluation import EvaluationSession
-from dbsl.run.folder import RunFolder, changed_since, check_alike, default_folder, read_code
+from dbsl.run.folder import RunFolder, check_alike, default_folder, read_code
 from dbsl.run.prepare import ModelOrBuilder, OptimizerBuilder, Replaced, prepare, prepare_evaluation
 from dbsl.run.session import Session
 from dbsl.run.stopping import Stopping, Stopwatch, deadline_of
@@ -236,11 +236,12 @@ class _Opening:
             with self.stopping:
                 resumed = read_resumed(found, run, accelerator) if found else None
                 session = self.start(run, folder.path, resumed)
-                if found:  # all has been read, and fits: from here on the folder is written
-                    if files := changed_since(folder.path, self.code):
-                        accelerator.print(f"warning: code has changed since the run began: {files}")
+                # All has been read, and fits: from here on the folder is written.
+                if accelerator.is_main_process:
+                    run.extras.each(Extra.write, folder.path, self.code)
+                if found:
                     take_over_folder(found, run, accelerator)
-                folder.write_settings(given, resolved, run.plans, self.code)
+                folder.write_settings(given, run)
                 with reading_checkpoint(resumed and resumed.folder):
                     parts = (resumed.state.get("log"), resumed.handover) if resumed else ()
                     session.log = start_log(session, *parts)

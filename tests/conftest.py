@@ -18,7 +18,6 @@ from torch import nn
 os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported: tests use no network
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import dbsl.data.dataset
-import dbsl.run.folder
 from dbsl.config.hooks import found_extras
 from tests.helpers import Forked, wait_until
 
@@ -82,7 +81,8 @@ def no_pictures():
 def no_git():
     """Have runs ask git nothing: two processes each. What it says has a test of its own."""
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(dbsl.run.folder, "git_diff", lambda: b"")
+        if "code" in found_extras():
+            patches.setattr("dbsl.extras.code.git_diff", lambda: b"")
         yield
 
 

@@ -1,9 +1,10 @@
-"""Errors of this project's own, and how a process ends on them."""
+"""Errors of this project's own, how a process ends on them, and the words of messages."""
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dbsl.base.machine import ask_faults
 
@@ -176,6 +177,21 @@ def _raised_in_exchange(error: BaseException) -> bool:
     return Path(sys.modules["torch.distributed"].__path__[0]).resolve() in place.parents
 
 
+def one_of_several() -> bool:
+    """Whether other processes train with this one; a launcher may also have started it alone."""
+    dist = sys.modules.get("torch.distributed")  # plans and their command load no torch
+    joined = dist is not None and dist.is_initialized() and dist.get_world_size() > 1
+    return _joined.is_set() or joined
+
+
+def join_the_others() -> None:
+    """Note that this process trains with others, though it has no process group with them all."""
+    _joined.set()
+
+
+# --- values and errors in messages and lines
+
+
 def words_of(error: BaseException, most: int | None = 200) -> str:
     """Return what an error says in one line of at most so many characters, else its type."""
     return " ".join(str(error).split())[:most] or type(error).__name__
@@ -189,13 +205,46 @@ def in_line(error: BaseException) -> str:
     return f"{text}: pip install {missing.partition('.')[0]}" if missing else text
 
 
-def one_of_several() -> bool:
-    """Whether other processes train with this one; a launcher may also have started it alone."""
-    dist = sys.modules.get("torch.distributed")  # plans and their command load no torch
-    joined = dist is not None and dist.is_initialized() and dist.get_world_size() > 1
-    return _joined.is_set() or joined
+def duration(seconds: float) -> str:
+    """Return a time in the unit in which it is easy to read."""
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    if seconds < 1000:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def join_the_others() -> None:
-    """Note that this process trains with others, though it has no process group with them all."""
-    _joined.set()
+def short_loss(loss: float) -> str:
+    """Return a loss in about six characters, whatever its size."""
+    if loss < 100 or not math.isfinite(loss):
+        return f"{loss:.3f}"
+    return f"{loss:.5g}" if loss < 1e5 else f"{loss:.1e}".replace("e+", "e")
+
+
+def px(resolution: int, before: str = "", after: str = "") -> str:
+    """Return an image side in pixels with what stands around it; nothing where there is none, 0."""
+    return f"{before}{resolution} px{after}" if resolution else ""
+
+
+def as_given(value: Any) -> str:
+    """Return a setting's value as a flag has it."""
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value)) or "empty"
+    return str(value)
+
+
+def steadier(lr: float, optimizer: str, precision: str, *, finite_loss: bool) -> str:
+    """Return what to try where loss or weights were not finite."""
+    text = f"lower lr ({lr:g} with {optimizer})"
+    if precision != "no":
+        return f"{text} or try --mixed-precision no instead of {precision}"
+    return f"{text}, or see whether all gradients of the loss are finite" if finite_loss else text
+
+
+def plural(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is one."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -10,19 +10,18 @@ import json
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import reduce
 from torch import Tensor
 
-from dbsl.base.errors import RunStopped, SaveError, SettingError
+from dbsl.base.errors import RunStopped, SaveError, SettingError, steadier
 from dbsl.base.files import describe, link_or_copy
 from dbsl.base.machine import lower_priority
-from dbsl.base.words import steadier
 from dbsl.checkpoint.disk import (
     MODEL_FILE,
     CheckpointError,
@@ -47,14 +46,12 @@ _BEST_FILE = f"{BEST}.safetensors"
 _LAST_PATIENCE_S = 20.0  # for a save under way when the process fails
 
 
-@dataclass
-class Copy:
+class Copy(NamedTuple):
     """State in host memory, on its way to the disk."""
 
     name: str
     manifest: Manifest  # without its files
-    tree: Any
-    tensors: dict[str, Tensor]
+    packed: tuple[Any, dict[str, Tensor]]
     model: dict[str, Tensor] | None  # at an epoch's end: the merged model
 
 
@@ -139,7 +136,7 @@ class Writer:
             extras.each(Extra.saved)
 
     def _write_files(self, target: Path, copy: Copy) -> dict[str, dict[str, Any]]:
-        files = write_shard(target, self._rank, copy.tree, copy.tensors, late=self.late)
+        files = write_shard(target, self._rank, *copy.packed, late=self.late)
         if copy.model is not None:
             data, resolution = self._run.data, self._run.config.resolutions[-1]
             save_model(self._run.model, target, resolution, data, state=copy.model)
@@ -336,7 +333,7 @@ class Checkpointer:
                 "cluster": self._cluster.state_dict(),
                 "planner": self._run.planner.state_dict(),
             }
-            tree, tensors = pack(state)
+            packed = pack(state)
         merged = with_model and self._rank == SERVER_RANK
         model = copy_model_state(self._run.model) if merged else None
         config, data = session.config, session.data
@@ -351,7 +348,7 @@ class Checkpointer:
             files={},
             seconds={"copy": time.perf_counter() - began},
         )
-        return Copy(name, manifest, tree, tensors, model)
+        return Copy(name, manifest, packed, model)
 
     def _load_all(self, resumed: Resumed) -> None:
         """Bring everything back in every process, or raise in every process."""

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -41,11 +42,12 @@ class Cluster(ABC):
 
     `weights` are this process's model, as one vector, and `workers` its workers, none on a
     dedicated server. `outgoing` is what a push hands over, in the layout of the weights; None: the
-    weights. In the server's process there is a `server`, and the `planner` may change its mind.
-    Processes that meet agree by `control` on what to do.
+    weights. It travels as `wire`; None: in its own dtype. In the server's process there is a
+    `server`, and the `planner` may change its mind. Processes that meet agree by `control` on what
+    to do. Where workers are simulated, `times` gives the seconds that a worker's round takes to
+    compute and to exchange, from (worker, epoch, round).
     """
 
-    time_s: float | None = None  # of simulated workers; None where times are real
     holds_weights: bool = True  # whether the model has weights that count between two turns
     # Called where the run is to stop while this process waits.
     on_stop: Callable[[], object] = staticmethod(lambda: None)
@@ -61,12 +63,16 @@ class Cluster(ABC):
         planner: Planner,
         workers: Sequence[int],
         epochs: int,
+        times: Callable[[int, int, int], tuple[float, float]] | None = None,
         outgoing: Tensor | None = None,
+        wire: torch.dtype | None = None,
         control: ControlGroup | None = None,
     ) -> None:
         self.weights, self.server, self.workers = weights, server, tuple(workers)
         self.outgoing = weights.vector if outgoing is None else outgoing
-        self.planner, self.control = planner, control
+        self.pushes_weights, self.wire = outgoing is None, wire
+        self.planner, self.control, self._times = planner, control, times
+        self.time_s = 0.0 if times else None  # of simulated workers
         self._segment: Segment | None = None  # the plan in force
         self._rounds_per_epoch = planner.members.rounds
         self._rounds = epochs * self._rounds_per_epoch

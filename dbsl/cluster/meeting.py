@@ -1,10 +1,12 @@
-"""How workers meet in each step or each round, on Accelerate's process group or in one process.
+"""How workers meet: in each step, in turns in one process, or once a round at a barrier.
 
-Joint steps have the same weights in all workers throughout. At a barrier all meet once a round.
+Joint steps have the same weights in all workers throughout. In simulated time any number of workers
+take turns. At a barrier real processes meet, on Accelerate's process group.
 """
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, SyncError
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
@@ -37,22 +39,13 @@ class JointCluster(Cluster):
     """Turns of all workers together, in one process in simulated time or in several in real time.
 
     The gradients are exchanged inside a turn, by the stepper; here are the turns, the plans and the
-    reports. In one process `times` gives the simulated seconds that a worker's round takes to
-    compute and to exchange gradients, from (worker, epoch, round). `finish_round` is called before
-    the reports are exchanged.
+    reports.
     """
 
-    def __init__(
-        self,
-        weights: FlatWeights,
-        *,
-        times: Callable[[int, int, int], tuple[float, float]] | None = None,
-        finish_round: Callable[[], object] = lambda: None,
-        **common: Any,
-    ) -> None:
+    finish_round: Callable[[], object] = staticmethod(lambda: None)  # before reports are exchanged
+
+    def __init__(self, weights: FlatWeights, **common: Any) -> None:
         super().__init__(weights, **common)
-        self._times, self._finish_round = times, finish_round
-        self.time_s = 0.0 if times else None
         self._start: Tensor | None = None  # weights at the start of the round, inside one
         self._spent_s = 0.0  # on the round that a stopped run was in
         self._before = 0  # steps of it that other workers took
@@ -77,7 +70,7 @@ class JointCluster(Cluster):
 
         True: it was refused, and the weights are those of its start.
         """
-        self._finish_round()
+        self.finish_round()
         done = self._simulated(reports) if self._times else self._gathered(*reports)
         refused = any(report.refused for report in done)
         if refused:
@@ -132,7 +125,6 @@ class JointCluster(Cluster):
         return Action(strongest)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Cluster.state_dict`."""
         return super().state_dict() | {
             "spent_s": 0.0 if self._start is None else time.perf_counter() - self._began,
             "start": self._start,
@@ -141,7 +133,6 @@ class JointCluster(Cluster):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Cluster.load_state_dict`."""
         super().load_state_dict(state)
         self._spent_s, self._before = state["spent_s"], state["before"]
         start = state["start"]
@@ -149,10 +140,130 @@ class JointCluster(Cluster):
         self._reports = deque(map(report_from_plain, state["reports"]))
 
     def take_over(self, start: Handover) -> None:
-        """See `Cluster.take_over`."""
         super().take_over(start)
         self._before = start.steps
         self._start = start.weights.to(self.weights.vector.device) if start.steps else None
+
+
+class SimulatedCluster(Cluster):
+    """Workers that take turns on one model; `Server` decides as it does for real processes.
+
+    A queue of events says whose round ends next. That worker trains from the weights it pulled when
+    its round began, pushes, and pulls again, so that asynchronous and stale synchronous runs are
+    exact and come out the same every time, whatever this machine is doing.
+    """
+
+    holds_weights = False  # the next turn pulls others
+    # Is called before a round ends, with that time; True: workers have come or gone before.
+    changes_before: Callable[[float], bool] = staticmethod(lambda time_s: False)
+
+    def __init__(self, weights: FlatWeights, server: Server, **common: Any) -> None:
+        super().__init__(weights, server, **common)
+        self._pulled: dict[int, Tensor] = {}
+        # A worker's present round: seconds of computing, exchanging, and waiting before it, which
+        # do not count at a barrier.
+        self._spent: dict[int, tuple[float, float, float]] = {}
+        self._ended = [0.0] * len(server.clocks)  # each worker's last round
+        self._queue: list[tuple[float, int]] = []  # ends of rounds
+        self._turn: int | None = None  # the worker whose turn it is
+
+    def turns(self) -> Iterator[Turn | EpochEnd]:
+        """Yield rounds in the order in which they end, and each epoch's end when it comes."""
+        while True:
+            while self.server.finished:
+                yield self.server.finished.popleft()
+            if self._turn is None:
+                self._start_rounds()
+                if not self._queue:
+                    return
+                if self.changes_before(self._queue[0][0]):
+                    continue  # others may start, or wait
+                self.time_s, self._turn = heapq.heappop(self._queue)
+            yield Turn((self._turn,), *self._place(self._turn))
+            self._turn = None
+
+    def finish(self) -> None:
+        super().finish()
+        self._queue.clear()
+        self.server.finished.clear()
+
+    def lose(self, worker: int) -> None:
+        """Go on without a worker, if there is another and it has something left to do."""
+        members = self.server.members
+        over = members.clocks[worker] >= self._rounds
+        if worker not in members.active or members.active == {worker} or over:
+            return
+        self._queue = [entry for entry in self._queue if entry[1] != worker]  # its round is lost
+        heapq.heapify(self._queue)
+        self._pulled.pop(worker, None)
+        try:
+            self._drop(worker, worker, "simulated")
+        except SettingError as error:
+            raise SyncError(f"worker {worker} was lost, without it is no plan: {error}") from error
+
+    def join(self, worker: int) -> None:
+        """Go on with one more worker, unless it is there or the run has nothing left for it."""
+        if worker in self.server.members.active:
+            return
+        if self._take_in(worker, worker) < self._rounds:
+            self._ended[worker] = self.time_s
+
+    def pull(self, turn: Turn) -> None:
+        """Load the weights that the worker's round started from into the model."""
+        (worker,) = turn.workers
+        self.weights.load(self._pulled.pop(worker))
+
+    def push(self, reports: Sequence[RoundReport]) -> bool:
+        """Hand the worker's weights, or gradients, to the server; True: they were refused."""
+        (report,) = reports
+        worker = report.worker
+        self._ended[worker] = self.time_s
+        compute_s, exchange_s, wait_s = self._spent[worker]
+        if self.server.staleness == 0:  # it is known when the others come: the round's own waiting
+            ends_s = [end_s for end_s, w in self._queue if w in self.server.members.active]
+            wait_s = max(ends_s, default=self.time_s) - self.time_s
+        report = replace(report, compute_time_s=compute_s, wait_time_s=wait_s + exchange_s)
+        self.server.push(self.outgoing, report)
+        return report.refused
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {
+            "turn": self._turn,
+            "pulled": dict(self._pulled),
+            "spent": dict(self._spent),
+            "ended": list(self._ended),
+            "queue": list(self._queue),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        device = self.weights.vector.device
+        self._turn = state["turn"]
+        self._pulled = {worker: w.to(device) for worker, w in state["pulled"].items()}
+        self._spent, self._ended = dict(state["spent"]), list(state["ended"])
+        self._queue = [(time_s, worker) for time_s, worker in state["queue"]]
+
+    def take_over(self, start: Handover) -> None:
+        super().take_over(start)
+        self._ended = [start.time_s] * len(self._ended)
+
+    def _start_rounds(self) -> None:
+        """Begin the rounds of all workers that are in none and may start one, in order."""
+        server, latest = self.server, self.server.latest_start()
+        free = server.members.active - server.members.inside
+        waiting = [
+            worker
+            for worker, clock in enumerate(server.clocks)
+            if clock < self._rounds
+            and clock <= latest
+            and worker in free
+            and server.may_start(worker)
+        ]
+        for worker in waiting:
+            self._pulled[worker] = server.pull(worker)  # which a newcomer begins with
+            compute_s, exchange_s = self._times(worker, *self._place(worker))
+            self._spent[worker] = compute_s, exchange_s, self.time_s - self._ended[worker]
+            heapq.heappush(self._queue, (self.time_s + compute_s + exchange_s, worker))
 
 
 class BarrierCluster(Cluster):
@@ -163,30 +274,21 @@ class BarrierCluster(Cluster):
     `at_server` they always do: the server's rule makes other weights of the mean. With `gathers`
     the server gets every worker's weights, for a fork's own merge rule.
 
-    Pushes travel as `wire`. Where that is less than the weights' dtype, gradients are rounded to
-    it, and of weights their change since the pull. All else is as for `Cluster`.
+    Where `wire` is less than the weights' dtype, gradients are rounded to it, and of weights their
+    change since the pull.
     """
 
     def __init__(
-        self,
-        weights: FlatWeights,
-        server: Server | None,
-        *,
-        outgoing: Tensor | None = None,
-        wire: torch.dtype | None = None,
-        at_server: bool = False,
-        gathers: bool = False,
-        **common: Any,
+        self, *both: Any, at_server: bool = False, gathers: bool = False, **common: Any
     ) -> None:
-        super().__init__(weights, server, outgoing=outgoing, **common)
-        self._averages, self._at_server, self._gathers = outgoing is None, at_server, gathers
-        self._has_global = False
-        dtype = wire or self.outgoing.dtype
+        super().__init__(*both, **common)
+        self._at_server, self._gathers, self._has_global = at_server, gathers, False
+        dtype = self.wire or self.outgoing.dtype
         summed = self.outgoing[:0] if gathers else self.outgoing
         self._sum = torch.empty_like(summed, dtype=dtype)  # this rank's share, then all ranks'
         # What the workers' changes count from; only where changes are what travels.
-        changes = self._averages and dtype != self.outgoing.dtype
-        self._pulled = weights.vector.clone() if changes else None
+        changes = self.pushes_weights and dtype != self.outgoing.dtype
+        self._pulled = self.weights.vector.clone() if changes else None
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield this worker's rounds in order and, on every rank, the end of each epoch."""
@@ -219,11 +321,9 @@ class BarrierCluster(Cluster):
         return Action(*self.control.highest(action))
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Cluster.state_dict`."""
         return super().state_dict() | {"has_global": self._has_global, "pulled": self._pulled}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Cluster.load_state_dict`."""
         super().load_state_dict(state)
         self._has_global = state["has_global"]
         if self._pulled is not None:
@@ -261,7 +361,7 @@ class BarrierCluster(Cluster):
     def _weigh(self, report: RoundReport | None, total: float) -> None:
         if report is None or report.refused:
             self._sum.zero_()  # zero times what is not finite would not be
-        elif not self._averages:
+        elif not self.pushes_weights:
             self._sum.copy_(self.outgoing)
         elif self._pulled is None:
             torch.mul(self.outgoing, report.merge_weight / total, out=self._sum)
@@ -273,12 +373,12 @@ class BarrierCluster(Cluster):
         """Take the sum of all ranks, to which refused work has added nothing."""
         summed = self._sum
         taken = [r.merge_weight for r in reports if not r.refused]
-        if self._averages and taken:
+        if self.pushes_weights and taken:
             if len(taken) < len(reports):
                 summed.mul_(total / sum(taken))
             if self._pulled is not None:
                 summed = self._pulled.add_(summed)
-        self._has_global = self._averages and bool(taken) and not self._at_server
+        self._has_global = self.pushes_weights and bool(taken) and not self._at_server
         if self._has_global:
             self.weights.load(summed)
         if self.server is not None:

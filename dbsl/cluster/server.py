@@ -223,14 +223,14 @@ class GradientServer(Server):
         *,
         staleness: int | None,
         build_clip: Callable[[nn.Module], Clip] = lambda model: keep_whole,
-        observe: Callable[[RoundReport], object] = lambda report: None,
+        **common: Any,
     ) -> None:
         own = copy.deepcopy(model).to(device)
         self._own = FlatWeights(own)
         self._optimizer, self._clip = build_optimizer(own), build_clip(own)
         self._pairs = list(zip(own.parameters(), model.parameters(), strict=True))
-        how = {"together": staleness == 0, "staleness": staleness, "observe": observe}
-        super().__init__(self._own.vector, members, None, **how)
+        common |= {"together": staleness == 0, "staleness": staleness}
+        super().__init__(self._own.vector, members, None, **common)
         self._weights = self._own.vector  # not a copy: the optimizer's parameters are views of it
         self._snapshot: Tensor | None = None  # a copy, until the next step
 
@@ -241,16 +241,13 @@ class GradientServer(Server):
         return self._snapshot
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Server.state_dict`; with the optimizer's state."""
         return super().state_dict() | {"optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Server.load_state_dict`."""
         super().load_state_dict(state)
         load_optimizer(self._optimizer, state["optimizer"])
 
     def take_over(self, start: Handover) -> None:
-        """See `Server.take_over`."""
         super().take_over(start)
         if start.server_optimizer is not None:
             load_optimizer(self._optimizer, start.server_optimizer)

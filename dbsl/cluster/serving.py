@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +53,6 @@ def through_server(
     server: Server | None,
     *,
     timeout_s: float,
-    wire: torch.dtype | None = None,
     door: Door | None = None,
     admission: Admission | None = None,
     **common: Any,
@@ -64,38 +62,31 @@ def through_server(
     Every other rank shares a gloo group of two with rank 0, which has the `server`, its weights in
     host memory. A lost pair leaves the other pairs as they are: its worker is dropped, and the
     others share its samples. A worker counts as lost after `timeout_s` of silence, while it
-    computes, too; the server after 5 s more. Pushes travel as `wire` (see `Channel`).
+    computes, too; the server after 5 s more. One that is too far ahead waits for plan and weights.
 
     On rank 0 processes that are launched again ask at the `door` to join. Of one that joins there
     is an `admission`: then this is no collective.
     """
-    common |= {"timeout_s": timeout_s, "wire": wire}
-    if admission is not None:
-        return ServedCluster(weights, admission, **common)
-    pairs = pairs_with_server(timedelta(seconds=max(timeout_s, _START_S)))
-    if server is not None:
-        return ServingCluster(weights, server, pairs=pairs, door=door, **common)
-    return ServedCluster(weights, Admission(pairs[SERVER_RANK]), **common)
+    if admission is None:
+        pairs = pairs_with_server(timedelta(seconds=max(timeout_s, _START_S)))
+        if server is not None:
+            return ServingCluster(weights, server, pairs, timeout_s, door, **common)
+        admission = Admission(pairs[SERVER_RANK])
+    return ServedCluster(weights, admission, timeout_s, **common)
 
 
 class ServedCluster(Cluster):
     """A worker's process: it asks rank 0 for plans and weights, and pushes to it."""
 
     def __init__(
-        self,
-        weights: FlatWeights,
-        admission: Admission,
-        *,
-        timeout_s: float,
-        wire: torch.dtype | None,
-        outgoing: Tensor | None = None,
-        **common: Any,
+        self, weights: FlatWeights, admission: Admission, timeout_s: float, **common: Any
     ) -> None:
-        super().__init__(weights, outgoing=outgoing, **common)
+        super().__init__(weights, **common)
         self._clock, self._announced = admission.clock, (admission.sequence, -1)
         self._timeout_s = timeout_s
         self._asks_to_stop = False
-        self._link = Channel(admission.pair, weights.vector, wire, weights=outgoing is None)
+        how = self.wire, self.pushes_weights
+        self._link = Channel(admission.pair, weights.vector, *how)
         self._pulse = Pulse(
             *(SERVER_RANK, admission.pair, timeout_s),
             asks=True,
@@ -109,13 +100,11 @@ class ServedCluster(Cluster):
             self._clock += 1
 
     def segment(self, turn: Turn) -> Segment:
-        """Return the plan in force in a turn, waiting while the worker is too far ahead."""
         with self._waiting(), self._exchange():
             *_, text = self._link.ask(Kind.PLAN)
         return read_segment(text)
 
     def pull(self, turn: Turn) -> None:
-        """Bring the global weights into the model, waiting while the worker is too far ahead."""
         with self._waiting(), self._exchange():
             ending, *announced, _ = self._link.ask(Kind.PULL)
             self._announced = tuple(announced)
@@ -188,17 +177,13 @@ class ServingCluster(Cluster):
         self,
         weights: FlatWeights,
         server: Server,
-        *,
         pairs: Mapping[int, dist.ProcessGroup],
         timeout_s: float,
-        wire: torch.dtype | None,
-        outgoing: Tensor | None = None,
         door: Door | None = None,
         **common: Any,
     ) -> None:
-        super().__init__(weights, server, outgoing=outgoing, **common)
+        super().__init__(weights, server, **common)
         self._door, self._timeout_s = door, timeout_s
-        self._channel = partial(Channel, wire=wire, weights=outgoing is None)
         self._stopping = False
         self._changed = threading.Condition()  # guards the server; a thread may hold it twice
         self._failure: Exception | None = None
@@ -242,12 +227,10 @@ class ServingCluster(Cluster):
             yield end
 
     def segment(self, turn: Turn) -> Segment:
-        """Return the plan in force in a turn, waiting while the worker is too far ahead."""
         with self._waiting():
             return self._begin(*turn.workers)
 
     def pull(self, turn: Turn) -> None:
-        """Bring the global weights into the model, waiting while the worker is too far ahead."""
         with self._waiting():
             weights = self._pull(*turn.workers)
             if weights is None:
@@ -319,7 +302,8 @@ class ServingCluster(Cluster):
         self, rank: int, pair: dist.ProcessGroup, first: tuple[int, int] | None = None
     ) -> threading.Thread:
         """Return what serves a rank; one that joins hears its clock and the save `first`."""
-        link = self._channel(pair, torch.empty_like(self.weights.vector, device=CPU))
+        vector = torch.empty_like(self.weights.vector, device=CPU)
+        link = Channel(pair, vector, self.wire, self.pushes_weights)
         pulse = Pulse(
             *(rank, pair, self._timeout_s),
             asks=False,
@@ -454,17 +438,12 @@ class ServingCluster(Cluster):
         return self._changed
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Cluster.state_dict`.
-
-        There is no state to go on from where something has failed in a thread, a merge rule for
-        one: that is raised.
-        """
+        # There is none to go on from where something has failed in a thread, such as a merge rule.
         with self._changed:
             self._raise_failure()
             return super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Cluster.load_state_dict`."""
         super().load_state_dict(state)
         # The others save later than the server, perhaps in a round that they have begun since.
         members = self.server.members
@@ -486,7 +465,7 @@ class ServingCluster(Cluster):
         return sequence
 
     def finish(self) -> None:
-        """See `Cluster.finish`: wait until every worker has heard of it, where it comes to pull."""
+        """Wait until every worker has heard of it, where it comes to pull."""
         self.finished_early = True
         self._stop_serving(self._announced)
         self.close()

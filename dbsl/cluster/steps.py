@@ -324,7 +324,6 @@ class DistributedSteps(Stepper):
 
     @contextmanager
     def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
-        """See `Stepper.micro_batch`."""
         if (step.odd or step.reweighted) and part.begins:
             self.average_buffers()
         self._weight = step.parts[0].weight  # all its micro-batches have the same
@@ -420,7 +419,6 @@ class PushedGradients(Stepper):
 
     @contextmanager
     def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
-        """See `Stepper.micro_batch`."""
         if part.begins:
             self._before = self._buffers.clone()
         with super().micro_batch(step, part) as weight:
@@ -435,10 +433,8 @@ class PushedGradients(Stepper):
             self.on_gradients(self._weight)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Stepper.state_dict`."""
         return super().state_dict() | {"gradients": self.vector}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Stepper.load_state_dict`."""
         super().load_state_dict(state)
         self.vector.copy_(state["gradients"])

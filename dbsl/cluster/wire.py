@@ -194,7 +194,7 @@ class Channel:
     """
 
     def __init__(
-        self, pair: dist.ProcessGroup, vector: Tensor, wire: torch.dtype | None, *, weights: bool
+        self, pair: dist.ProcessGroup, vector: Tensor, wire: torch.dtype | None, weights: bool
     ) -> None:
         self.pair, self.vector, self._wire = pair, vector, wire or vector.dtype
         self._changes = weights and self._wire != vector.dtype

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dbsl.plan.sampler import Step
     from dbsl.plan.types import EpochEnd, Plan, RoundReport, Turn
     from dbsl.run.evaluation import Evaluation
+    from dbsl.run.folder import Code
     from dbsl.run.session import Session
     from dbsl.run.training import SimulatedTimes
 
@@ -123,6 +124,9 @@ class Extra:
         """Go on from what `state_dict` returned; `same`: in the same workers and processes."""
 
     # --- on the main process
+    def write(self, folder: Path, code: Code) -> None:
+        """All is built and brought back: from here on the folder is written. `code` trains it."""
+
     def saved(self) -> None:
         """A checkpoint is on the disk."""
 

@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, as_given
 from dbsl.base.machine import launched_precision, recall
-from dbsl.base.words import as_given
 from dbsl.config.complete import RESOLVED, still_true
 from dbsl.config.fields import PAIRS, PROCESSES, described, read_text, sources
 from dbsl.config.hooks import found_extras

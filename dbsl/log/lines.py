@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from dbsl.base.words import plural, short_loss, steadier
+from dbsl.base.errors import plural, short_loss, steadier
 from dbsl.config.settings import RunConfig
 from dbsl.plan.stages import Stage, learning_rate_at
 from dbsl.plan.text import format_run, nodes_in_words

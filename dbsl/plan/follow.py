@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dbsl.base.errors import SettingError
-from dbsl.base.words import px
+from dbsl.base.errors import SettingError, px
 from dbsl.config.complete import for_workers
 from dbsl.config.settings import Balance, RunConfig, takes_joint_steps
 from dbsl.plan.ledger import Ledger, Members, TurnSampler

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from dbsl.base.words import duration, plural, px
+from dbsl.base.errors import duration, plural, px
 from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.stages import Stage
 from dbsl.plan.types import Plan, WorkerPlan

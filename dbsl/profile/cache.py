@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, px
 from dbsl.base.files import write_text
-from dbsl.base.words import px
 from dbsl.profile.memory import MemoryModel, PeakMemory, confirm_batch
 from dbsl.profile.timing import (
     Setup,

@@ -22,9 +22,8 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, px
 from dbsl.base.machine import lazy_import, local_processes
-from dbsl.base.words import px
 from dbsl.cluster.weights import compile_in_place
 from dbsl.cluster.wire import wait_for_all
 from dbsl.config.settings import ClipMode

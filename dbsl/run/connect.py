@@ -15,11 +15,10 @@ from dbsl.base.errors import one_of_several
 from dbsl.cluster.alive import ControlGroup, Heartbeats
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.launch import Door, RunningJob
-from dbsl.cluster.meeting import BarrierCluster, JointCluster
+from dbsl.cluster.meeting import BarrierCluster, JointCluster, SimulatedCluster
 from dbsl.cluster.merges import MergeRule, choose_rule
 from dbsl.cluster.server import GradientServer, Server
 from dbsl.cluster.serving import through_server
-from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import ComputeTimer, DistributedSteps, PushedGradients, Stepper
 from dbsl.cluster.weights import FlatWeights, compile_in_place
 from dbsl.cluster.wire import CPU, SERVER_RANK
@@ -68,14 +67,16 @@ def connect(
         "workers": workers,
         "outgoing": stepper.vector if config.push == "gradients" else None,
         "control": control,
+        "wire": wire,
+        "times": SimulatedTimes(run) if alone else None,
     }
     if config.sync == "step":
-        times = SimulatedTimes(run) if alone else None
-        finish = (lambda: None) if alone else stepper.average_buffers
-        return JointCluster(weights, times=times, finish_round=finish, **common), stepper
+        cluster = JointCluster(weights, **common)
+        if not alone:
+            cluster.finish_round = stepper.average_buffers
+        return cluster, stepper
     if alone:
-        return SimulatedCluster(weights, server, times=SimulatedTimes(run), **common), stepper
-    common["wire"] = wire
+        return SimulatedCluster(weights, server, **common), stepper
     if meets:
         at_server = config.merge not in (None, "mean")  # the sum of all ranks is the mean alone
         common |= {"at_server": at_server, "gathers": merge is not None}

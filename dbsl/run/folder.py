@@ -1,4 +1,4 @@
-"""A run's folder, held by one run alone; and the code that it trains by, which is kept there.
+"""A run's folder, held by one run alone; and the code that its processes train by.
 
 Processes of one run have the same settings and the same code, or none of them begins.
 """
@@ -8,9 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import socket
-import subprocess
 import sys
 import sysconfig
 import time
@@ -29,33 +27,30 @@ from accelerate import Accelerator, PartialState
 from filelock import FileLock, Timeout
 
 import dbsl
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, as_given, px
 from dbsl.base.files import write_text
 from dbsl.base.machine import launched_precision, remember
-from dbsl.base.words import as_given, px
 from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_from, share_text
 from dbsl.config.complete import RESOLVED
 from dbsl.config.fields import Role, with_role
 from dbsl.config.hooks import defaults_of_extras
 from dbsl.config.parse import RUN_FOLDER, config_to_yaml
 from dbsl.config.settings import RunConfig
-from dbsl.plan.types import Plan
+from dbsl.run.training import Run
 
 LOCK = ".lock"
 # What a run leaves for people, in its folder; checkpoints and trackers' files are beside it.
 RESULTS = ("README.md", "model*.safetensors", "plots/*.png", "config.json", "config.yaml")
 RESULTS += ("plan.json", "summary.json", "metrics.jsonl")
 SUMS = "SHA256SUMS"  # of all files, dbsl's too, as `sha256sum` writes it; the script comes first
-CODE = "code*/**/*"  # all of it in a run folder
-_DIFF = "git.diff"  # begins with the commit
-_PACKAGE = Path(dbsl.__file__).parent
+CODE = "code*/**/*"  # what a run folder has of it
+PACKAGE = Path(dbsl.__file__).parent
 _INSTALLED = ("site-packages", "dist-packages")
 _NOT_OWN = tuple(
     f"{place}{os.sep}"
-    for place in (_PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+    for place in (PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 )
 _MOST = 3  # files that are named
-_GIT_S = 30.0  # that git may take, on a slow disk
 
 
 class RunFolder:
@@ -87,23 +82,20 @@ class RunFolder:
         if new:  # a launcher that restarts the processes finds them in the folder that they were in
             self.path = Path(remember(RUN_FOLDER, str(self.path)))
 
-    def write_settings(
-        self, given: Any, resolved: Mapping[str, Any], plans: Mapping[int, Plan], code: Code
-    ) -> None:
-        """Write ``config.yaml``, as given and as found out, ``plan.json`` and the code.
+    def write_settings(self, given: RunConfig, run: Run) -> None:
+        """Write ``config.yaml``, as given and as found out, and ``plan.json``.
 
         ``config.yaml`` leaves the folder's name out: read back, it repeats the run elsewhere.
         """
         if self._lock is None:
             return
-        rows = {px(resolution) or "plan": asdict(plan) for resolution, plan in plans.items()}
+        rows = {px(resolution) or "plan": asdict(plan) for resolution, plan in run.plans.items()}
         write_text(self.path / "plan.json", json.dumps(rows, indent=2))
         # Extras' defaults are left out: a run that uses none reads back without them.
         commands, unused = with_role(type(given), Role.COMMAND), defaults_of_extras().items()
         said = (pair for pair in asdict(given).items() if pair not in unused)
         settings = {name: value for name, value in said if name not in commands}
-        write_text(self.path / "config.yaml", config_to_yaml(settings, resolved))
-        write_code(self.path, code)
+        write_text(self.path / "config.yaml", config_to_yaml(settings, run.config.resolved))
 
     def __enter__(self) -> RunFolder:
         return self
@@ -200,7 +192,7 @@ class Code:
 
 def read_code() -> Code:
     """Return the code of this process, as it is on the disk."""
-    script = _script()
+    script = started_script()
     names = {str(script): script.name} if script else {}
     dbsl_first = sorted(sys.modules.items(), key=lambda it: (not it[0].startswith("dbsl"), it[0]))
     for name, module in dbsl_first:
@@ -226,69 +218,7 @@ def unlike(one: Mapping[str, str], other: Mapping[str, str]) -> str:
     return ", ".join(names[:_MOST]) + more
 
 
-def kept_code(run_folder: Path) -> dict[Path, dict[str, str]]:
-    """Return the folders of the code that a run was trained by, the first first, and its sums."""
-    found = [path for path in run_folder.glob("code*") if (path / SUMS).is_file()]
-    kept: dict[Path, dict[str, str]] = {}
-    for folder in sorted(found, key=lambda path: int(path.name.partition("-")[2] or 1)):
-        lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
-        kept[folder] = {line[66:]: line[:64] for line in lines}
-    return kept
-
-
-def changed_since(run_folder: Path, code: Code) -> str:
-    """Return in words which files are not what the run was last trained by; empty: none."""
-    kept = [*kept_code(run_folder).values()]
-    return unlike(kept[-1], code.sums) if kept else ""
-
-
-def write_code(run_folder: Path, code: Code) -> None:
-    """Keep the code in a run's folder, in one go; what was kept before stays."""
-    kept = kept_code(run_folder)
-    if kept and not changed_since(run_folder, code):
-        return
-    folder = run_folder / (f"code-{len(kept) + 1}" if kept else "code")
-    scratch = run_folder / f".{folder.name}.tmp"
-    shutil.rmtree(scratch, ignore_errors=True)
-    lines = "".join(f"{sum_}  {name}\n" for name, sum_ in code.sums.items())
-    own = {name: content for name, content in code.files.items() if not name.startswith("dbsl/")}
-    own |= {SUMS: lines.encode()} | ({_DIFF: diff} if (diff := git_diff()) else {})
-    for name, content in own.items():
-        path = scratch / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    os.replace(scratch, folder)
-
-
-def code_in_words(run_folder: Path) -> str:
-    """Return which code has trained a run, for its model card."""
-    said = []
-    for folder, sums in kept_code(run_folder).items():
-        diff = (folder / _DIFF).read_bytes() if (folder / _DIFF).exists() else b""
-        commit, _, changes = diff.partition(b"\n")
-        at = f" at git {commit.decode()}" if commit else ""
-        at += f" with the changes in `{folder.name}/{_DIFF}`" if changes.strip() else ""
-        script = script_of(sums)
-        what = f"`{script}`" if script else "code without a script"
-        said.append(f"{what} (kept in `{folder.name}/` of the run folder){at}")
-    return ", after a resume by ".join(said)
-
-
-def git_diff() -> bytes:
-    """Return the commit of the checkout that the code is in, and the changes; empty: none is."""
-    script = _script()
-    git = ["git", "-C", str(script.parent if script else _PACKAGE)]
-    found, env = b"commit ", os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
-    try:
-        for command in ("rev-parse HEAD", "diff HEAD --no-ext-diff --no-color"):
-            options = {"env": env, "capture_output": True, "check": True, "timeout": _GIT_S}
-            found += subprocess.run([*git, *command.split()], **options).stdout
-    except (OSError, subprocess.SubprocessError):
-        return b""  # no git, or no checkout
-    return found
-
-
-def _script() -> Path | None:
+def started_script() -> Path | None:
     """Return the file that was started, unless it is an installed command or there is none."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     return Path(path).absolute() if path and _is_own(path) and os.path.isfile(path) else None

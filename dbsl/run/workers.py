@@ -14,8 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from dbsl.base.errors import SettingError
-from dbsl.base.words import plural, px
+from dbsl.base.errors import SettingError, plural, px
 from dbsl.config.complete import for_workers, from_workers
 from dbsl.config.settings import RunConfig, takes_joint_steps
 from dbsl.data.sources import TrainingData

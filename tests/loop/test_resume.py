@@ -17,7 +17,7 @@ from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
 from dbsl.checkpoint import resume
 from dbsl.checkpoint.disk import Found, newest, read_manifest
 from dbsl.checkpoint.resume import changed_settings
-from dbsl.cluster.simulated import SimulatedCluster
+from dbsl.cluster.meeting import SimulatedCluster
 from dbsl.cluster.steps import Stepper
 from dbsl.config.complete import with_resolved
 from dbsl.config.hooks import found_extras

@@ -14,10 +14,9 @@ from timm.utils import dispatch_clip_grad
 from torch import nn
 
 from dbsl.cluster.alive import ControlGroup
-from dbsl.cluster.meeting import BarrierCluster, JointCluster
+from dbsl.cluster.meeting import BarrierCluster, JointCluster, SimulatedCluster
 from dbsl.cluster.server import GradientServer
 from dbsl.cluster.serving import through_server
-from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import (
     ComputeTimer,
     DistributedSteps,
@@ -187,9 +186,11 @@ def trained(model, case, rank=None):
         stepper = Stepper(*common_of, joint=True)
     else:
         stepper = DistributedSteps(*common_of, example_loss=example_loss, wire=case.wire)
-        common["finish_round"] = stepper.average_buffers
     stepper.clip = make_clip(model, *case.clip)
-    return train(JointCluster(weights, **common), stepper, case)
+    cluster = JointCluster(weights, **common)
+    if not alone:
+        cluster.finish_round = stepper.average_buffers
+    return train(cluster, stepper, case)
 
 
 def one_rank(rank, model, case):

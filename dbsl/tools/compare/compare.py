@@ -24,10 +24,9 @@ from typing import Annotated, Any
 
 import yaml
 
-from dbsl.base.errors import SettingError, one_line_errors
+from dbsl.base.errors import SettingError, as_given, one_line_errors, plural
 from dbsl.base.files import write_text
 from dbsl.base.machine import threads_of_process
-from dbsl.base.words import as_given, plural
 from dbsl.config.fields import Count, Within, check_fields
 from dbsl.config.hooks import defaults_of_extras
 from dbsl.config.parse import (

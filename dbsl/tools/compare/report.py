@@ -16,9 +16,8 @@ import numpy as np
 from filelock import FileLock, Timeout
 from matplotlib.figure import Figure
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, short_loss
 from dbsl.base.files import save_figure, write_table
-from dbsl.base.words import short_loss
 from dbsl.tools.compare.statistics import MADE_ON, ArmRun, averaged, interval, table
 
 _LOCK = ".lock"  # in the folder, while one of several commands writes there

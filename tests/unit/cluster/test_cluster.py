@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from dbsl.cluster.launch import _interface_to
-from dbsl.cluster.simulated import SimulatedCluster
+from dbsl.cluster.meeting import SimulatedCluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.ledger import Members
 from dbsl.plan.sampler import EpochSampler, split_evenly

@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from dbsl.base.errors import EXIT_DIVERGED, one_line_errors
-from dbsl.base.words import short_loss
+from dbsl.base.errors import EXIT_DIVERGED, one_line_errors, short_loss
 from dbsl.log.lines import missed_times, refusal, times_in_words
 from dbsl.log.rows import no_result
 from dbsl.plan.types import RoundReport

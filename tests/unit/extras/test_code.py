@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 import dbsl.open
-from dbsl.run import folder as code
-from dbsl.run.folder import Code, changed_since, code_in_words, kept_code, read_code, write_code
+from dbsl.extras import code
+from dbsl.extras.code import KeptCode, kept_code
+from dbsl.run.folder import Code, read_code, script_of
 from tests.helpers import run
 
 GIT_DIFF = code.git_diff  # before conftest takes it away
@@ -31,31 +32,31 @@ def test_code_is_the_script_what_it_imports_and_dbsl_but_nothing_that_is_install
     script, monkeypatch
 ):
     found = read_code()
-    assert code.script_of(found.sums) == "mine.py"
+    assert script_of(found.sums) == "mine.py"
     assert found.files["mine.py"] == b"import losses\n"
     assert found.files["losses.py"] == b"smooth = 0.1\n"
     assert "dbsl/run/folder.py" in found.sums
     assert not {"__mp_main__.py", "pytest/__init__.py"} & {*found.files}
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace())  # as in a notebook
     found = read_code()
-    assert code.script_of(found.sums) == ""
+    assert script_of(found.sums) == ""
     assert {"losses.py", "dbsl/__init__.py"} <= {*found.sums}
 
 
-def test_code_that_has_changed_is_named_and_kept_beside_what_it_was(script, tmp_path):
+def test_code_that_has_changed_is_named_and_kept_beside_what_it_was(script, tmp_path, capsys):
     folder = tmp_path / "run"
     folder.mkdir()
-    assert changed_since(folder, read_code()) == ""
     for _ in range(2):
-        write_code(folder, read_code())
+        KeptCode().write(folder, read_code())
     assert [path.name for path in kept_code(folder)] == ["code"]
+    assert capsys.readouterr().out == ""
     (tmp_path / "losses.py").write_text("smooth = 0.2\n")
-    assert changed_since(folder, read_code()) == "losses.py"
-    write_code(folder, read_code())
+    KeptCode().write(folder, read_code())
+    assert capsys.readouterr().out.endswith("has changed since the run began: losses.py\n")
     assert [path.name for path in kept_code(folder)] == ["code", "code-2"]
     assert (folder / "code/losses.py").read_text() == "smooth = 0.1\n"
     assert (folder / "code-2/losses.py").read_text() == "smooth = 0.2\n"
-    assert code_in_words(folder) == (
+    assert KeptCode.in_words(folder) == (
         "`mine.py` (kept in `code/` of the run folder), after a resume by "
         "`mine.py` (kept in `code-2/` of the run folder)"
     )
@@ -77,8 +78,8 @@ def test_a_checkout_leaves_its_commit_and_its_changes_and_others_nothing(
     assert b"+import losses, os" in changes
     monkeypatch.setattr(code, "git_diff", GIT_DIFF)
     (folder := tmp_path / "run").mkdir()
-    write_code(folder, read_code())
-    assert code_in_words(folder).endswith(
+    KeptCode().write(folder, read_code())
+    assert KeptCode.in_words(folder).endswith(
         f"at git {commit.decode()} with the changes in `code/git.diff`"
     )
     monkeypatch.setenv("PATH", "")
