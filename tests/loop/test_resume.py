@@ -596,10 +596,7 @@ def test_what_was_found_for_other_workers_is_found_anew(left):
     found = newest(left("bsp", False))
     now = resume.adapt_to_processes(with_resolved(given), found, 2, given)
     assert (now.workers, now.small_workers, now.small_batch_size) == (2, None, None)
-
-
-def test_batches_of_two_workers_are_no_batches_of_two_resolutions(left):
-    found = newest(left("bsp", False))
+    # Batches of two workers are no batches of two resolutions.
     sizes = {"local_batch_sizes": [3, 5], "resolutions": [16, 32]}
     manifest = replace(found.manifest, workers=2, config={**found.manifest.config, **sizes})
     given = Config(workers=1, local_batch_sizes=(3, 5), resolutions=(16, 32))
