@@ -12,7 +12,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Flag, auto
@@ -24,6 +24,7 @@ from typing import Annotated, Any, TypeVar
 from dbsl.base.errors import SettingError, as_given
 
 M = TypeVar("M")
+Refusal = tuple[Any, str, Any]  # whether it holds, what must be, and the value that is not so
 
 PAIRS = {"flag": "pairs"}  # metadata of a field of name=value texts, whose values may be lists
 UNSET = "unset"  # the value that takes back a setting of a file
@@ -215,6 +216,14 @@ def sources(cls: type) -> dict[str, tuple[str, ...]]:
     for name, one in several:
         names[name] += with_role(cls, one) if isinstance(one, Role) else (one,)
     return names
+
+
+def refuse(refusals: Iterable[Refusal]) -> None:
+    """Raise ``SettingError`` for the first refusal that holds."""
+    for holds, text, value in refusals:
+        if holds:
+            shown = f"{value:g}" if isinstance(value, float) else as_given(value)
+            raise SettingError(f"{text}, got {shown}")
 
 
 def check_fields(config: Any) -> None:

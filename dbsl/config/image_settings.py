@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import le, lt
 from typing import Annotated, Any, Literal, TypedDict
 
-from dbsl.base.errors import SettingError, as_given
+from dbsl.base.errors import SettingError
 from dbsl.base.machine import lazy_import
 from dbsl.config.fields import (
     PAIRS,
@@ -16,15 +16,15 @@ from dbsl.config.fields import (
     Count,
     Excludes,
     Number,
+    Refusal,
     Role,
     Share,
     Within,
     read_kwargs,
+    refuse,
 )
 
 timm = lazy_import("timm")
-
-Refusal = tuple[Any, str, Any]  # whether it holds, what must be, and the value that is not so
 
 Augment = Literal["none", "crop", "paper", "timm"]
 Interpolation = Literal["bilinear", "bicubic", "lanczos", "nearest", "box", "hamming"]
@@ -149,14 +149,6 @@ class ImageConfig:
 
     def _given_to(self, taker: type) -> dict[str, Any]:
         return {n: v for n, v in self.given_to_augment.items() if n in taker.__annotations__}
-
-
-def refuse(refusals: Iterable[Refusal]) -> None:
-    """Raise ``SettingError`` for the first refusal that holds."""
-    for holds, text, value in refusals:
-        if holds:
-            shown = f"{value:g}" if isinstance(value, float) else as_given(value)
-            raise SettingError(f"{text}, got {shown}")
 
 
 def check_images(config: ImageConfig) -> None:

@@ -25,6 +25,7 @@ from dbsl.config.fields import (
     Needs,
     Number,
     Positive,
+    Refusal,
     Role,
     Share,
     Within,
@@ -32,8 +33,9 @@ from dbsl.config.fields import (
     check_needs,
     parse_kwargs,
     read_kwargs,
+    refuse,
 )
-from dbsl.config.image_settings import DataConfig, Refusal, check_images, of_mixing, refuse
+from dbsl.config.image_settings import DataConfig, check_images, of_mixing
 
 Precision = Literal["auto", "no", "bf16", "fp16"]
 Rounding = Literal["round", "truncate"]
@@ -57,10 +59,45 @@ def check_resolutions(resolutions: Sequence[int]) -> None:
         Within(1, 8192, order=lt).check("resolutions", tuple(resolutions))
 
 
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """Which optimizer."""
+_Times = Annotated[tuple[float, ...] | None, Role.PLAN | Role.TIMES | Role.PER_WORKER]
+_Sizes = Annotated[tuple[Count, ...] | Literal["auto"] | None, Role.TIMED | Role.PER_WORKER]
+# What the largest batch that fits is found from.
+_FITS = (JOINT, Role.ROUND | Role.STEP, "global_batch_size", "local_batch_sizes", "memory_limit")
+_JOINTLY = Needs(sync="step") | Needs(push="gradients")
+_SHARED = ", where all workers share each global batch (see local_batch_sizes)"
+_NO_JOINTLY = Excludes(sync="step", why=_SHARED) | Excludes(push="gradients")
 
+
+class LrKwargs(TypedDict, total=False):
+    """More arguments of `dbsl.plan.stages.learning_rate_at`, by timm's names."""
+
+    warmup_lr: Amount | None
+    warmup_prefix: bool
+    cooldown_epochs: Amount
+    k_decay: Positive
+    power: Positive
+
+
+@dataclass(frozen=True)
+class TrainingConfig(DataConfig):
+    """What is trained, in which batches and for how long, and how workers meet."""
+
+    # --- model
+    # timm name, local-dir:FOLDER or hf-hub:USER/NAME; the last two start from its weights
+    model: Annotated[str, Role.STEP | Role.SOLVED] = "resnet18"
+    # start from timm's weights of the model; they are downloaded unless cached
+    pretrained: Annotated[bool, Role.MODEL] = False
+    # file of weights to start from, of safetensors or torch; the classifier, and a stem for small
+    # images, are new where theirs do not fit. Images are normalised as the config.json beside the
+    # file says, else as timm's weights of the model are; --mean and --std win
+    initial_checkpoint: Annotated[str | None, Role.MODEL, Excludes("pretrained")] = None
+    # more arguments of timm's model as name=value: drop_path_rate=0.1 (stochastic depth)
+    # drop_block_rate=0.1 global_pool=avg bn_eps=1e-3 init_values=1e-6
+    model_kwargs: Annotated[tuple[str, ...], Role.STEP | Role.MODEL] = field(
+        default=(), metadata=PAIRS
+    )
+    # compute activations twice instead of keeping them: less memory, more time
+    grad_checkpointing: Annotated[bool, Role.STEP | Role.MODEL] = False
     # --- optimizer
     # name in timm.optim; sgd has Nesterov momentum, momentum is plain SGD
     optimizer: Annotated[str, Role.STEP] = "sgd"
@@ -79,35 +116,6 @@ class OptimizerConfig:
     # what --clip-grad bounds: the norm of all gradients (norm), each number (value), or each unit's
     # norm in proportion to that of its weights, the classifier left out (agc)
     clip_mode: Annotated[ClipMode, Role.STEP, Needs("clip_grad")] = "norm"
-
-    @property
-    def optimizer_settings(self) -> dict[str, Any]:
-        """What the optimizer takes besides its learning rate, momentum and weight decay."""
-        own = {name: name for name in ("lr", "momentum", "weight_decay")}
-        bounds = {"layer_decay": Within(0, 1, open_low=True)}
-        return parse_kwargs("opt_kwargs", self.opt_kwargs, own, bounds)
-
-
-def without_rates(opt_kwargs: Sequence[str]) -> dict[str, Any]:
-    """Return the optimizer's arguments but those that any step of it can take."""
-    any_step = ("eps", "betas", "layer_decay", "layer_decay_min_scale")
-    more = parse_kwargs("opt_kwargs", opt_kwargs)
-    return {name: value for name, value in more.items() if name not in any_step}
-
-
-_Times = Annotated[tuple[float, ...] | None, Role.PLAN | Role.TIMES | Role.PER_WORKER]
-_Sizes = Annotated[tuple[Count, ...] | Literal["auto"] | None, Role.TIMED | Role.PER_WORKER]
-# What the largest batch that fits is found from.
-_FITS = (JOINT, Role.ROUND | Role.STEP, "global_batch_size", "local_batch_sizes", "memory_limit")
-_JOINTLY = Needs(sync="step") | Needs(push="gradients")
-_SHARED = ", where all workers share each global batch (see local_batch_sizes)"
-_NO_JOINTLY = Excludes(sync="step", why=_SHARED) | Excludes(push="gradients")
-
-
-@dataclass(frozen=True)
-class BatchConfig:
-    """Which worker trains in which batches."""
-
     # --- workers and their batch sizes
     # workers simulated in one process; unset: 1, or 4 with --small-ratio, --small-workers or
     # --local-batch-sizes; with several processes, their number
@@ -190,92 +198,6 @@ class BatchConfig:
     balance: Annotated[Balance, Role.PLAN | Role.SPLIT] = "none"
     # rounds between two changes of the plan; unset: an epoch
     balance_every: Annotated[Count | None, Needs("balance", new=True)] = None
-
-
-class LrKwargs(TypedDict, total=False):
-    """More arguments of `dbsl.plan.stages.learning_rate_at`, by timm's names."""
-
-    warmup_lr: Amount | None
-    warmup_prefix: bool
-    cooldown_epochs: Amount
-    k_decay: Positive
-    power: Positive
-
-
-@dataclass(frozen=True)
-class StageConfig:
-    """Epochs, resolutions and learning rates."""
-
-    # --- schedule
-    # passes over the training data; all workers share each pass
-    epochs: Annotated[int, Within(1, 10**6)] = 20
-    # image sides in pixels, ascending, as --schedule has them; one trains at that alone; unset: 3/4
-    # of the images' own side, then all of it; 160 and 224 where sides differ
-    resolutions: Annotated[
-        tuple[int, ...] | None,
-        Role.PLAN | Role.ROUND | Role.TIMED,
-        Derived("dataset", "image_column"),
-    ] = None
-    # whether the resolution climbs in every learning-rate stage (cyclic), once (progressive), or
-    # stays as it is (fixed)
-    schedule: Schedule = "cyclic"
-    # dropout before the classifier, in [0, 1); one value, or one per resolution
-    dropout: Annotated[tuple[BelowOne, ...], Role.MODEL] = (0.0,)
-    # learning rate of the first stage; unset: 0.1 for SGD, else the optimizer's own (adamw 0.001)
-    lr: Annotated[Positive | None, Derived("optimizer")] = None
-    # samples per step that --lr was chosen for, for example a recipe's. A run with other batches
-    # keeps --lr and prints what timm's rule would make it; unset: nothing is printed
-    lr_batch_size: Annotated[Count | None, Role.FREE] = None
-    # how the learning rate falls: at milestones (step), along a cosine (cosine), or as a power of
-    # what is left of the run (poly)
-    lr_schedule: LrSchedule = "step"
-    # scale a worker's learning rate by batch / large batch (linear), or its square root (sqrt)
-    lr_scaling: Annotated[LrScaling, _NO_JOINTLY] = "none"
-    # epochs after which a new stage begins and, with --lr-schedule step, the learning rate falls;
-    # unset: 4/7 and 6/7 of the run
-    lr_milestones: Annotated[tuple[int, ...] | None, Derived("epochs")] = None
-    # factor on the learning rate at each milestone, with --lr-schedule step
-    lr_gamma: Annotated[Positive, Needs(lr_schedule="step", new=True)] = 0.2
-    # epochs of linear rise from lr/100; unset: a tenth of the run, at most 2
-    warmup_epochs: Annotated[Amount | None, Derived("epochs")] = None
-    # learning rate that cosine and poly end at
-    min_lr: Annotated[Amount, Needs(lr_schedule=("cosine", "poly"))] = 0.0
-    # more arguments of timm's schedulers as name=value: warmup_lr, where the warm-up starts (unset:
-    # lr/100); warmup_prefix=False: cosine and poly begin with the warm-up, not after it;
-    # cooldown_epochs, the last ones, at --min-lr; k_decay, above 1 for a later fall; power of poly
-    lr_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
-    # when workers clear their optimizer's state: never, where a stage or its resolution begins
-    # (stage), or before every round (round)
-    reset_momentum: Annotated[ResetMomentum, Excludes(push="gradients")] = "never"
-
-    @property
-    def curve(self) -> dict[str, Any]:
-        """What `learning_rate_at` takes of warm-up, cosine and poly."""
-        more = read_kwargs("lr_kwargs", self.lr_kwargs, LrKwargs)
-        return {"warmup_epochs": self.warmup_epochs, "min_lr": self.min_lr, **more}
-
-
-def _of_curve(config: StageConfig) -> Iterator[Refusal]:
-    """Yield what does not go together in a learning rate's course."""
-    given, lr_schedule = config.curve, config.lr_schedule
-    without = {"step": LrKwargs.__annotations__.keys() - {"warmup_lr"}, "cosine": {"power"}}
-    for name in sorted(given.keys() & without.get(lr_schedule, set())):
-        yield True, f"lr_kwargs must leave out {name} with lr_schedule {lr_schedule}", given[name]
-    if config.lr is not None:
-        most = f"min_lr must be at most lr ({config.lr:g})"
-        yield config.min_lr > config.lr, most, config.min_lr
-    warmup, cooldown = config.warmup_epochs or 0, given.get("cooldown_epochs", 0.0)
-    most = f"warmup_epochs must be at most the {config.epochs} epochs of the run"
-    yield warmup > config.epochs, most, warmup
-    left = config.epochs - warmup
-    below = f"lr_kwargs cooldown_epochs must be below the {left:g} epochs after the warm-up"
-    yield cooldown and cooldown >= left, below, cooldown
-
-
-@dataclass(frozen=True)
-class SyncConfig:
-    """How the weights of workers meet."""
-
     # --- how workers meet
     # how workers exchange what they learn: all wait for each other every round (bsp), fast workers
     # run at most --staleness rounds ahead (ssp), nobody waits (asp), or gradients are averaged at
@@ -325,33 +247,47 @@ class SyncConfig:
     # seconds of silence after which a process counts as lost, and longest wait at a barrier; with
     # asp and ssp a process that computes is not silent
     worker_timeout: Annotated[float, Within(0, 1000000000.0, open_low=True), Role.FREE] = 1800.0
-
-
-def meets_at_server(sync: Sync) -> bool:
-    """Whether processes meet at a server on rank 0, each in its own time, in no collective."""
-    return sync in ("ssp", "asp")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Which network."""
-
-    # --- model
-    # timm name, local-dir:FOLDER or hf-hub:USER/NAME; the last two start from its weights
-    model: Annotated[str, Role.STEP | Role.SOLVED] = "resnet18"
-    # start from timm's weights of the model; they are downloaded unless cached
-    pretrained: Annotated[bool, Role.MODEL] = False
-    # file of weights to start from, of safetensors or torch; the classifier, and a stem for small
-    # images, are new where theirs do not fit. Images are normalised as the config.json beside the
-    # file says, else as timm's weights of the model are; --mean and --std win
-    initial_checkpoint: Annotated[str | None, Role.MODEL, Excludes("pretrained")] = None
-    # more arguments of timm's model as name=value: drop_path_rate=0.1 (stochastic depth)
-    # drop_block_rate=0.1 global_pool=avg bn_eps=1e-3 init_values=1e-6
-    model_kwargs: Annotated[tuple[str, ...], Role.STEP | Role.MODEL] = field(
-        default=(), metadata=PAIRS
-    )
-    # compute activations twice instead of keeping them: less memory, more time
-    grad_checkpointing: Annotated[bool, Role.STEP | Role.MODEL] = False
+    # --- schedule
+    # passes over the training data; all workers share each pass
+    epochs: Annotated[int, Within(1, 10**6)] = 20
+    # image sides in pixels, ascending, as --schedule has them; one trains at that alone; unset: 3/4
+    # of the images' own side, then all of it; 160 and 224 where sides differ
+    resolutions: Annotated[
+        tuple[int, ...] | None,
+        Role.PLAN | Role.ROUND | Role.TIMED,
+        Derived("dataset", "image_column"),
+    ] = None
+    # whether the resolution climbs in every learning-rate stage (cyclic), once (progressive), or
+    # stays as it is (fixed)
+    schedule: Schedule = "cyclic"
+    # dropout before the classifier, in [0, 1); one value, or one per resolution
+    dropout: Annotated[tuple[BelowOne, ...], Role.MODEL] = (0.0,)
+    # learning rate of the first stage; unset: 0.1 for SGD, else the optimizer's own (adamw 0.001)
+    lr: Annotated[Positive | None, Derived("optimizer")] = None
+    # samples per step that --lr was chosen for, for example a recipe's. A run with other batches
+    # keeps --lr and prints what timm's rule would make it; unset: nothing is printed
+    lr_batch_size: Annotated[Count | None, Role.FREE] = None
+    # how the learning rate falls: at milestones (step), along a cosine (cosine), or as a power of
+    # what is left of the run (poly)
+    lr_schedule: LrSchedule = "step"
+    # scale a worker's learning rate by batch / large batch (linear), or its square root (sqrt)
+    lr_scaling: Annotated[LrScaling, _NO_JOINTLY] = "none"
+    # epochs after which a new stage begins and, with --lr-schedule step, the learning rate falls;
+    # unset: 4/7 and 6/7 of the run
+    lr_milestones: Annotated[tuple[int, ...] | None, Derived("epochs")] = None
+    # factor on the learning rate at each milestone, with --lr-schedule step
+    lr_gamma: Annotated[Positive, Needs(lr_schedule="step", new=True)] = 0.2
+    # epochs of linear rise from lr/100; unset: a tenth of the run, at most 2
+    warmup_epochs: Annotated[Amount | None, Derived("epochs")] = None
+    # learning rate that cosine and poly end at
+    min_lr: Annotated[Amount, Needs(lr_schedule=("cosine", "poly"))] = 0.0
+    # more arguments of timm's schedulers as name=value: warmup_lr, where the warm-up starts (unset:
+    # lr/100); warmup_prefix=False: cosine and poly begin with the warm-up, not after it;
+    # cooldown_epochs, the last ones, at --min-lr; k_decay, above 1 for a later fall; power of poly
+    lr_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
+    # when workers clear their optimizer's state: never, where a stage or its resolution begins
+    # (stage), or before every round (round)
+    reset_momentum: Annotated[ResetMomentum, Excludes(push="gradients")] = "never"
 
     @property
     def model_settings(self) -> dict[str, Any]:
@@ -360,6 +296,19 @@ class ModelConfig:
         own |= {"pretrained": "pretrained", "num_classes": "the data", "in_chans": "the data"}
         bounds = {"drop_path_rate": Within(0, 1, open_high=True)}
         return parse_kwargs("model_kwargs", self.model_kwargs, own, bounds)
+
+    @property
+    def optimizer_settings(self) -> dict[str, Any]:
+        """What the optimizer takes besides its learning rate, momentum and weight decay."""
+        own = {name: name for name in ("lr", "momentum", "weight_decay")}
+        bounds = {"layer_decay": Within(0, 1, open_low=True)}
+        return parse_kwargs("opt_kwargs", self.opt_kwargs, own, bounds)
+
+    @property
+    def curve(self) -> dict[str, Any]:
+        """What `learning_rate_at` takes of warm-up, cosine and poly."""
+        more = read_kwargs("lr_kwargs", self.lr_kwargs, LrKwargs)
+        return {"warmup_epochs": self.warmup_epochs, "min_lr": self.min_lr, **more}
 
 
 @dataclass(frozen=True)
@@ -390,15 +339,7 @@ class MachineConfig:
 
 
 @dataclass(frozen=True)
-class RunConfig(
-    MachineConfig,
-    StageConfig,
-    SyncConfig,
-    BatchConfig,
-    OptimizerConfig,
-    ModelConfig,
-    DataConfig,
-):
+class RunConfig(MachineConfig, TrainingConfig):
     """Everything that `dbsl` reads; train.py adds what it alone reads."""
 
     # --- run
@@ -440,6 +381,23 @@ class RunConfig(
             check_resolutions(self.resolutions)
         check_images(self)
         refuse(itertools.chain(of_mixing(self), _of_curve(self), _of_run(self)))
+
+
+def _of_curve(config: TrainingConfig) -> Iterator[Refusal]:
+    """Yield what does not go together in a learning rate's course."""
+    given, lr_schedule = config.curve, config.lr_schedule
+    without = {"step": LrKwargs.__annotations__.keys() - {"warmup_lr"}, "cosine": {"power"}}
+    for name in sorted(given.keys() & without.get(lr_schedule, set())):
+        yield True, f"lr_kwargs must leave out {name} with lr_schedule {lr_schedule}", given[name]
+    if config.lr is not None:
+        most = f"min_lr must be at most lr ({config.lr:g})"
+        yield config.min_lr > config.lr, most, config.min_lr
+    warmup, cooldown = config.warmup_epochs or 0, given.get("cooldown_epochs", 0.0)
+    most = f"warmup_epochs must be at most the {config.epochs} epochs of the run"
+    yield warmup > config.epochs, most, warmup
+    left = config.epochs - warmup
+    below = f"lr_kwargs cooldown_epochs must be below the {left:g} epochs after the warm-up"
+    yield cooldown and cooldown >= left, below, cooldown
 
 
 def is_url(text: str | None) -> bool:
@@ -498,6 +456,18 @@ def parse_interval(value: int | str) -> tuple[int, float]:
 def takes_joint_steps(config: RunConfig) -> bool:
     """Whether all workers share one global batch a step, instead of rounds of their own."""
     return config.sync == "step" or config.push == "gradients"
+
+
+def meets_at_server(sync: Sync) -> bool:
+    """Whether processes meet at a server on rank 0, each in its own time, in no collective."""
+    return sync in ("ssp", "asp")
+
+
+def without_rates(opt_kwargs: Sequence[str]) -> dict[str, Any]:
+    """Return the optimizer's arguments but those that any step of it can take."""
+    any_step = ("eps", "betas", "layer_decay", "layer_decay_min_scale")
+    more = parse_kwargs("opt_kwargs", opt_kwargs)
+    return {name: value for name, value in more.items() if name not in any_step}
 
 
 def steps_in_parts(config: RunConfig) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dbsl.base.errors import SettingError
+from dbsl.config.fields import refuse
 from dbsl.config.settings import Rounding, UpdateFactor
 from dbsl.plan.machines import (
     bounded_split,
@@ -87,16 +88,26 @@ def plan_dual_batch(
     `Plan.notes` says so. Of the n workers the first `small_workers`, n_S, are small. B_L, which no
     small batch exceeds, and the time model are one for all or one for each.
     """
-    if workers < 1:
-        raise SettingError(f"workers must be at least 1, got {workers}")
     limits = np.atleast_1d(np.asarray(large_batch_size, dtype=np.int64))
-    for name, count in (("large_batch_size", len(limits)), ("slope", len(time_model))):
-        if count not in (1, workers):
-            raise SettingError(
-                f"{name} must have 1 value or one per worker ({workers}), got {count}"
-            )
-    if limits.min() < 1:
-        raise SettingError(f"large_batch_size must be at least 1, got {limits.min()}")
+    counts, lowest = (1, workers), limits.min(initial=1)
+    own = f"must have 1 value or one per worker ({workers})"
+    fewest = f"samples must be at least the number of workers ({workers})"
+    within = f"small_workers must be in [0, workers={workers}]"
+    goals = ("time_ratio", "small_batch_size", "small_share")
+    given = [name for name in goals if getattr(rules, name) is not None]
+    together = f"{' and '.join(goals)} must not be given together: the others follow from one"
+    refuse(
+        [
+            (workers < 1, "workers must be at least 1", workers),
+            (len(limits) not in counts, f"large_batch_size {own}", len(limits)),
+            (len(time_model) not in counts, f"slope {own}", len(time_model)),
+            (lowest < 1, "large_batch_size must be at least 1", lowest),
+            (samples < workers, fewest, samples),
+            (not 0 <= small_workers <= workers, within, small_workers),
+            (rules.rounds < 1, "rounds_per_epoch must be at least 1", rules.rounds),
+            (len(given) > 1, together, " and ".join(given)),
+        ]
+    )
     model, limits = TimeModel.of(time_model, workers), np.broadcast_to(limits, workers)
     return _DualBatch(model, limits, samples, small_workers, rules).plan()
 
@@ -111,26 +122,6 @@ class _DualBatch:
     small_workers: int
     rules: PlanRules
     notes: list[str] = field(default_factory=list)  # bounds that were met, and what was done
-
-    def __post_init__(self) -> None:
-        workers, rules = len(self.limits), self.rules
-        if self.samples < workers:
-            raise SettingError(
-                f"samples must be at least the number of workers ({workers}), got {self.samples}"
-            )
-        if not 0 <= self.small_workers <= workers:
-            raise SettingError(
-                f"small_workers must be in [0, workers={workers}], got {self.small_workers}"
-            )
-        if rules.rounds < 1:
-            raise SettingError(f"rounds_per_epoch must be at least 1, got {rules.rounds}")
-        goals = ("time_ratio", "small_batch_size", "small_share")
-        given = [name for name in goals if getattr(rules, name) is not None]
-        if len(given) > 1:
-            raise SettingError(
-                "time_ratio, small_batch_size and small_share must not be given together: the "
-                f"others follow from one, got {' and '.join(given)}"
-            )
 
     def plan(self) -> Plan:
         model, limits, samples, rules = self.model, self.limits, self.samples, self.rules
@@ -425,19 +416,12 @@ def plan_steps(
     split in the same proportions. Of the rules `least` and `drop_last` count here.
     """
     least, sizes = rules.least, np.asarray(sizes, dtype=np.int64)
-    if len(sizes) != len(time_models):
-        raise SettingError(
-            f"local_batch_sizes must have one value per worker ({len(time_models)}), "
-            f"got {len(sizes)} values"
-        )
-    if sizes.min() < least:
-        why = ": batch norm at this resolution sees one value a channel" if least > 1 else ""
-        raise SettingError(f"local_batch_sizes must be at least {least}, got {sizes.min()}{why}")
-    if (global_batch_size := int(sizes.sum())) > samples:
-        raise SettingError(
-            f"local_batch_sizes must sum to at most the {samples} training samples, "
-            f"got {global_batch_size} in all"
-        )
+    global_batch_size, smallest = int(sizes.sum()), sizes.min()
+    why = ": batch norm at this resolution sees one value a channel" if least > 1 else ""
+    low = f"local_batch_sizes must be at least {least}"
+    most = f"local_batch_sizes must sum to at most the {samples} training samples"
+    above = global_batch_size > samples
+    refuse([(smallest < least, low, f"{smallest}{why}"), (above, most, global_batch_size)])
     batches = np.diff(cuts_of_epoch(samples, global_batch_size, least, rules.drop_last))
     steps, kinds = len(batches), zip(*np.unique(batches, return_counts=True), strict=True)
     shares = sum(count * split_batch(int(size), sizes, least) for size, count in kinds)
@@ -463,8 +447,8 @@ def check_parts(
     Batch norm over all workers is an exchange inside the forward pass, which each must take.
     """
     size = int(np.diff(cuts_of_epoch(samples, global_batch_size)).min())
-    if not drop_last and size < workers * least:
-        raise SettingError(
-            f"drop_last must be true with sync_batch_norm where a joint step has {size} samples "
-            f"for {workers} workers, which need {least} each, got false"
-        )
+    text = (
+        f"drop_last must be true with sync_batch_norm where a joint step has {size} samples for "
+        f"{workers} workers, which need {least} each"
+    )
+    refuse([(not drop_last and size < workers * least, text, False)])

@@ -13,8 +13,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dbsl.base.errors import SettingError
-from dbsl.config.settings import LrScaling, LrSchedule, ResetMomentum, Schedule, check_resolutions
+from dbsl.config.fields import refuse
+from dbsl.config.settings import LrSchedule, Schedule
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,6 @@ def default_milestones(epochs: int) -> tuple[int, ...]:
     return tuple(sorted({m for n in (4, 6) if 0 < (m := round(epochs * n / 7)) < epochs}))
 
 
-def default_warmup(epochs: int) -> float:
-    """Return a warm-up of a tenth of the run, at most 2 epochs."""
-    return min(epochs / 10, 2.0)
-
-
 def make_stages(
     epochs: int,
     resolutions: Sequence[int],
@@ -76,18 +71,12 @@ def make_stages(
     probability per resolution, or one for all. At each of the `milestones`, epochs, a new stage
     starts, and `gamma` multiplies the learning rate.
     """
-    check_resolutions(resolutions)
-    if epochs < 1:
-        raise SettingError(f"epochs must be at least 1, got {epochs}")
     bounds = [0, *milestones, epochs]
-    if any(a >= b for a, b in itertools.pairwise(bounds)):
-        given = ",".join(map(str, milestones))
-        raise SettingError(f"lr_milestones must ascend inside (0, epochs={epochs}), got {given}")
-    if len(dropout) not in (1, len(resolutions)):
-        raise SettingError(
-            f"dropout must have 1 value or one per resolution ({len(resolutions)}), "
-            f"got {len(dropout)} values"
-        )
+    falls = any(a >= b for a, b in itertools.pairwise(bounds))
+    inside = f"lr_milestones must ascend inside (0, epochs={epochs})"
+    each = f"dropout must have 1 value or one per resolution ({len(resolutions)})"
+    unlike = len(dropout) not in (1, len(resolutions))
+    refuse([(falls, inside, milestones), (unlike, each, f"{len(dropout)} values")])
     rates = dict(zip(resolutions, dropout, strict=True)) if len(dropout) > 1 else {}
     used = resolutions[-1:] if schedule == "fixed" else resolutions
     # One-pass progressive resizing climbs over the whole run, cyclic over each stage.
@@ -160,20 +149,3 @@ def learning_rate_at(
     if schedule == "poly":
         return min_lr + (base - min_lr) * (1.0 - share) ** power
     return min_lr + (base - min_lr) * 0.5 * (1.0 + math.cos(math.pi * share))
-
-
-def resets_momentum(when: ResetMomentum, stage: Stage, epoch: int, round_: int) -> bool:
-    """Whether a worker clears its optimizer's state before its round of an epoch.
-
-    ``stage`` is once in each `Stage`: where the learning rate steps, and where the resolution
-    changes inside its stage.
-    """
-    return when == "round" or (when == "stage" and (epoch, round_) == (stage.first_epoch, 0))
-
-
-def batch_scaling(rule: LrScaling, ratio: float) -> float:
-    """Return the factor on the learning rate of a worker whose batch is `ratio` of the large one.
-
-    `linear` is the ratio (Goyal et al., arXiv 1706.02677), `sqrt` its root, `none` 1.
-    """
-    return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[rule]

@@ -45,7 +45,6 @@ from dbsl.plan.solve import check_parts, round_half_up
 from dbsl.plan.stages import (
     Stage,
     default_milestones,
-    default_warmup,
     make_stages,
     stage_at,
     unused_resolutions,
@@ -330,7 +329,7 @@ def _make_stages(
         config,
         resolutions=tuple(config.resolutions or data.resolutions),
         lr_milestones=tuple(default_milestones(epochs) if milestones is None else milestones),
-        warmup_epochs=default_warmup(epochs) if warmup is None else warmup,
+        warmup_epochs=min(epochs / 10, 2.0) if warmup is None else warmup,
     )
     stages = make_stages(
         epochs,

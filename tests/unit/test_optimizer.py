@@ -7,7 +7,7 @@ from torch import nn
 from dbsl.cluster.steps import take_fraction, take_step
 from dbsl.config.fields import parse_kwargs
 from dbsl.config.parse import config_to_yaml, parse_config
-from dbsl.config.settings import OptimizerConfig, RunConfig
+from dbsl.config.settings import RunConfig
 from dbsl.optimizer import build_optimizer, check_optimizer, default_learning_rate, load_optimizer
 from train import Config
 
@@ -24,9 +24,7 @@ def give_gradients(model):
 
 
 def test_a_step_is_timms_own_with_its_eps_betas_layer_decay_and_more():
-    config = OptimizerConfig(
-        opt_kwargs=("layer_decay=0.5", "eps=1e-3", "betas=0.8,0.7", "amsgrad=True")
-    )
+    config = RunConfig(opt_kwargs=("layer_decay=0.5", "eps=1e-3", "betas=0.8,0.7", "amsgrad=True"))
     mine, theirs = small_vit(), small_vit()
     ours = build_optimizer("adamw", mine, 1.0, 0.9, 0.1, **config.optimizer_settings)
     them = create_optimizer_v2(

@@ -148,7 +148,6 @@ def test_a_plan_of_joint_steps_counts_what_the_sampler_gives():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((4, 4), r"one value per worker \(3\), got 2"),
         ((4, 0, 4), "at least 1, got 0"),
         ((40, 40, 40), "at most the 103 training samples, got 120"),
     ],

@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 from dbsl.config.settings import RunConfig
 from dbsl.plan.solve import TimeModel, plan_dual_batch
 from dbsl.plan.stages import (
-    batch_scaling,
     default_milestones,
     default_resolutions,
-    default_warmup,
     learning_rate_at,
     make_stages,
     stage_at,
@@ -37,12 +35,8 @@ def test_a_resolution_without_an_epoch_is_named_with_the_reason(schedule, epochs
     milestones = default_milestones(epochs)
     stages = make_stages(epochs, [32, 48], schedule=schedule, milestones=milestones)
     assert unused_resolutions(stages, [32, 48], schedule) == message
-
-
-def test_the_plan_table_names_a_resolution_without_an_epoch():
-    stages = make_stages(2, [32, 48], milestones=(1,))
     plans = {r: plan_dual_batch(400, 4, 1, 50, TimeModel(1e-3, 0.02)) for r in (32, 48)}
-    assert format_run(stages, plans, 1).startswith("32 px: no epoch\n\n48 px, epochs 1-2, lr ")
+    assert ("32 px: no epoch\n" in format_run(stages, plans, 1)) == (message is not None)
 
 
 def test_published_cifar_schedule_climbs_inside_every_stage():
@@ -84,12 +78,6 @@ def test_stages_cover_each_epoch_once_and_end_at_the_final_resolution(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"resolutions": ()}, "resolutions must have a value"),
-        ({"resolutions": (32, 24)}, "resolutions must ascend, got 32,24"),
-        ({"resolutions": (24, 24)}, "resolutions must ascend, got 24,24"),
-        ({"resolutions": (24, 9000)}, r"resolutions must be in \[1, 8192\], got 9000"),
-        ({"resolutions": (0, 24)}, r"resolutions must be in \[1, 8192\], got 0"),
-        ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"milestones": (10,)}, r"lr_milestones must ascend inside \(0, epochs=10\), got 10"),
         ({"milestones": (5, 3)}, "lr_milestones must ascend"),
         ({"dropout": (0.1, 0.2, 0.3)}, r"dropout must have 1 value or one per .* \(2\), got 3"),
@@ -124,24 +112,17 @@ def test_rates_are_those_of_timms_schedulers(schedule, k, power, prefix):
         assert found == pytest.approx(theirs._get_lr(epoch)[0]), epoch
 
 
-COOLDOWN = {"epochs": 5, "warmup_epochs": 2.0, "lr_kwargs": ("cooldown_epochs=3",)}
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"min_lr": 0.01}, "min_lr must be 0.0 except with lr_schedule cosine or poly, got 0.01"),
         ({"lr_schedule": "cosine", "lr_kwargs": ("power=2",)}, "leave out power with .*, got 2"),
         ({"lr_schedule": "poly", "min_lr": 0.2, "lr": 0.1}, "min_lr must be at most lr .0.1., got"),
-        (
-            {"lr_schedule": "poly", **COOLDOWN},
-            "must be below the 3 epochs after the warm-up, got 3",
-        ),
+        ({"lr_schedule": "poly", "lr_kwargs": ("cooldown_epochs=3",)}, "after the warm-up, got 3"),
     ],
 )
 def test_settings_of_the_learning_rate_without_effect_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        RunConfig(**settings)
+        RunConfig(**{"epochs": 5, "warmup_epochs": 2.0, **settings})
 
 
 def test_learning_rate_steps_at_milestones_and_warms_up():
@@ -154,8 +135,3 @@ def test_learning_rate_steps_at_milestones_and_warms_up():
 def test_defaults_follow_the_images_and_the_length_of_the_run():
     expected = {32: (24, 32), 8: (8, 16), 28: (16, 28), None: (160, 224)}
     assert {side: default_resolutions(side) for side in expected} == expected
-    assert [default_warmup(epochs) for epochs in (1, 6, 20, 140)] == [0.1, 0.6, 2.0, 2.0]
-
-
-def test_a_small_workers_rate_follows_its_batch():
-    assert [batch_scaling(rule, 0.25) for rule in ("none", "sqrt", "linear")] == [1.0, 0.5, 0.25]
