@@ -241,7 +241,7 @@ class _Opening:
                     run.extras.each(Extra.write, folder.path, self.code)
                 if found:
                     take_over_folder(found, run, accelerator)
-                folder.write_settings(given, resolved, run.plans)
+                folder.write_settings(given, run)
                 with reading_checkpoint(resumed and resumed.folder):
                     parts = (resumed.state.get("log"), resumed.handover) if resumed else ()
                     session.log = start_log(session, *parts)

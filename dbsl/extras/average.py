@@ -94,11 +94,10 @@ class Average(Extra):
     def _weights(self, session: Session) -> Iterator[None]:
         """Give the model the averaged weights for a while, with batch norm's statistics of them."""
         run, weights = session.run, session.cluster.weights
+        together = session.shares_evaluation
         with weights.kept():
             weights.load(self.vector)
-            recompute_statistics(
-                run, weights, session.accelerator, together=session.shares_evaluation
-            )
+            recompute_statistics(run, weights, session.accelerator, together=together)
             yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,7 +111,6 @@ class Average(Extra):
 def statistics_batches(
     samples: int,
     batch_size: int,
-    *,
     seed: int,
     rank: int = 0,
     world_size: int = 1,
@@ -150,10 +148,9 @@ def recompute_statistics(
     model.train(before)
     if not norms:
         return
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    share: dict[str, Any] = {"rank": rank, "world_size": world_size} if together else {}
-    share["blocks"] = getattr(images, "blocks", None)
-    batches = statistics_batches(len(images), run.statistics_batch, seed=seed, **share)
+    place = (accelerator.process_index, accelerator.num_processes) if together else (0, 1)
+    blocks = getattr(images, "blocks", None)
+    batches = statistics_batches(len(images), run.statistics_batch, seed, *place, blocks)
     device = weights.vector.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         # Some models drop layers at random in training mode.

@@ -16,7 +16,7 @@ import os
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +56,9 @@ _POINTS = 64  # at most, of a line
 # They are sent whole: at intervals that grow with the run.
 _OVERLAID_EVERY_S, _OVERLAID_GROWTH = 60.0, 0.1
 _TOLD = ("plan", "lost", "joined", "undone", "restart")  # events without figures of their own
-_OF_PLACE = ("event", "epoch", "resolution", "samples", "train_resolution", "learning_rate")
+# Not figures of their event: where it stands, and what the epoch's times have.
+_OF_PLACE = {"event", "epoch", "resolution", "samples", "train_resolution", "learning_rate"}
+_OF_PLACE |= {"train_time_s", "virtual_time_s"}
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,6 @@ class Charts(Extra):
         self._before = state["trackers"]
 
     def report(self, folder: Path, rows: Sequence[Row]) -> None:
-        """Start the trackers, with their files in the run folder."""
         self._folder = folder
         settings = {name: _plain(value) for name, value in settings_in(folder).items()}
         done = sum(row["event"] == "times" for row in rows)
@@ -118,7 +119,6 @@ class Charts(Extra):
         self._pictures(0.0, again=False)
 
     def row(self, row: Row) -> None:
-        """Show a row; what the sessions before have shown is kept for charts of all workers."""
         event = row["event"]
         if event == "plan":
             self._totals[row["resolution"]] = {name: row[name] for name in PLAN_TOTALS}
@@ -131,8 +131,6 @@ class Charts(Extra):
             self._epoch(row)
         elif event not in _TOLD:
             values = {name: row[name] for name in row if name not in _OF_PLACE}
-            values.pop("train_time_s", None)  # which the epoch's times have
-            values.pop("virtual_time_s", None)
             spent = {"time/eval_s": values.pop("time_s")} if "time_s" in values else {}
             self._log({f"{event}/{n}": v for n, v in values.items()} | spent, row["epoch"] + 1)
 
@@ -156,15 +154,11 @@ class Charts(Extra):
         self._workers("workers", workers, row["epoch"] + 1)
 
     def _log(self, values: Mapping[str, Any], epochs: float) -> None:
-        numbers = {n: v for n, v in values.items() if _is_number(v)}
         for shown in self._shown if self._live else ():
-            shown.log(numbers, epochs)
+            shown.log(_numbers(values), epochs)
 
     def _workers(self, kind: str, values: Mapping[int, Mapping[str, Any]], epochs: float) -> None:
-        finite = {
-            worker: {name: value for name, value in own.items() if _is_number(value)}
-            for worker, own in values.items()
-        }
+        finite = {worker: _numbers(own) for worker, own in values.items()}
         for shown in self._shown:
             shown.workers(kind, finite, epochs, live=self._live)
 
@@ -217,7 +211,7 @@ class _Tracker:
         self.tracker = start_tracker(name, project, folder, settings, own.get(name, {}))
 
     def log(self, values: Mapping[str, Any], epochs: float) -> None:
-        self.tracker.log({"epoch": epochs, **values}, step=round(THOUSANDTHS * epochs))
+        self.tracker.log({"epoch": epochs, **values}, step=self._step(epochs))
 
     def workers(
         self, kind: str, values: Mapping[int, Mapping[str, float]], epochs: float, *, live: bool
@@ -256,18 +250,13 @@ class _WandB(_Tracker):
         self.resumed, self.tracker = before is not None, start_wandb(folder, settings, before)
         self._points: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(dict)
         self._began = self._sent = time.monotonic()
-        self._new, self._epochs = False, 0.0
-        self._hidden: set[str] = set()
+        self._hidden, self._epochs = set[str](), 0.0
         run = self.tracker.tracker
         self.id = run.id
         run.define_metric("epoch", hidden=True)
         run.define_metric("*", step_metric="epoch")
         for shown in ("eval/accuracy", "eval/ema_accuracy"):
             run.define_metric(shown, step_metric="epoch", summary="max,last")
-
-    def log(self, values: Mapping[str, Any], epochs: float) -> None:
-        # Without a step: W&B would hold one back until a later one comes.
-        self.tracker.log({"epoch": epochs, **values})
 
     def workers(
         self, kind: str, values: Mapping[int, Mapping[str, float]], epochs: float, *, live: bool
@@ -279,7 +268,7 @@ class _WandB(_Tracker):
                     line.append((epochs, value))
                     if len(line) > 2 * _POINTS:
                         del line[1:-1:2]
-        self._new, self._epochs = True, max(self._epochs, epochs)
+        self._epochs = max(self._epochs, epochs)
         if not live:
             return
         flat = _flat(kind, values)
@@ -296,7 +285,10 @@ class _WandB(_Tracker):
 
         charts = {}
         for name, lines in self._points.items():
-            thin = {worker: _thinned(lines[worker]) for worker in sorted(lines)}
+            thin = {}
+            for worker, line in sorted(lines.items()):
+                every = -(-len(line) // _POINTS)
+                thin[worker] = [*line[:-1:every], line[-1]]
             charts[f"all {name.replace('/', ': ', 1)}"] = wandb.plot.line_series(
                 xs=[[x for x, _ in line] for line in thin.values()],
                 ys=[[y for _, y in line] for line in thin.values()],
@@ -305,17 +297,17 @@ class _WandB(_Tracker):
                 xname="epoch",
             )
         self.log(charts, self._epochs)
-        self._sent, self._new = time.monotonic(), False
+        self._sent = time.monotonic()
 
     def summary(self, values: Mapping[str, Any]) -> None:
         self.tracker.tracker.summary.update(dict(values))
 
     def close(self) -> None:
-        if self._new:
+        if self._points:
             self._send()
 
-    def _step(self, epochs: float) -> int | None:
-        return None
+    def _step(self, epochs: float) -> None:
+        """W&B would hold a step back until a later one comes."""
 
 
 def tracker_names(report_to: str) -> tuple[str, ...]:
@@ -374,16 +366,16 @@ def start_wandb(folder: Path, settings: dict[str, Any], resume_id: str | None) -
         project = os.environ.get("WANDB_PROJECT") or PROJECT
         return start_tracker("wandb", project, folder, settings, own)
 
-    tracker, why = None, f"WANDB_MODE={mode}" if mode != "online" else _why_offline()
-    if why is None:
+    tracker, why = None, f"WANDB_MODE={mode}"
+    if mode == "online":
         try:
-            tracker = start("online")
+            why = _why_offline()
+            tracker = None if why else start("online")
         except wandb.Error as error:
             why = str(error).partition("\n")[0]
-    if tracker is None:
-        tracker = start("offline" if mode == "online" else mode)
+    tracker = tracker or start("offline" if mode == "online" else mode)
     run = tracker.tracker
-    if why is None:
+    if not why:
         print(f"wandb: {run.url}", flush=True)
     elif run.offline:
         # The folder of all sessions of the run: a resumed one adds to those before.
@@ -392,17 +384,14 @@ def start_wandb(folder: Path, settings: dict[str, Any], resume_id: str | None) -
     return tracker
 
 
-def _why_offline() -> str | None:
+def _why_offline() -> str:
     import wandb
 
     session = wandb.setup(wandb.Settings(silent=True))
-    try:
-        if not wandb.login(prompt=False, verify=False):
-            return "no login"
-    except wandb.Error as error:
-        return str(error).partition("\n")[0]
+    if not wandb.login(prompt=False, verify=False):
+        return "no login"
     url = session.settings.base_url
-    return None if answers(url) else f"no answer from {url}"
+    return "" if answers(url) else f"no answer from {url}"
 
 
 def _plain(value: Any) -> bool | int | float | str:
@@ -412,8 +401,8 @@ def _plain(value: Any) -> bool | int | float | str:
     return value if isinstance(value, bool | int | float | str) else str(value)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {n: v for n, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
 
 
 def _flat(kind: str, values: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
@@ -423,8 +412,3 @@ def _flat(kind: str, values: Mapping[int, Mapping[str, float]]) -> dict[str, flo
         for worker, own in values.items()
         for name, value in own.items()
     }
-
-
-def _thinned(line: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float]]:
-    every = -(-len(line) // _POINTS)
-    return [*line[:-1:every], line[-1]]

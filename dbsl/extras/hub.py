@@ -16,8 +16,8 @@ import dbsl
 from dbsl.base.errors import SettingError, in_line, px
 from dbsl.base.files import write_text
 from dbsl.base.machine import lazy_import
-from dbsl.cluster.wire import share_text
-from dbsl.config.fields import Role
+from dbsl.cluster.wire import refused_by_all
+from dbsl.config.fields import Excludes, Role
 from dbsl.config.hooks import Extra, found_extras
 from dbsl.config.settings import RunConfig
 from dbsl.log.rows import no_result, read_metrics
@@ -57,12 +57,7 @@ class HubSettings(RunConfig):
 
     # --- run
     # repository user/name on the hub for model, card and figures of the finished run
-    push_to_hub: Annotated[str | None, Role.FREE | Role.COMMAND] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.eval_only and self.push_to_hub is not None:
-            raise SettingError(f"push_to_hub must be unset with eval_only, got {self.push_to_hub}")
+    push_to_hub: Annotated[str | None, Role.FREE | Role.COMMAND, Excludes("eval_only")] = None
 
 
 class Hub(Extra):
@@ -72,24 +67,23 @@ class Hub(Extra):
 
     def check(self, config: HubSettings, accelerator: Accelerator) -> None:
         """Make the repository, unless it is there, or refuse on every process."""
-        repo_id, error = config.push_to_hub, ""
+        repo_id = config.push_to_hub
         if repo_id is None or config.plan_only:
             return
-        if accelerator.is_main_process:
-            try:
-                hub = huggingface_hub.HfApi()
-                user = hub.whoami()
-                own = [user["name"], *(group["name"] for group in user.get("orgs", ()))]
-                if "/" in repo_id and repo_id.partition("/")[0] not in own:
-                    raise SettingError(f"this user writes to {', '.join(own)}")
-                hub.create_repo(repo_id, exist_ok=True)
-            except Exception as reason:  # network, hub or name: many types
-                error = (
-                    f"push_to_hub must be a repository that can be made, got {repo_id} "
-                    f"({in_line(reason)})"
-                )
-        if error := share_text(error, accelerator):
-            raise SettingError(error)
+        with refused_by_all(accelerator):
+            if accelerator.is_main_process:
+                try:
+                    hub = huggingface_hub.HfApi()
+                    user = hub.whoami()
+                    own = [user["name"], *(group["name"] for group in user.get("orgs", ()))]
+                    if "/" in repo_id and repo_id.partition("/")[0] not in own:
+                        raise SettingError(f"this user writes to {', '.join(own)}")
+                    hub.create_repo(repo_id, exist_ok=True)
+                except Exception as reason:  # network, hub or name: many types
+                    raise SettingError(
+                        f"push_to_hub must be a repository that can be made, got {repo_id} "
+                        f"({in_line(reason)})"
+                    ) from reason
 
     def end(self, folder: Path) -> None:
         """Write the card; of a run without a result none, nor that of before it was made longer."""
@@ -159,10 +153,8 @@ def _body(
     folder: Path, settings: Mapping[str, Any], values: Mapping[str, Any], of_timm: bool
 ) -> str:
     several = values["workers"] > 1
-    of_workers = {
-        "workers, of them on small batches": f"{values['workers']}, {values['small_workers']}",
-        "how workers meet": values["sync"],
-    }
+    small = f"{values['workers']}, {values['small_workers']}"
+    of_workers = {"workers, of them on small batches": small, "how workers meet": values["sync"]}
     results = {
         **{text: f"{100 * values[n]:.2f} %" for n, text in _ACCURACIES.items() if n in values},
         "cross-entropy, last epoch": f"{values['final_loss']:.4f}",

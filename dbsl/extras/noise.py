@@ -170,12 +170,10 @@ def _ratio_interval(
     x: float, y: float, xx: float, xy: float, yy: float, quantile: float
 ) -> tuple[float, float]:
     """Return Fieller's interval of y/x within [0, inf], from means and their covariances."""
-    if x <= 0:  # |G|^2 is not negative: too few measurements
-        return 0.0, math.inf
     q = quantile**2
     a, b, c = x * x - q * xx, x * y - q * xy, y * y - q * yy
     root = b * b - a * c
-    if root < 0:  # every ratio fits
+    if x <= 0 or root < 0:  # |G|^2 is not negative: too few measurements; or every ratio fits
         return 0.0, math.inf
     ends = sorted(((b - math.sqrt(root)) / a, (b + math.sqrt(root)) / a)) if a else (0.0, math.inf)
     if a > 0:
@@ -286,7 +284,7 @@ class NoiseProbe:
                 return {}
             found = _named("micro", size, self._pass(images[:size], labels[:size], loss_of))
             return found | _named("gradient", whole, square)
-        if self.kind == "joined" and self._join(turn, batch, part.weight):
+        if self._join(turn, batch, part.weight):
             total = sum(self._joined.values())
             joined = _square(self._sum) / total**2
             return _named("micro", batch, square) | _named("gradient", total, joined)

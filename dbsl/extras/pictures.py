@@ -19,6 +19,7 @@ import numpy as np
 
 from dbsl.base.errors import duration, px, short_loss
 from dbsl.base.files import save_figure
+from dbsl.base.machine import lazy_import
 from dbsl.config.hooks import Extra, Row
 from dbsl.log.rows import read_metrics, report_from_row, together
 from dbsl.plan.stages import Stage
@@ -33,12 +34,14 @@ from dbsl.plan.types import Plan, RoundReport, plan_from_plain
 from dbsl.run.evaluation import further_sets
 from dbsl.run.folder import settings_in
 
+figures, patches = lazy_import("matplotlib.figure"), lazy_import("matplotlib.patches")
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Name, colour, completed epochs and values of a line; a value that is not known is nan.
-Curve = tuple[str, str, list[float], list[float]]
+Curve = tuple[str, str, list[float], Sequence[float]]
 
 SMALL, LARGE, IDLE = "#e69f00", "#56b4e9", "#d9d9d9"  # told apart by colour-blind readers too
 TRAIN, EVAL, AVERAGED = "#0072b2", "#d55e00", "#009e73"
@@ -61,7 +64,14 @@ class Pictures(Extra):
     """Draws the plan when a run begins, and what came of it at its end."""
 
     def report(self, folder: Path, rows: Sequence[Row]) -> None:
-        draw_plan(folder, rows)
+        by_name = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        plans = {
+            0 if name == "plan" else int(name.split()[0]): plan_from_plain(plan)  # "32 px"
+            for name, plan in by_name.items()
+        }
+        stages = [Stage(0, 0, dropout=0.0, **span) for span in stage_spans(rows)]
+        figure = timeline_figure(stages, plans, settings_in(folder)["rounds_per_epoch"])
+        save_figure(figure, folder / "plots/plan.png")
 
     def end(self, folder: Path) -> None:
         rows, settings = read_metrics(folder / "metrics.jsonl"), settings_in(folder)
@@ -69,18 +79,6 @@ class Pictures(Extra):
         curves = curves_figure(rows, bce=settings.get("bce_loss", False), falling=falling)
         save_figure(curves, folder / "plots/accuracy.png")
         save_figure(worker_figure(rows), folder / "plots/workers.png")
-
-
-def draw_plan(folder: Path, rows: Sequence[Row]) -> None:
-    """Draw the plans of plan.json, over the stages that the rows have."""
-    by_name = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    stages = [Stage(0, 0, dropout=0.0, **span) for span in stage_spans(rows)]
-    plans = {
-        0 if name == "plan" else int(name.split()[0]): plan_from_plain(plan)  # "32 px"
-        for name, plan in by_name.items()
-    }
-    rounds = settings_in(folder)["rounds_per_epoch"]
-    save_figure(timeline_figure(stages, plans, rounds), folder / "plots/plan.png")
 
 
 def timeline_figure(
@@ -91,25 +89,23 @@ def timeline_figure(
     There is one panel per resolution, in the order in which the run meets them. Where there are
     many workers, neighbours with the same plan share a row.
     """
-    from matplotlib.patches import Patch
-
     shown = []  # plans with their titles
     for resolution in dict.fromkeys(stage.resolution for stage in stages):
         epochs = epoch_spans([stage for stage in stages if stage.resolution == resolution])
         shown.append((plans[resolution], f"{px(resolution, after=' images, ')}{epochs}"))
     heights = [min(len(worker_rows(plan, MAX_ROWS)), MAX_ROWS) + 2.5 for plan, _ in shown]
-    figure = _new_figure(14, 1.5 + 0.36 * sum(heights))
+    figure = figures.Figure(figsize=(14, 1.5 + 0.36 * sum(heights)), layout="constrained")
     figure.suptitle(_timeline_title(stages, plans), fontsize=13)
     panels = figure.subplots(len(shown), 1, squeeze=False, sharex=True, height_ratios=heights)
     for axes, (plan, title) in zip(panels[:, 0], shown, strict=True):
         _draw_epoch(axes, plan, title, rounds_per_epoch)
     panels[-1, 0].set_xlabel("seconds since the epoch began")
-    kinds = [Patch(color=SMALL, label="computes on small batches")]
-    kinds += [Patch(color=LARGE, label="computes on large batches")]
-    if any(plan.global_batch_size for plan in plans.values()):
-        kinds = [Patch(color=LARGE, label="computes on its part of each global batch")]
-    handles = [*kinds, Patch(**_WAITS, label="waits for the slowest worker")]
     if any(len(plan.workers) > 1 for plan in plans.values()):
+        told = {SMALL: "computes on small batches", LARGE: "computes on large batches"}
+        if any(plan.global_batch_size for plan in plans.values()):
+            told = {LARGE: "computes on its part of each global batch"}
+        handles = [patches.Patch(color=color, label=text) for color, text in told.items()]
+        handles.append(patches.Patch(**_WAITS, label="waits for the slowest worker"))
         figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
     return figure
 
@@ -135,15 +131,10 @@ def _draw_epoch(axes: Axes, plan: Plan, title: str, rounds: int) -> None:
             axes.barh(y, round_s - compute_s, left=start + compute_s, height=0.7, **_WAITS)
         idle = 100 * (1 - worker.predicted_time_s / plan.time_s)
         idles = f", idle {idle:.1f} %" * (len(plan.workers) > 1)
-        axes.text(
-            1.01,
-            y,
-            f"batch {worker.local_batch_size:,}, {worker.samples:,} samples, "
-            f"{duration(worker.predicted_time_s)}{idles}",
-            transform=axes.get_yaxis_transform(),
-            va="center",
-            fontsize=9,
-        )
+        text = f"batch {worker.local_batch_size:,}, {worker.samples:,} samples, "
+        text += f"{duration(worker.predicted_time_s)}{idles}"
+        place = {"transform": axes.get_yaxis_transform(), "va": "center"}
+        axes.text(1.01, y, text, fontsize=9, **place)
     names = [f"worker{'s' if '-' in name else ''} {name}" for name, *_ in rows[:MAX_ROWS]]
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.set_ylim(len(names) - 0.4, -0.6)
@@ -161,15 +152,13 @@ def curves_figure(metrics: Sequence[Row], *, bce: bool = False, falling: bool = 
     training's loss is binary cross-entropy, evaluation's is cross-entropy. With `falling` the
     learning rate falls inside sub-stages, which are not named by it.
     """
-    from matplotlib.ticker import MaxNLocator
-
     evaluations = [row for row in metrics if row["event"] == "eval"]
     several = any(row.get("worker") for row in metrics if row["event"] == "round")
     simulated = several and all("virtual_time_s" in row for row in evaluations)
     time_key = "virtual_time_s" if simulated else "train_time_s"
     known = [0.0, *(row["epoch"] + 1.0 for row in evaluations)]  # in completed epochs
     times_s = [0.0, *(row[time_key] for row in evaluations)]
-    figure = _new_figure(14, 9)
+    figure = figures.Figure(figsize=(14, 9), layout="constrained")
     strips = "epochs with one resolution" + " and learning rate" * (not falling)
     figure.suptitle(f"Accuracy and loss of the run (each strip: {strips})", fontsize=14)
     panels = figure.subplots(2, 2, sharex="col", sharey="row")
@@ -192,15 +181,15 @@ def curves_figure(metrics: Sequence[Row], *, bce: bool = False, falling: bool = 
                 axes.legend(loc="best", fontsize=9)
             else:
                 axes.text(0.5, 0.5, "no evaluation yet", transform=axes.transAxes, ha="center")
-        top, bottom = column
+        bottom = column[1]
         fit_axis(bottom)
         ends = [v for line in bottom.lines for v in line.get_xdata() if math.isfinite(v)]
         end = 1.02 * max(ends, default=1.0)
         bottom.set_xlabel(label)
         bottom.set_xlim(0, end)
         if bottom.lines:
-            _shade(top, bottom, stage_spans(metrics), position, end, falling=falling)
-    panels[1, 0].xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+            _shade(column, stage_spans(metrics), position, end, falling)
+    panels[1, 0].locator_params("x", integer=True, steps=[1, 2, 5, 10])
     if not evaluations:
         panels[0, 0].set_ylim(0, 100)
     panels[0, 0].set_ylabel("accuracy of the evaluation (%)")
@@ -222,19 +211,17 @@ def _curves(
         (text, color, list(trained), [own.get(name, math.nan) for own in trained.values()])
         for (name, text), color in zip(named.items(), colors, strict=False)
     ]
-    sets = {"evaluation": (EVAL, [(row["accuracy"], row["loss"]) for row in evaluations])}
+    sets = {"": ("evaluation", EVAL)}
     if any("ema_accuracy" in row for row in evaluations):
-        averaged = [(row.get("ema_accuracy"), row.get("ema_loss")) for row in evaluations]
-        sets["evaluation, averaged weights"] = AVERAGED, averaged
+        sets["ema_"] = "evaluation, averaged weights", AVERAGED
     further = dict.fromkeys(name for row in evaluations for name in further_sets(row))
-    for number, name in enumerate(further):
-        pairs = [further_sets(row).get(name, (None, None)) for row in evaluations]
-        sets[name] = _color(number), pairs
+    sets |= {f"{name}_": (name, _color(number)) for number, name in enumerate(further)}
     accuracies, epochs = [], [row["epoch"] + 1.0 for row in evaluations]
-    for name, (color, pairs) in sets.items():
-        accuracies.append((name, color, epochs, [_number(a, 100) for a, _ in pairs]))
-        text = name + ", cross-entropy" * (bce and name == "evaluation")
-        losses.append((text, color, epochs, [_number(loss) for _, loss in pairs]))
+    for start, (name, color) in sets.items():
+        found = [[row.get(f"{start}{n}") for row in evaluations] for n in ("accuracy", "loss")]
+        accuracy, loss = np.array(found, dtype=float)  # nan for None
+        accuracies.append((name, color, epochs, 100 * accuracy))
+        losses.append((name + ", cross-entropy" * (bce and not start), color, epochs, loss))
     return accuracies, losses
 
 
@@ -248,10 +235,6 @@ def _reports_by(metrics: Iterable[Row], *names: str) -> dict[Any, list[RoundRepo
 
 def _color(number: int) -> str:
     return f"C{(number + 4) % 10}"  # the first ones are much as those of the losses
-
-
-def _number(value: float | None, factor: float = 1.0) -> float:
-    return math.nan if value is None else factor * value
 
 
 def fit_axis(axes: Axes, words: Callable[[float], str] = short_loss) -> None:
@@ -301,46 +284,28 @@ def stage_spans(metrics: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _shade(
-    top: Axes,
-    bottom: Axes,
+    column: Sequence[Axes],
     stages: Sequence[Mapping[str, Any]],
-    position: Callable[[float], float],
+    position: Callable[[Sequence[float]], np.ndarray],
     end: float,
-    *,
     falling: bool,
 ) -> None:
-    """Shade every other sub-stage in both panels; name each above the top one."""
-    spans = [
-        (float(position(stage["first_epoch"])), float(position(stage["end_epoch"])), stage)
-        for stage in stages
-    ]
-    # A sub-stage that the run has not finished ends where the axis does.
-    spans = [(a, min(b, end) if math.isfinite(b) else end, s) for a, b, s in spans if a < end]
+    """Shade every other sub-stage in all panels; name each above the top one."""
+    begins, ends = (position([s[name] for s in stages]) for name in ("first_epoch", "end_epoch"))
+    ends = np.fmin(ends, end)  # also of a sub-stage that the run has not finished, where it is nan
+    spans = [(a, b, s) for a, b, s in zip(begins, ends, stages, strict=True) if a < end]
     narrow = any(b - a < 0.12 * end for a, b, _ in spans)
     for index, (start, stop, stage) in enumerate(spans):
-        for axes in (top, bottom) if index % 2 else ():
+        for axes in column if index % 2 else ():
             axes.axvspan(start, stop, color="black", alpha=0.07, lw=0)
         if stop - start < 0.02 * end:  # no room for a name
             continue
-        told = [px(stage["resolution"])] if stage["resolution"] else []
-        if not falling:
-            told.append(f"lr {stage['learning_rate']:.3g}")
-        top.text(
-            (start + stop) / 2,
-            1.01,
-            (", " if narrow else "\n").join(told),
-            transform=top.get_xaxis_transform(),
-            rotation=90 if narrow else 0,
-            ha="center",
-            va="bottom",
-            fontsize=8,
-        )
-
-
-def _new_figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
+        told = [px(stage["resolution"])] * bool(stage["resolution"])
+        told += [f"lr {stage['learning_rate']:.3g}"] * (not falling)
+        text = (", " if narrow else "\n").join(told)
+        place = {"transform": column[0].get_xaxis_transform(), "ha": "center", "va": "bottom"}
+        place["rotation"] = 90 if narrow else 0
+        column[0].text((start + stop) / 2, 1.01, text, fontsize=8, **place)
 
 
 def worker_values(metrics: Sequence[Row]) -> tuple[list[int], dict[str, np.ndarray]]:
@@ -388,27 +353,25 @@ def worker_figure(metrics: Sequence[Row]) -> Figure:
     it has a panel of its own. Next to the shares stands what nobody trained on, and who was lost or
     has joined.
     """
-    from matplotlib.ticker import MaxNLocator
-
     epochs, values = worker_values(metrics)
     alone, shown = len(values["share"]) == 1, dict(_PANELS)
     if not any("virtual_time_s" in row for row in metrics if row["event"] == "round"):
         del shown["compute_time_s"]
     if alone:
         shown = {name: _PANELS[name] for name in ("local_batch_size", "time_s")}
-    figure = _new_figure(9, 2 * len(shown))
+    figure = figures.Figure(figsize=(9, 2 * len(shown)), layout="constrained")
     panels = figure.subplots(len(shown), 1, sharex=True)
     for axes, (name, label) in zip(panels, shown.items(), strict=True):
         _draw(axes, epochs, values[name], values["predicted_time_s"] if name == "time_s" else None)
         axes.set_ylabel(label, fontsize=9)
         if name == "share":
-            _draw_members(axes, epochs, values, worker_marks(metrics))
+            _draw_members(axes, epochs, values, metrics)
         axes.set_ylim(0, 1.1 * axes.dataLim.ymax or 1.0)
         if name in ("time_s", "wait_time_s"):
             fit_axis(axes, duration)
         axes.grid(alpha=0.3)
     panels[-1].set_xlabel("epoch")
-    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels[-1].locator_params("x", integer=True, steps=[1, 2, 5, 10])
     if not alone:
         _add_legend(panels[0])
     _add_legend(panels[[*shown].index("time_s")], ("planned",))
@@ -434,16 +397,13 @@ def _draw(
 
 
 def _draw_members(
-    axes: Axes,
-    epochs: Sequence[int],
-    values: Mapping[str, np.ndarray],
-    marks: Sequence[tuple[str, int, int]],
+    axes: Axes, epochs: Sequence[int], values: Mapping[str, np.ndarray], metrics: Sequence[Row]
 ) -> None:
     """Draw what nobody trained on, in percent, and who was lost or has joined."""
     share, nobody = values["share"], values["nobody"]
     if np.any(nobody > _LEAST_LEFT_OUT):
         axes.bar(epochs, nobody, color="0.8", width=0.8, zorder=0, label="nobody")
-    for kind, worker, epoch in marks:
+    for kind, worker, epoch in worker_marks(metrics):
         if epoch in epochs and worker < len(share):
             color = f"C{worker}" if len(share) <= MAX_LINES else "black"
             place = epoch, np.nan_to_num(share[worker, epochs.index(epoch)])

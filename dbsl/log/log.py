@@ -131,7 +131,7 @@ class RunLog:
             os.truncate(path, keep)
         # Line buffering: a killed run leaves whole lines.
         self._file = open(path, "a" if keep else "w", encoding="utf-8", buffering=1)  # noqa: SIM115
-        self._display = self._begin_display(state)
+        self._display = self._begin_display()
         self._say = self._display.print
         self.meter.tell, self.meter.on_step = self.step, self._display.step
         if handover is not None:
@@ -148,13 +148,12 @@ class RunLog:
     def _steps_of(self, plan: Plan) -> int:
         return sum(plan.workers[worker].steps for worker in self._counted)
 
-    def _begin_display(self, state: Mapping[str, Any] | None) -> Display:
-        config, done = self._config, 0
+    def _begin_display(self) -> Display:
+        config, done = self._config, self._session.progress.steps
         steps = [self._steps_of(self._plan_at(epoch)) for epoch in range(config.epochs)]
-        if state:
-            before = state["stages"][-1]["end_epoch"]  # a shorter run may have done a larger share
-            share = state["share_done"] * max(1, before / config.epochs)
-            done = round(share * sum(steps[:before]))
+        under_way = chain(*self._rounds.values())
+        done += sum(report.steps for report in under_way if report.worker in self._counted)
+        done += sum(steps[: self._so_far.epochs])
         return Display(sum(steps), done, config, self._unit, self._loss)
 
     def write(self, event: str, row: Mapping[str, Any]) -> None:
@@ -189,7 +188,6 @@ class RunLog:
             "planned_since": dict(self._since),
             "plans": {resolution: asdict(plan) for resolution, plan in self._plans.items()},
             "stages": [asdict(stage) for stage in self._run.stages],
-            "share_done": self._display.done / max(self._display.total, 1),
             "rounds": {e: [asdict(r) for r in reports] for e, reports in self._rounds.items()},
             "evaluations": [asdict(evaluation) for evaluation in self._evaluations],
             "so_far": asdict(self._so_far),

@@ -130,9 +130,10 @@ class StepMeter:
             if not math.isfinite(sum(window.sums[:1])):  # the round is not merged
                 self._windows[worker] = replace(window, sums=[], samples=0)
 
-    def take_lines(self, worker: int) -> tuple[StepLine, ...]:
-        """Return the lines that a round's report is to bring to the main process."""
-        return tuple(self._kept.pop(worker, ()))
+    def take_lines(self, worker: int, steps: int) -> tuple[StepLine, ...]:
+        """Return the lines that a report of so many steps is to bring to the main process."""
+        # More than its steps are refused there, and a log is not worth a worker.
+        return tuple(self._kept.pop(worker, ())[:steps])
 
     def hear(self, report: RoundReport) -> None:
         """Count the steps of a report: its worker may be lost, or leave the run to others."""

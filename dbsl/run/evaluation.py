@@ -70,27 +70,22 @@ def further_sets(row: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     }
 
 
+@dataclass(eq=False)
 class EvaluationSession(Generic[ConfigT]):
     """As much of a `Session` as an evaluation needs."""
 
-    def __init__(
-        self,
-        config: ConfigT,
-        accelerator: Accelerator,
-        data: TrainingData,
-        model: nn.Module,
-        side: int,
-        also: Mapping[str, Source],
-    ) -> None:
-        self.config, self.accelerator, self.data = config, accelerator, data
-        self.model = model  # with its weights, on its device; nothing is wrapped around it
-        self.side = side  # of images, pixels
-        self.also = also  # further evaluation sets, by name: `open_session(evaluate_also=...)`
-        self.num_classes = data.num_classes
-        kind = accelerator.device.type
-        self.batch_size = evaluation_batch_size(config.eval_batch_size, kind, 0)
+    config: ConfigT
+    accelerator: Accelerator
+    data: TrainingData
+    model: nn.Module  # with its weights, on its device; nothing is wrapped around it
+    side: int  # of images, pixels
+    also: Mapping[str, Source]  # further evaluation sets: `open_session(evaluate_also=...)`
+
+    def __post_init__(self) -> None:
+        self.num_classes, kind = self.data.num_classes, self.accelerator.device.type
+        self.batch_size = evaluation_batch_size(self.config.eval_batch_size, kind, 0)
         # Whether all processes evaluate at a time, each its part of the images.
-        self.shares_evaluation = accelerator.num_processes > 1
+        self.shares_evaluation = self.accelerator.num_processes > 1
 
     def evaluation_images(self, source: Any = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Return batches of images [B, 3, R, R] and labels [B], of the evaluation images if unset.

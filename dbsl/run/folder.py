@@ -36,7 +36,7 @@ from dbsl.config.fields import Role, with_role
 from dbsl.config.hooks import defaults_of_extras
 from dbsl.config.parse import RUN_FOLDER, config_to_yaml
 from dbsl.config.settings import RunConfig
-from dbsl.plan.types import Plan
+from dbsl.run.training import Run
 
 LOCK = ".lock"
 # What a run leaves for people, in its folder; checkpoints and trackers' files are beside it.
@@ -82,22 +82,20 @@ class RunFolder:
         if new:  # a launcher that restarts the processes finds them in the folder that they were in
             self.path = Path(remember(RUN_FOLDER, str(self.path)))
 
-    def write_settings(
-        self, given: Any, resolved: Mapping[str, Any], plans: Mapping[int, Plan]
-    ) -> None:
+    def write_settings(self, given: RunConfig, run: Run) -> None:
         """Write ``config.yaml``, as given and as found out, and ``plan.json``.
 
         ``config.yaml`` leaves the folder's name out: read back, it repeats the run elsewhere.
         """
         if self._lock is None:
             return
-        rows = {px(resolution) or "plan": asdict(plan) for resolution, plan in plans.items()}
+        rows = {px(resolution) or "plan": asdict(plan) for resolution, plan in run.plans.items()}
         write_text(self.path / "plan.json", json.dumps(rows, indent=2))
         # Extras' defaults are left out: a run that uses none reads back without them.
         commands, unused = with_role(type(given), Role.COMMAND), defaults_of_extras().items()
         said = (pair for pair in asdict(given).items() if pair not in unused)
         settings = {name: value for name, value in said if name not in commands}
-        write_text(self.path / "config.yaml", config_to_yaml(settings, resolved))
+        write_text(self.path / "config.yaml", config_to_yaml(settings, run.config.resolved))
 
     def __enter__(self) -> RunFolder:
         return self

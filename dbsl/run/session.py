@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dbsl.base.seeds import stream_seed
 from dbsl.cluster.cluster import Cluster
-from dbsl.cluster.steps import ComputeTimer, Stepper
+from dbsl.cluster.steps import Stepper
 from dbsl.cluster.weights import uncompiled
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import meets_at_server
@@ -29,10 +29,8 @@ from dbsl.plan.types import (
     BAD_WEIGHTS,
     NO_FAULT,
     EpochEnd,
-    Plan,
     RoundReport,
     Segment,
-    StepLine,
     Turn,
 )
 from dbsl.run.evaluation import EvaluationSession
@@ -76,54 +74,6 @@ class Progress:
         """Go on from what `asdict` returned; from {}: begin a round."""
         self.__init__(**state)
         self.sums = {worker: sums.to(device) for worker, sums in self.sums.items()}
-
-
-def make_reports(
-    turn: Turn,
-    plan: Plan,
-    progress: Progress,
-    sums: Mapping[int, Sequence[float]],
-    timer: ComputeTimer,
-    *,
-    resolution: int,
-    figures: Sequence[str] = (),
-    faults: Mapping[int, int] | None = None,
-    lines_of: Callable[[int], tuple[StepLine, ...]] = lambda worker: (),
-) -> list[RoundReport]:
-    """Return one report for each worker of a turn.
-
-    `sums`, of the loss and the figures over the samples, lack a worker without any. With `faults`
-    the round is refused. What was measured goes with the first worker. `lines_of` gives the lines
-    that the main process lacks.
-    """
-    steps, reports = progress.steps - progress.counted, []
-    for worker in turn.workers:
-        mine, count = plan.workers[worker], progress.samples.get(worker, 0)
-        own = sums.get(worker, [0.0] * (1 + len(figures)))
-        loss, *means = (value / max(count, 1) for value in own)
-        lines = lines_of(worker)[:steps]  # more are refused, and a log is not worth a worker
-        reports.append(
-            RoundReport(
-                worker,
-                turn.epoch,
-                turn.round,
-                resolution=resolution,
-                local_batch_size=mine.local_batch_size,
-                samples=count,
-                steps=steps,
-                time_s=timer.take_seconds(worker),
-                loss=loss,
-                merge_weight=mine.merge_weight,
-                learning_rate=progress.learning_rate,
-                predicted_time_s=mine.predicted_time_s * count / max(mine.samples, 1),
-                refused=bool(faults),
-                fault=(faults or {}).get(worker, NO_FAULT),
-                lines=lines,
-                figures=dict(zip(figures, means, strict=True)),
-                **(progress.measured if worker == turn.workers[0] else {}),
-            )
-        )
-    return reports
 
 
 class Session(EvaluationSession[ConfigT]):
@@ -305,18 +255,42 @@ class Work:
             self._session.stepper.forget(worker)
 
     def reports(self) -> list[RoundReport]:
-        """Return what the round came to, worker by worker; it waits for the device, once."""
-        session, cluster = self._session, self._session.cluster
-        sums, finite = session.progress.read(cluster.outgoing)
-        session.meter.end(sums, session.progress.samples)
+        """Return a report for each worker of the turn; it waits for the device, once.
+
+        With a fault the round is refused. What was measured goes with the first worker.
+        """
+        session, turn, progress = self._session, self._turn, self._session.progress
+        cluster, names = session.cluster, session.run.figures
+        sums, finite = progress.read(cluster.outgoing)
+        session.meter.end(sums, progress.samples)
         faults = {w: BAD_LOSS for w, own in sums.items() if not math.isfinite(own[0])}
         if not finite and not faults:
             number = cluster.weights.first_not_finite(cluster.outgoing)
-            faults[self._turn.workers[0]] = BAD_WEIGHTS + (0 if number is None else 1 + number)
-        return make_reports(
-            *(self._turn, self._segment.plan, session.progress, sums, session.stepper.timer),
-            resolution=self._stage.resolution,
-            figures=session.run.figures,
-            faults=faults,
-            lines_of=session.meter.take_lines,
-        )
+            faults[turn.workers[0]] = BAD_WEIGHTS + (0 if number is None else 1 + number)
+        steps, reports = progress.steps - progress.counted, []
+        for worker in turn.workers:
+            mine, count = self._segment.plan.workers[worker], progress.samples.get(worker, 0)
+            own = sums.get(worker, [0.0] * (1 + len(names)))  # none: it had no samples
+            loss, *means = (value / max(count, 1) for value in own)
+            reports.append(
+                RoundReport(
+                    worker,
+                    turn.epoch,
+                    turn.round,
+                    resolution=self._stage.resolution,
+                    local_batch_size=mine.local_batch_size,
+                    samples=count,
+                    steps=steps,
+                    time_s=session.stepper.timer.take_seconds(worker),
+                    loss=loss,
+                    merge_weight=mine.merge_weight,
+                    learning_rate=progress.learning_rate,
+                    predicted_time_s=mine.predicted_time_s * count / max(mine.samples, 1),
+                    refused=bool(faults),
+                    fault=faults.get(worker, NO_FAULT),
+                    lines=session.meter.take_lines(worker, steps),
+                    figures=dict(zip(names, means, strict=True)),
+                    **(progress.measured if worker == turn.workers[0] else {}),
+                )
+            )
+        return reports

@@ -111,20 +111,19 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.eval_s = self.start_up_s = 0.0
-        self._made = self._began = self._loop_began = time.perf_counter()
-        self._earlier_loop_s = 0.0  # of all earlier sessions together
+        self._made = self._loop_began = time.perf_counter()
 
     @property
     def total_s(self) -> float:
         """Seconds since the run began, earlier sessions and their starts included."""
-        return time.perf_counter() - self._began
+        return self.start_up_s + time.perf_counter() - self._loop_began
 
     def start_training(self) -> float:
         """Note that training begins here; return the seconds of this session's start-up."""
-        now = time.perf_counter()
-        self._loop_began = now - self._earlier_loop_s
-        self.start_up_s += now - self._made
-        return now - self._made
+        start_up_s = time.perf_counter() - self._made
+        self._loop_began += start_up_s
+        self.start_up_s += start_up_s
+        return start_up_s
 
     def train_s(self, moment: float, *, without_evaluation: bool) -> float:
         """Return the seconds of training up to a moment of time.perf_counter()."""
@@ -143,11 +142,9 @@ class Stopwatch:
             "loop_s": time.perf_counter() - self._loop_began,
             "start_up_s": self.start_up_s,
             "eval_time_s": self.eval_s,
-            "total_s": self.total_s,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned, before training begins."""
-        self._began -= state["total_s"]
-        self._earlier_loop_s = state["loop_s"]
+        self._loop_began -= state["loop_s"]
         self.start_up_s, self.eval_s = state["start_up_s"], state["eval_time_s"]

@@ -42,15 +42,6 @@ def test_cross_entropy_smooths_mixed_labels_as_timm_does(logits):
     torch.testing.assert_close(found, timm.loss.SoftTargetCrossEntropy()(logits, mixed))
 
 
-def test_settings_of_binary_cross_entropy_go_with_it():
-    with pytest.raises(
-        ValueError, match="bce_kwargs must be empty except with bce_loss, got sum=True"
-    ):
-        Config(bce_kwargs=("sum=True",))
-    with pytest.raises(ValueError, match=r"bce_kwargs target_thresh must be in \[0, 1\), got 1"):
-        Config(bce_loss=True, bce_kwargs=("target_thresh=1",))
-
-
 @pytest.mark.parametrize("classes", [4, 7])
 def test_top5_counts_labels_among_the_five_highest(classes):
     logits = torch.randn(40, classes, generator=torch.Generator().manual_seed(1))

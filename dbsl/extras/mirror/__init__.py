@@ -39,7 +39,7 @@ from dbsl.checkpoint.disk import (
     shard_names,
 )
 from dbsl.cluster.wire import refused_by_all, share_text
-from dbsl.config.fields import Role
+from dbsl.config.fields import Excludes, Role
 from dbsl.config.hooks import Extra, Row
 from dbsl.config.parse import RUN_FOLDER
 from dbsl.config.settings import CHECKPOINTS, RunConfig, is_url
@@ -72,12 +72,10 @@ class MirrorSettings(RunConfig):
     # --- run
     # URL (s3://bucket/runs/x, gs://, hf://, file:///) that gets a copy of the run folder while the
     # run goes on; a run that is resumed keeps it; none: not this time
-    mirror: Annotated[str | None, Role.FREE | Role.COMMAND] = None
+    mirror: Annotated[str | None, Role.FREE | Role.COMMAND, Excludes("eval_only")] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.eval_only and self.mirror is not None:
-            raise SettingError(f"mirror must be unset with eval_only, got {self.mirror}")
         for name in ("mirror", "resume"):
             if not is_url(url := getattr(self, name)):
                 continue
@@ -155,10 +153,7 @@ class Mirror(Extra):
     def open(
         self, config: MirrorSettings, folder: Path, found: Found | None, accelerator: Accelerator
     ) -> None:
-        """Take the URL for the run, or refuse on every process.
-
-        It may not be writable, or have another run or newer checkpoints than this one.
-        """
+        """Take the URL for the run, or refuse on every process."""
         kept: dict[str, Any] = {}
         with suppress(OSError, ValueError):
             kept = json.loads((folder / OWN_FILE).read_text(encoding="utf-8"))
@@ -207,7 +202,6 @@ class Mirror(Extra):
         return {"mirror_failures": self.failures} if self.failures else {}
 
     def close(self, kind: type[BaseException] | None) -> None:
-        """Mirror the last state."""
         if self._closed:
             return
         self._closed = True

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dbsl.base.errors import ReadError, SettingError, plural
+from dbsl.base.errors import ReadError, plural
 from dbsl.base.machine import lazy_import, local_processes
 from dbsl.base.seeds import generator
 from dbsl.config.fields import Needs, Role, Within
@@ -109,6 +110,7 @@ class StreamLoader(ImageLoader):
         device: torch.device,
         loader_workers: int,
         max_bad: int,
+        *,
         cache: GroupCache,
         block: int,
     ) -> None:
@@ -151,10 +153,8 @@ class StreamLoader(ImageLoader):
         last = self._split.places_of(np.minimum(ends, len(self) - 1))
         total = np.concatenate([[0], np.cumsum(self._split.weights)])
         needed = max(needed, int((total[last + 1] - total[:-1]).max()) if in_order else 0)
-        needed = min(needed, int(total[-1]))
-        if needed > self._cache.share:
-            why = f" for blocks of {self.blocks.block} images and batches of {batch}"
-            raise _too_small(needed, self._cache, why)
+        why = f" for blocks of {self.blocks.block} images and batches of {batch}"
+        self._cache.check_room(min(needed, int(total[-1])), why)
 
     def _received(self, number: int) -> None:
         self._requests.on_its_way.through(number)
@@ -166,7 +166,7 @@ class Streams:
     def __init__(self, cache_gib: float, block: int) -> None:
         folder = Path(datasets.config.HF_DATASETS_CACHE) / "dbsl" / "row-groups"
         self._cache = GroupCache(folder, int(cache_gib * 2**30), local_processes())
-        self._block = block
+        self.source = partial(StreamLoader, cache=self._cache, block=block)
 
     def open(self, config: ImageConfig) -> Splits:
         """See `dbsl.extras.streaming.shards.open_shards`."""
@@ -186,20 +186,13 @@ class Streams:
     def first_images(self, split: ShardedSplit, most: int) -> list[Image.Image | str]:
         """Return the first images of a split, all of one row group, or why one is not to be had."""
         name, weight = split.names[0], int(split.weights[0])
-        if weight > self._cache.share:
-            raise _too_small(weight, self._cache, " for a row group")
+        self._cache.check_room(weight, " for a row group")
         self._cache.hold({name: weight})
         try:
-            _fetch(self._cache, split, 0)
+            split.fetch(0, self._cache)
             return list(split.decode(np.arange(min(most, split.begins[1]))))
         finally:
             self._cache.release(name)
-
-    def source(
-        self, split: ShardedSplit, device: torch.device, loader_workers: int, max_bad: int
-    ) -> StreamLoader:
-        """Return a split's images as a source."""
-        return StreamLoader(split, device, loader_workers, max_bad, self._cache, self._block)
 
 
 class Prefetch:
@@ -224,12 +217,15 @@ class Prefetch:
         self._queue = used[np.argsort(self._first[used], kind="stable")]
         self._by_last = used[np.argsort(self._last[used], kind="stable")]
         self._lasts = self._last[self._by_last]
-        self._check_room(len(batches), ahead)
+        change, weights = np.zeros(len(batches) + ahead + 2, np.int64), split.weights[used]
+        np.add.at(change, self._first[used], weights)
+        np.add.at(change, self._last[used] + ahead + 1, -weights)
+        cache.check_room(int(np.cumsum(change)[: len(batches)].max(initial=0)))
         self._needed = np.searchsorted(
             self._first[self._queue], np.arange(len(batches)), side="right"
         )
         self._there = np.zeros(len(self._queue), dtype=bool)
-        self._whole = self._holding = self._taken = self._released = self._bytes = 0
+        self._holding = self._taken = self._released = 0
         self._changed, self._deciding = threading.Condition(), threading.Lock()
         self._error: Exception | None = None
         self.stopped = False
@@ -241,7 +237,7 @@ class Prefetch:
     def wait(self, batch: int) -> None:
         """Return when all row groups of a batch, and of those before it, are in the cache."""
         with self._changed:
-            while self.stopped or self._whole < self._needed[batch]:
+            while self.stopped or not self._there[: self._needed[batch]].all():
                 if self._error is not None:
                     raise self._error
                 if self.stopped:  # what was there may be gone
@@ -256,10 +252,9 @@ class Prefetch:
         gone = self._by_last[self._released : done]
         if not len(gone) or self.stopped:
             return
-        self._cache.release(*(self._split.names[place] for place in gone), holder=self)
+        self._release(gone)
         with self._changed:
             self._released = done
-            self._bytes -= int(self._split.weights[gone].sum())
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -269,26 +264,17 @@ class Prefetch:
                 return
             self.stopped = True
             self._changed.notify_all()
-        held = set(self._queue[: self._holding]) - set(self._by_last[: self._released])
-        self._cache.release(*(self._split.names[place] for place in held), holder=self)
+        self._release(np.setdiff1d(self._queue[: self._holding], self._by_last[: self._released]))
 
-    def _check_room(self, batches: int, ahead: int) -> None:
-        change = np.zeros(batches + ahead + 2, np.int64)
-        np.add.at(change, self._first[self._queue], self._split.weights[self._queue])
-        np.add.at(change, self._last[self._queue] + ahead + 1, -self._split.weights[self._queue])
-        needed = int(np.cumsum(change)[:batches].max(initial=0))
-        if needed > self._cache.share:
-            raise _too_small(needed, self._cache)
+    def _release(self, places: np.ndarray) -> None:
+        self._cache.release(*(self._split.names[place] for place in places), holder=self)
 
     def _work(self) -> None:
         try:
             while (number := self._next()) is not None:
-                place = int(self._queue[number])
-                _fetch(self._cache, self._split, place)
+                self._split.fetch(int(self._queue[number]), self._cache)
                 with self._changed:
                     self._there[number] = True
-                    while self._whole < len(self._there) and self._there[self._whole]:
-                        self._whole += 1
                     self._changed.notify_all()
         except Exception as error:
             with self._changed:
@@ -300,23 +286,21 @@ class Prefetch:
         with self._deciding:
             while True:
                 with self._changed:
-                    if self._over():
+                    # At its end the interpreter waits for threads.
+                    gone = self.stopped or self._error or not threading.main_thread().is_alive()
+                    if gone or self._taken == len(self._queue):
                         return None
                     if self._taken < self._holding:
                         self._taken += 1
                         return self._taken - 1
-                    room = self._cache.share - self._bytes
-                    weights = self._split.weights[self._queue[self._holding :]]
-                    fits = int(np.searchsorted(np.cumsum(weights), room, side="right"))
+                    weights = self._split.weights
+                    taken = np.cumsum(weights[self._queue])
+                    room = self._cache.share + weights[self._by_last[: self._released]].sum()
+                    fits = int(np.searchsorted(taken, room, side="right")) - self._holding
                     if not fits:
                         self._changed.wait(_LOOK_S)
                         continue
                 self._hold(fits)
-
-    def _over(self) -> bool:
-        # At its end the interpreter waits for threads.
-        gone = self.stopped or self._error or not threading.main_thread().is_alive()
-        return bool(gone) or self._taken == len(self._queue)
 
     def _hold(self, count: int) -> None:
         split, end = self._split, self._holding + count
@@ -328,21 +312,6 @@ class Prefetch:
         )
         with self._changed:
             self._holding = end
-            self._bytes += int(split.weights[new].sum())
             stopped = self.stopped
         if stopped:  # meanwhile
-            self._cache.release(*(split.names[place] for place in new), holder=self)
-
-
-def _fetch(cache: GroupCache, split: ShardedSplit, place: int) -> None:
-    named = split.shards.named(int(split.groups[place]))
-    cache.fetch(split.names[place], lambda path: split.write(place, path), named)
-
-
-def _too_small(needed: int, cache: GroupCache, why: str = "") -> SettingError:
-    """Return what to say of a cache in which a process may hold less than it needs, bytes."""
-    least, given = needed * cache.processes / 2**30, cache.limit / 2**30
-    digits = 2 - int(np.floor(np.log10(least)))
-    least = np.ceil(least * 10.0**digits) / 10.0**digits  # rounded up: it is enough
-    shares = f", a part for each of {cache.processes} processes" if cache.processes > 1 else ""
-    return SettingError(f"cache_gib must be at least {least:.3g}{why}{shares}, got {given:.3g}")
+            self._release(new)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
+import numpy as np
 from filelock import FileLock, Timeout
 
 from dbsl.base.errors import ReadError, SettingError, words_of
@@ -54,6 +55,17 @@ class GroupCache:
             alive.acquire()
             self._make_room({})
         self._end = weakref.finalize(self, _leave, folder, self._name, alive, os.getpid())
+
+    def check_room(self, needed: int, why: str = "") -> None:
+        """Refuse a cache in which a process may hold less than it needs, bytes."""
+        if needed <= self.share:
+            return
+        least, digits = needed * self.processes / 2**30, 2
+        digits -= int(np.floor(np.log10(least)))
+        least = np.ceil(least * 10.0**digits) / 10.0**digits  # rounded up: it is enough
+        why += f", a part for each of {self.processes} processes" * (self.processes > 1)
+        given = f"{self.limit / 2**30:.3g}"
+        raise SettingError(f"cache_gib must be at least {least:.3g}{why}, got {given}")
 
     def knows(self, *names: str) -> None:
         """Tell which files the data in use have: they are kept for longer than others."""
@@ -163,10 +175,9 @@ class GroupCache:
         total += sum(weight for name, weight in held.items() if name not in there)
 
         def worth(name: str) -> tuple[int, float]:
-            """Return a number for each file: the lowest go first."""
-            used = there[name].st_mtime
             if name in later:
                 return 2, -later[name]
+            used = there[name].st_mtime
             # The files of an epoch that were used last are needed last.
             return (1, -used) if name in self._known else (0, used)
 
@@ -205,8 +216,6 @@ def _leave(folder: Path, name: str, alive: FileLock | None = None, process: int 
 
 def _is_whole(path: Path) -> bool:
     """Whether a file is there and not damaged; one that is damaged is removed."""
-    if not path.exists():
-        return False
     try:
         with pa.memory_map(str(path)) as file:
             reader = pa.ipc.open_file(file)

@@ -10,9 +10,9 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from dbsl.data.tables import (
     label_splits,
     same_classes,
 )
+from dbsl.extras.streaming.groups import GroupCache
 
 datasets, fsspec, pa = lazy_import("datasets"), lazy_import("fsspec"), lazy_import("pyarrow")
 local, parquet = lazy_import("fsspec.implementations.local"), lazy_import("pyarrow.parquet")
@@ -60,27 +61,16 @@ class Shards:
 
     def write(self, group: int, rows: np.ndarray | None, path: Path) -> None:
         """Write rows of a row group, its images alone, as an Arrow file; None: all rows."""
-        url, file = self.files[self.file[group]], None
-        with _opened(*url) as shard:
-            batches = shard.iter_batches(
-                _ROWS,
-                row_groups=[int(self.number[group])],
-                columns=[self.column],
-                use_threads=False,
-            )
-            first = 0
-            try:
-                for batch in batches:
-                    file = file or pa.ipc.new_file(str(path), batch.schema.remove_metadata())
-                    if rows is not None:
-                        low, high = np.searchsorted(rows, (first, first + batch.num_rows))
-                        kept = pa.array(rows[low:high] - first)
-                    first += batch.num_rows
-                    batch = batch if rows is None else batch.take(kept)
+        rows = np.arange(self.sizes[group]) if rows is None else rows
+        of_group = {"row_groups": [int(self.number[group])], "columns": [self.column]}
+        with _opened(*self.files[self.file[group]]) as shard:
+            schema, first = pa.schema([shard.schema_arrow.field(self.column)]), 0
+            with pa.ipc.new_file(str(path), schema) as file:
+                for batch in shard.iter_batches(_ROWS, **of_group, use_threads=False):
+                    low, high = np.searchsorted(rows, (first, first + batch.num_rows))
+                    batch = batch.take(pa.array(rows[low:high] - first))
                     file.write(batch.replace_schema_metadata(None))
-            finally:
-                if file is not None:
-                    file.close()
+                    first += batch.num_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,9 +131,11 @@ class ShardedSplit(ImageSplit):
         """Return the place among `groups` of each sample's row group."""
         return np.searchsorted(self.begins, samples % len(self), side="right") - 1
 
-    def write(self, place: int, path: Path) -> None:
-        """Write the file of the place-th row group."""
-        self.shards.write(int(self.groups[place]), self.rows_of(place), path)
+    def fetch(self, place: int, cache: GroupCache) -> None:
+        """Have the file of the place-th row group in the cache."""
+        group = int(self.groups[place])
+        write = partial(self.shards.write, group, self.rows_of(place))
+        cache.fetch(self.names[place], write, self.shards.named(group))
 
     def describe_bad(self, row: int, reason: str) -> str:
         """Return which image cannot be decoded, and why."""
@@ -292,16 +284,13 @@ def _read_one(
 @contextmanager
 def _opened(url: str, origin: str) -> Iterator[parquet.ParquetFile]:
     system, path = fsspec.core.url_to_fs(url)
-    metadata = _metadata(url, origin)
+    options = {"metadata": _metadata(url, origin)}
     if isinstance(system, local.LocalFileSystem):
-        with parquet.ParquetFile(path, metadata=metadata, buffer_size=2**20) as shard:
-            yield shard
+        file, options["buffer_size"] = nullcontext(path), 2**20
     else:  # a column of a row group is one request; readers would fetch more than that
-        with (
-            system.open(path, "rb", cache_type="none") as file,
-            parquet.ParquetFile(file, metadata=metadata) as shard,
-        ):
-            yield shard
+        file = system.open(path, "rb", cache_type="none")
+    with file as source, parquet.ParquetFile(source, **options) as shard:
+        yield shard
 
 
 @lru_cache(maxsize=256)

@@ -16,9 +16,8 @@ import torch
 from dbsl.base.errors import SyncError
 from dbsl.checkpoint.disk import pack, unpack
 from dbsl.checkpoint.resume import Saved, make_handover, with_lost_workers
-from dbsl.plan.types import EpochEnd, Handover, JoinedWorker, Segment, Turn
+from dbsl.plan.types import EpochEnd, Handover, JoinedWorker, RoundReport, Segment, Turn
 from dbsl.run.connect import connect
-from dbsl.run.session import Progress, make_reports
 from dbsl.run.training import Run
 from experiments.benchmarks.coverage.cases import Case
 from experiments.benchmarks.coverage.prepare import prepare
@@ -154,16 +153,15 @@ class _Player:
             played.ahead = max(played.ahead, lead)
         cluster.pull(turn)
         cluster.outgoing.fill_(-float(sum(own.values())))  # descent adds it to the weight
-        cluster.push(
-            make_reports(
-                turn,
-                segment.plan,
-                Progress(steps=len(steps), samples=own, learning_rate=1.0),
-                {},
-                self._stepper.timer,
-                resolution=run.stage_at(turn.epoch).resolution,
-            )
-        )
+        reports = []
+        for worker, plan in ((w, segment.plan.workers[w]) for w in turn.workers):
+            values = {"resolution": run.stage_at(turn.epoch).resolution, "steps": len(steps)}
+            values |= {"local_batch_size": plan.local_batch_size, "samples": own[worker]}
+            values |= {"merge_weight": plan.merge_weight, "learning_rate": 1.0}
+            values |= {"time_s": 0.0, "loss": 0.0}
+            values["predicted_time_s"] = plan.predicted_time_s * own[worker] / max(plan.samples, 1)
+            reports.append(RoundReport(worker, turn.epoch, turn.round, **values))
+        cluster.push(reports)
         deque(cluster.reports(), maxlen=0)  # as the log does
         if server is not None and server.version != version:
             self._collected.clear()

@@ -49,21 +49,15 @@ def load(settings, **more):
 
 @pytest.mark.parametrize("aa", [RAND, "augmix-m5-w3", "original", "3a"])
 def test_an_image_looks_the_same_in_whichever_batch_worker_or_process(photos, aa):
-    data = load(photos, aa=aa, reprob=0.5, augment_kwargs=("remode=pixel", "recount=2"))
+    settings = {"aa": aa, "reprob": 0.5, "augment_kwargs": ("remode=pixel", "recount=2")}
+    data = load(photos, **settings)
     transform = data.transform(16, "timm", 7)
     whole = read(data.train, transform, range(24))
-    assert torch.equal(whole, read(data.train, transform, range(5), range(5, 24)))
+    there = load(photos, **settings, loader_workers=2 * (aa == RAND))
+    assert torch.equal(whole, read(there.train, transform, range(5), range(5, 24)))
     assert torch.equal(whole.flip(0), read(data.train, transform, range(23, -1, -1)))
     assert not torch.equal(whole, read(data.train, transform, range(24), epoch=1))
     assert not torch.equal(whole, read(data.train, replace(transform, seed=8), range(24)))
-
-
-def test_loader_processes_augment_as_this_one_does(photos):
-    settings = {"aa": RAND, "augment_kwargs": ("gaussian_blur_prob=0.5",), "reprob": 0.3}
-    here, there = (load(photos, **settings, loader_workers=n) for n in (0, 2))
-    batches = [range(7), range(7, 24)]
-    images = read(here.train, here.transform(16, "timm", 0), *batches)
-    assert torch.equal(images, read(there.train, there.transform(16, "timm", 0), *batches))
 
 
 def test_the_images_are_those_of_timms_own_pipeline(photos):
@@ -185,22 +179,15 @@ def test_evaluation_crops_and_resizes_as_asked(photos):
         ({"aa": "rand-m9-"}, "section '' is not known"),
         ({"aa": "rand-m9-t0"}, "section 't0' is not known"),
         ({"aa": "rand-m9.5"}, "aa must be a policy of timm"),
-        ({"augment_kwargs": ("scale=0.5",)}, "scale must have 2 values, got 1"),
-        ({"augment_kwargs": ("ratio=2,1",)}, "ratio must ascend, got 2.0,1.0"),
-        ({"augment_kwargs": ("color_jitter=0.1,0.2",)}, "color_jitter must have 1, 3 or 4 values"),
         ({"augment_kwargs": ("color_jitter=0.1,0.2,0.1,0.9",)}, "color_jitter of hue must be in"),
         ({"aa": RAND, "augment_kwargs": ("color_jitter=0.4",)}, "be left out with aa rand"),
-        ({"reprob": 0.1, "augment": "none"}, "reprob must be 0.0 with augment none, got 0.1"),
         ({"augment_kwargs": ("recount=3",)}, "recount must go with reprob, got reprob 0"),
-        ({"mean": (0.5, 0.5)}, "mean must have 1 or 3 values, got 2"),
         ({"augment_kwargs": ("hflip=1.5",)}, r"augment_kwargs hflip must be in \[0, 1\], got 1.5"),
         ({"augment_kwargs": ("hflp=1",)}, "augment_kwargs must name arguments such as hflip, "),
         ({"augment_kwargs": ("aa=3a",)}, "augment_kwargs must leave aa to aa"),
         ({"augment_kwargs": ("remode=x",)}, "must have const, rand or pixel as remode, got 'x'"),
         ({"mixup_kwargs": ("prob=0.5",)}, "be empty except with mixup, cutmix or cutmix_minmax"),
         ({"mixup": 0.2, "mixup_kwargs": ("switch_prob=0.1",)}, "leave out switch_prob except with"),
-        ({"mixup_kwargs": ("cutmix_minmax=0.8,0.2",)}, "cutmix_minmax must ascend, got 0.8,0.2"),
-        ({"aug_repeats": 3, "augment": "none"}, "aug_repeats must be 1 with augment none"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_in_one_line(settings, message):

@@ -254,15 +254,6 @@ def test_random_boxes_are_distributed_as_those_of_torchvision(size):
         assert np.abs(gap).max() / count < 1.95 * (2 / count) ** 0.5  # Kolmogorov-Smirnov, 0.001
 
 
-def test_a_box_depends_on_its_own_sample_alone():
-    sizes, samples = np.array([[100, 80], [60, 60], [90, 200]]), np.array([7, 1, 4])
-    boxes = make_transform(augment="crop").boxes
-    whole = boxes(sizes, samples, 2)
-    for k in range(3):
-        assert boxes(sizes[[k]], samples[[k]], 2).tolist() == [whole[k].tolist()]
-    assert (boxes(sizes, samples, 3) != whole).any()
-
-
 @pytest.mark.parametrize("side", [32, 100, 160])
 @pytest.mark.parametrize("augment", ["paper", "none"])
 def test_a_large_jpeg_is_decoded_at_reduced_size_and_looks_the_same(side, augment):

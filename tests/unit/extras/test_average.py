@@ -31,10 +31,7 @@ def test_average_is_exponential_and_starts_at_the_first_weights():
 def test_statistics_are_measured_on_the_same_images_in_batches_of_one_size(
     samples, size, world_size
 ):
-    ranks = [
-        statistics_batches(samples, size, seed=3, rank=rank, world_size=world_size)
-        for rank in range(world_size)
-    ]
+    ranks = [statistics_batches(samples, size, 3, rank, world_size) for rank in range(world_size)]
     assert len({len(batches) for batches in ranks}) == 1
     assert {len(batch) for batches in ranks for batch in batches} == {min(max(size, 2), samples)}
     seen = {*np.concatenate([batch for batches in ranks for batch in batches]).tolist()}

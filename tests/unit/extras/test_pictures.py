@@ -134,7 +134,7 @@ def test_a_plan_is_drawn_from_plan_json_and_its_rows(tmp_path, monkeypatch):
     named = {f"{resolution} px": asdict(plan) for resolution, plan in plans.items()}
     (tmp_path / "plan.json").write_text(json.dumps(named))
     (tmp_path / "config.yaml").write_text("rounds_per_epoch: 2")
-    pictures.draw_plan(tmp_path, rows)
+    pictures.Pictures().report(tmp_path, rows)
     ((stages, *given),) = drawn
     assert given == [plans, 2]
     spans = [(stage.first_epoch, stage.end_epoch, stage.resolution) for stage in stages]

@@ -86,6 +86,7 @@ def make_log(tmp_path, accelerator):
             folder=tmp_path,
             accelerator=accelerator if main else SimpleNamespace(is_main_process=False),
             meter=StepMeter(0),
+            progress=Progress(),
             cluster=SimpleNamespace(refused=0),
             stopwatch=SimpleNamespace(start_up_s=1.0, total_s=30.0),
         )

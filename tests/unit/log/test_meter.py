@@ -12,9 +12,8 @@ from dbsl.checkpoint.disk import pack, unpack
 from dbsl.cluster.wire import encode, read_report
 from dbsl.log.meter import MEASURED, StepMeter, gradient_square
 from dbsl.plan.sampler import Part, Step
-from dbsl.plan.solve import TimeModel, plan_steps
 from dbsl.plan.types import RoundReport, StepLine, Turn
-from dbsl.run.session import Progress, make_reports
+from dbsl.run.session import Progress
 
 CPU = SimpleNamespace(device=torch.device("cpu"), scaler=None)
 WORKERS, ROUNDS, STEPS, BATCH = 2, 3, 5, 4
@@ -113,24 +112,17 @@ def test_a_round_behind_one_that_is_begun_again_goes_on_from_what_that_came_to()
 def test_lines_for_another_process_are_kept_for_the_report():
     meter, stepper = make_meter([], tell=False)
     train(meter, stepper, rounds()[:WORKERS], Progress())
-    assert [line.step for line in meter.take_lines(1)] == [3]
-    assert meter.take_lines(1) == ()
+    assert [line.step for line in meter.take_lines(1, 3)] == [3]
+    assert meter.take_lines(1, 3) == ()
 
 
 def test_a_report_brings_no_more_lines_than_its_steps_and_its_round_is_pushed_all_the_same():
-    line = StepLine(0, 0, 0, 3, 0.5, 1.0, 0.1, 1.0, 1.0, 1.0)
-    plan = plan_steps(8, (8,), [TimeModel(1e-3, 0.02)])
-    for steps in (0, 2):
-        (report,) = make_reports(
-            Turn((0,), 0, 0),
-            plan,
-            Progress(steps=steps, samples={0: 8}, learning_rate=0.1),
-            {0: [1.0]},
-            SimpleNamespace(take_seconds=lambda worker: 1.0),
-            resolution=8,
-            lines_of=lambda worker: tuple(line._replace(step=3 + n) for n in range(3)),
-        )
-        assert [x.step for x in read_report(encode(report)).lines] == [3, 4][:steps]
+    for steps in (0, 1):
+        meter, stepper = make_meter([], every=1, tell=False)
+        train(meter, stepper, rounds()[:WORKERS], Progress())
+        lines = meter.take_lines(1, steps)
+        sent = RoundReport(1, 0, 0, 8, 4, 8, steps, 1.0, 1.0, 0.5, lines=lines)
+        assert [x.step for x in read_report(encode(sent)).lines] == [1][:steps]
 
 
 def test_a_round_that_is_not_finite_leaves_the_next_lines_alone():

@@ -104,19 +104,6 @@ def test_a_newcomer_that_has_begun_nothing_is_lost_without_a_sample():
     assert samples_of(run, 1) == [45, 45, 0]
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
-@pytest.mark.parametrize("balance", ["none", "dynamic", "dbs"])
-@pytest.mark.parametrize("sync", ["asp", "ssp"])
-def test_simulated_workers_that_come_and_go_cover_what_is_not_counted_as_lost(
-    sync, balance, rounds
-):
-    changes = [(0.05, 1, False), (0.1, 1, True), (0.3, 2, False), (0.31, 2, True), (0.5, 1, False)]
-    options = {"sync": sync, "balance": balance, "rounds": rounds, "workers": 4}
-    played = check(case(*changes, slow={0: 1.7}, absent=(3,), **options))
-    assert (played.lost_workers, played.joined_workers) == (3, 2)
-    assert 0 < played.lost < 0.5 * played.expected
-
-
 def test_a_join_in_the_middle_of_the_round_that_was_lost_does_not_bring_that_round_back():
     played = play(case((0.01, 1, False), (0.011, 1, True), workers=2, epochs=3))
     assert (played.lost_workers, played.joined_workers) == (1, 1)

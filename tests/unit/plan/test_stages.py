@@ -35,12 +35,8 @@ def test_a_resolution_without_an_epoch_is_named_with_the_reason(schedule, epochs
     milestones = default_milestones(epochs)
     stages = make_stages(epochs, [32, 48], schedule=schedule, milestones=milestones)
     assert unused_resolutions(stages, [32, 48], schedule) == message
-
-
-def test_the_plan_table_names_a_resolution_without_an_epoch():
-    stages = make_stages(2, [32, 48], milestones=(1,))
     plans = {r: plan_dual_batch(400, 4, 1, 50, TimeModel(1e-3, 0.02)) for r in (32, 48)}
-    assert format_run(stages, plans, 1).startswith("32 px: no epoch\n\n48 px, epochs 1-2, lr ")
+    assert ("32 px: no epoch\n" in format_run(stages, plans, 1)) == (message is not None)
 
 
 def test_published_cifar_schedule_climbs_inside_every_stage():
@@ -116,24 +112,17 @@ def test_rates_are_those_of_timms_schedulers(schedule, k, power, prefix):
         assert found == pytest.approx(theirs._get_lr(epoch)[0]), epoch
 
 
-COOLDOWN = {"epochs": 5, "warmup_epochs": 2.0, "lr_kwargs": ("cooldown_epochs=3",)}
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"min_lr": 0.01}, "min_lr must be 0.0 except with lr_schedule cosine or poly, got 0.01"),
         ({"lr_schedule": "cosine", "lr_kwargs": ("power=2",)}, "leave out power with .*, got 2"),
         ({"lr_schedule": "poly", "min_lr": 0.2, "lr": 0.1}, "min_lr must be at most lr .0.1., got"),
-        (
-            {"lr_schedule": "poly", **COOLDOWN},
-            "must be below the 3 epochs after the warm-up, got 3",
-        ),
+        ({"lr_schedule": "poly", "lr_kwargs": ("cooldown_epochs=3",)}, "after the warm-up, got 3"),
     ],
 )
 def test_settings_of_the_learning_rate_without_effect_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        RunConfig(**settings)
+        RunConfig(**{"epochs": 5, "warmup_epochs": 2.0, **settings})
 
 
 def test_learning_rate_steps_at_milestones_and_warms_up():
