@@ -104,7 +104,7 @@ def fresh_accelerator():
 def digits_once():
     """Make the tables of the digits once for all tests."""
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(dbsl.data.tables, "_digits", cache(dbsl.data.tables._digits))
+        patches.setattr(dbsl.data.dataset, "_digits", cache(dbsl.data.dataset._digits))
         yield
 
 
