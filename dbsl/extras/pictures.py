@@ -27,7 +27,6 @@ from dbsl.plan.text import (
     MAX_ROWS,
     comparison,
     epoch_spans,
-    idle_share,
     total_times_s,
     worker_rows,
 )
@@ -130,7 +129,8 @@ def _draw_epoch(axes: Axes, plan: Plan, title: str, rounds: int) -> None:
         for start in (round_s * index for index in range(rounds)):
             axes.barh(y, compute_s, left=start, height=0.7, fc=color, ec="white")
             axes.barh(y, round_s - compute_s, left=start + compute_s, height=0.7, **_WAITS)
-        idles = f", idle {100 * idle_share(plan, worker):.1f} %" * (len(plan.workers) > 1)
+        idle = 100 * (1 - worker.predicted_time_s / plan.time_s)
+        idles = f", idle {idle:.1f} %" * (len(plan.workers) > 1)
         text = f"batch {worker.local_batch_size:,}, {worker.samples:,} samples, "
         text += f"{duration(worker.predicted_time_s)}{idles}"
         place = {"transform": axes.get_yaxis_transform(), "va": "center"}

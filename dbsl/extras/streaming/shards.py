@@ -21,8 +21,7 @@ import numpy as np
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import hub_or_cache, lazy_import
 from dbsl.config.image_settings import ImageConfig
-from dbsl.data.images import ImageSplit, Stored
-from dbsl.data.tables import (
+from dbsl.data.dataset import (
     EVAL_SPLITS,
     HUB_ID,
     Splits,
@@ -30,6 +29,7 @@ from dbsl.data.tables import (
     label_splits,
     same_classes,
 )
+from dbsl.data.images import ImageSplit, Stored
 from dbsl.extras.streaming.groups import GroupCache
 
 datasets, fsspec, pa = lazy_import("datasets"), lazy_import("fsspec"), lazy_import("pyarrow")
