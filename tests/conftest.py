@@ -1,11 +1,11 @@
-import multiprocessing as mp
 import os
+import pickle
 import re
 import signal
+import sys
 import time
 import traceback
-import warnings
-from functools import cache
+from functools import cache, partial
 
 import hypothesis
 import pytest
@@ -19,6 +19,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported: tests use no 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import dbsl.data.dataset
 from dbsl.config.hooks import found_extras
+from tests.helpers import Forked, wait_until
 
 torch.set_num_threads(1)
 # A busy machine is no failure; the same cases every time, so that a failure can be repeated.
@@ -103,7 +104,7 @@ def fresh_accelerator():
 def digits_once():
     """Make the tables of the digits once for all tests."""
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(dbsl.data.tables, "_digits", cache(dbsl.data.tables._digits))
+        patches.setattr(dbsl.data.dataset, "_digits", cache(dbsl.data.dataset._digits))
         yield
 
 
@@ -124,55 +125,45 @@ def run_ranks(tmp_path):
     """
 
     def run(fn, *args, world_size=2, timeout_s=60.0, expect_errors=False):
-        queue = mp.get_context("fork").SimpleQueue()
-        store = tmp_path / f"store-{os.urandom(4).hex()}"
-        with warnings.catch_warnings():
-            # Python 3.12 warns of forking with threads; the children use none of the parent's.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            processes = [
-                mp.get_context("fork").Process(
-                    target=_rank_main, args=(rank, world_size, str(store), fn, args, queue)
-                )
-                for rank in range(world_size)
-            ]
-            for process in processes:
-                process.start()
-        deadline = time.monotonic() + timeout_s
-        results, failed = {}, None
-        while any(process.is_alive() for process in processes) or not queue.empty():
-            died = not expect_errors and any(process.exitcode for process in processes)
-            if time.monotonic() > deadline or failed or died:
-                break
-            while not queue.empty():  # while they run: a result may be more than a pipe holds
-                rank, result, error = queue.get()
-                results[rank] = error if error else result
-                failed = failed or (error and not expect_errors and f"rank {rank}: {error}")
-            time.sleep(0.005)
-        codes = {rank: process.exitcode for rank, process in enumerate(processes)}
-        hanging = [rank for rank, code in codes.items() if code is None]
-        for process in processes:
-            process.kill()
-            process.join()
-        assert not failed, failed
-        died = [f"rank {rank} ended with exit code {code}" for rank, code in codes.items() if code]
-        assert expect_errors or not died, died
-        assert not hanging, f"ranks {hanging} did not end within {timeout_s} s"
-        return [results.get(rank) for rank in range(world_size)]
+        folder = tmp_path / f"ranks-{os.urandom(4).hex()}"
+        folder.mkdir()
+        ranks = [
+            Forked(partial(_rank_main, rank, world_size, folder, fn, args))
+            for rank in range(world_size)
+        ]
+
+        def over():
+            codes = [rank.poll() for rank in ranks]
+            return None not in codes or (not expect_errors and any(codes))
+
+        try:
+            wait_until(over, timeout_s, "ranks")
+            codes = [rank.returncode for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                sys.stderr.write(rank.stderr)
+        assert expect_errors or not any(codes), f"ranks ended with exit codes {codes}"
+        found = [folder / str(rank) for rank in range(world_size)]
+        return [pickle.loads(path.read_bytes()) if path.exists() else None for path in found]
 
     return run
 
 
-def _rank_main(rank, world_size, store, fn, args, queue):
+def _rank_main(rank, world_size, folder, fn, args):
+    def leave(status, found):
+        (folder / str(rank)).write_bytes(pickle.dumps(found))
+        os._exit(status)  # a failed pair must not keep the process in a destructor
+
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
         )
-        queue.put((rank, fn(rank, *args), None))
+        leave(0, fn(rank, *args))
     except BaseException:
-        queue.put((rank, None, traceback.format_exc()))
-    finally:
-        os._exit(0)  # a failed pair must not keep the process in a destructor
+        traceback.print_exc()
+        leave(1, traceback.format_exc())
 
 
 @pytest.fixture

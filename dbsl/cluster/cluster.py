@@ -177,7 +177,6 @@ class Cluster(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
         self._clock, self._refused = state["clock"], state["refused"]
         self.time_s, self._waited_s = state["time_s"], state["waited_s"]
         if self.server is not None:

@@ -264,7 +264,6 @@ class Door:
             _start("door", self._listen, store)
 
     def close(self) -> None:
-        """Take nobody in any more."""
         self._closed.set()
 
     def _listen(self, store: dist.Store | None) -> None:

@@ -107,10 +107,7 @@ class JointCluster(Cluster):
         return self.control.gather_reports(report)
 
     def agree(self, action: Action, *, round_over: bool) -> Action:
-        """Return what all processes do after this step: the strongest of their wishes.
-
-        They ask each other about once a second, at the same step.
-        """
+        """Return the strongest wish; processes ask each other about once a second, at one step."""
         if self.control is None:
             return action
         self._steps += 1
@@ -311,7 +308,7 @@ class BarrierCluster(Cluster):
         self._receive()
 
     def agree(self, action: Action, *, round_over: bool) -> Action:
-        """Return what all processes do after this step: the strongest of their wishes.
+        """Return the strongest wish of all processes.
 
         They ask each other where a round's steps are over, or where one of them is to stop: the
         others are in the same round, and hear of it when they come to its end.

@@ -60,7 +60,6 @@ class Delta:
 
     @torch.no_grad()
     def __call__(self, global_: Tensor, pushed: Tensor, factors: Tensor) -> Tensor:
-        """Take a step."""
         merged = mean(global_, pushed, factors)
         before, after = (vector[: self._parameters] for vector in (global_, merged))
         parameter = nn.Parameter(before.clone())
@@ -73,11 +72,9 @@ class Delta:
         return torch.cat([parameter, merged[self._parameters :]])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the momentum."""
         return {"momentum": self._momentum}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
         self._momentum = state["momentum"]
 
 

@@ -136,7 +136,6 @@ class Server:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
         self._replace_weights(state["weights"])
         self.version, self.refused = state["version"], state["refused"]
         self.members.load_state_dict(state)

@@ -85,8 +85,7 @@ class ServedCluster(Cluster):
         self._clock, self._announced = admission.clock, (admission.sequence, -1)
         self._timeout_s = timeout_s
         self._asks_to_stop = False
-        how = self.wire, self.pushes_weights
-        self._link = Channel(admission.pair, weights.vector, *how)
+        self._link = Channel(admission.pair, weights.vector, self.wire, self.pushes_weights)
         self._pulse = Pulse(
             *(SERVER_RANK, admission.pair, timeout_s),
             asks=True,
@@ -94,7 +93,6 @@ class ServedCluster(Cluster):
         )
 
     def turns(self) -> Iterator[Turn]:
-        """Yield this worker's rounds in order."""
         while self._clock < self._rounds:
             yield Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
             self._clock += 1
@@ -122,7 +120,6 @@ class ServedCluster(Cluster):
             self._link.push(report, self.outgoing)
 
     def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
-        """Return the save that rank 0 has announced."""
         return self._announced
 
     def leave(self, sequence: int) -> int:
@@ -137,7 +134,6 @@ class ServedCluster(Cluster):
         self._asks_to_stop = True
 
     def close(self) -> None:
-        """Tell the server that this worker is done."""
         self._pulse.end()
         self._pulse.wait(self._timeout_s)
         with self._exchange():
@@ -434,7 +430,6 @@ class ServingCluster(Cluster):
         return self._announced
 
     def held(self) -> AbstractContextManager:
-        """Hold pushes up for as long as this is open."""
         return self._changed
 
     def state_dict(self) -> dict[str, Any]:
@@ -481,7 +476,6 @@ class ServingCluster(Cluster):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Wait for the serving threads."""
         self._close_door()
         for thread in self._threads:
             thread.join()  # it ends: silent workers are given up

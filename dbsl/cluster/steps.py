@@ -80,7 +80,6 @@ class ComputeTimer:
         return {worker: self._so_far(worker) for worker in sorted({*self._spans, *self._more_s})}
 
     def load_state_dict(self, state: Mapping[int, float]) -> None:
-        """Count on from what `state_dict` returned."""
         self._more_s.update(state)
 
     def _so_far(self, worker: int) -> float:

@@ -21,16 +21,16 @@ ALIGNMENT = 64
 class FlatWeights:
     """One vector that holds a model's parameters and floating-point buffers.
 
-    The model's tensors become views into it: reading `vector` costs no copy, writing to it changes
-    the model. Each tensor starts at a multiple of `ALIGNMENT` numbers; the gaps hold zeros. Call it
-    after the model is on its device and in its dtype, and before an optimizer is built on it or it
-    is compiled.
+    The model's `tensors` become views into it: reading `vector` costs no copy, writing to it
+    changes the model. Each starts at a multiple of `ALIGNMENT` numbers; the gaps hold zeros. Call
+    it after the model is on its device and in its dtype, and before an optimizer is built on it or
+    it is compiled.
     `vector`, [P], has parameters, then floating-point `buffers` (batch norm's statistics). The
     model's other buffers, `counters` (batch norm's step counters), stay outside.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        tensors = list(_floating(model).values())
+        self.tensors = tensors = list(_floating(model).values())
         kinds = {(t.dtype, t.device) for t in tensors}
         if len(kinds) != 1:
             raise SettingError(
@@ -38,7 +38,6 @@ class FlatWeights:
             )
         dtype, device = kinds.pop()
         self.vector = torch.zeros(_padded_length(tensors), dtype=dtype, device=device)
-        self._tensors = tensors
         self._parameters = list(model.parameters())
         self.buffers = self.vector[_padded_length(self._parameters) :]
         self.counters = [b for b in model.buffers() if not b.is_floating_point()]
@@ -47,10 +46,6 @@ class FlatWeights:
                 view.copy_(tensor)
                 tensor.data = view
 
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors of `vector` without the gaps: parameters, then buffers."""
-        return [view for _, view in _views(self.vector, self._tensors)]
-
     @torch.no_grad()
     def load(self, weights: Tensor) -> None:
         """Copy a vector of the same length, from any device, into the model."""
@@ -58,7 +53,7 @@ class FlatWeights:
 
     def first_not_finite(self, vector: Tensor) -> int | None:
         """Return the number of the first tensor that is not finite in a vector of this layout."""
-        finite = [bool(view.isfinite().all()) for _, view in _views(vector, self._tensors)]
+        finite = [bool(view.isfinite().all()) for _, view in _views(vector, self.tensors)]
         return None if all(finite) else finite.index(False)
 
     @contextmanager

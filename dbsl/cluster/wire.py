@@ -228,7 +228,6 @@ class Channel:
         self.wait()
 
     def take_weights(self) -> None:
-        """Receive what `give_weights` sends."""
         self.receive(self.vector.dtype)
         self._keep(self.vector)
 

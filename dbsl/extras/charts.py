@@ -98,7 +98,6 @@ class Charts(Extra):
         self._before = state["trackers"]
 
     def report(self, folder: Path, rows: Sequence[Row]) -> None:
-        """Start the trackers, with their files in the run folder."""
         self._folder = folder
         settings = {name: _plain(value) for name, value in settings_in(folder).items()}
         done = sum(row["event"] == "times" for row in rows)
@@ -120,7 +119,6 @@ class Charts(Extra):
         self._pictures(0.0, again=False)
 
     def row(self, row: Row) -> None:
-        """Show a row; what the sessions before have shown is kept for charts of all workers."""
         event = row["event"]
         if event == "plan":
             self._totals[row["resolution"]] = {name: row[name] for name in PLAN_TOTALS}
@@ -252,8 +250,7 @@ class _WandB(_Tracker):
         self.resumed, self.tracker = before is not None, start_wandb(folder, settings, before)
         self._points: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(dict)
         self._began = self._sent = time.monotonic()
-        self._new, self._epochs = False, 0.0
-        self._hidden: set[str] = set()
+        self._hidden, self._epochs = set[str](), 0.0
         run = self.tracker.tracker
         self.id = run.id
         run.define_metric("epoch", hidden=True)
@@ -271,7 +268,7 @@ class _WandB(_Tracker):
                     line.append((epochs, value))
                     if len(line) > 2 * _POINTS:
                         del line[1:-1:2]
-        self._new, self._epochs = True, max(self._epochs, epochs)
+        self._epochs = max(self._epochs, epochs)
         if not live:
             return
         flat = _flat(kind, values)
@@ -300,13 +297,13 @@ class _WandB(_Tracker):
                 xname="epoch",
             )
         self.log(charts, self._epochs)
-        self._sent, self._new = time.monotonic(), False
+        self._sent = time.monotonic()
 
     def summary(self, values: Mapping[str, Any]) -> None:
         self.tracker.tracker.summary.update(dict(values))
 
     def close(self) -> None:
-        if self._new:
+        if self._points:
             self._send()
 
     def _step(self, epochs: float) -> None:

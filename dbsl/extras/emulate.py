@@ -59,14 +59,11 @@ class Emulate(Extra):
 
     def check(self, config: EmulateSettings, accelerator: Accelerator) -> None:
         """Refuse what is for simulated workers in several processes."""
-        several, noise, gbps = accelerator.num_processes > 1, config.time_noise, config.link_gbps
-        real = "with several processes, whose times and network are real"
-        refuse(
-            [
-                (several and noise, f"time_noise must be 0 {real}", noise),
-                (several and gbps, f"link_gbps must be unset {real}", gbps),
-            ]
-        )
+        if accelerator.num_processes > 1:
+            real = "with several processes, whose times and network are real"
+            noise, gbps = config.time_noise, config.link_gbps
+            refuse([(noise, f"time_noise must be 0 {real}", noise)])
+            refuse([(gbps, f"link_gbps must be unset {real}", gbps)])
 
     def machine(self, config: EmulateSettings) -> Emulation:
         link = (config.link_gbps, config.link_ms, config.link_overlap)
@@ -75,7 +72,7 @@ class Emulate(Extra):
             parse_disturb(config.disturb) if config.disturb else None,
             config.time_noise,
             config.seed,
-            None if config.link_gbps is None else EmulatedLink(*link),
+            EmulatedLink(*link) if config.link_gbps else None,
         )
 
 
@@ -134,7 +131,8 @@ class Emulation(Machine):
         if config.sync == "bsp":
             at_server = config.merge == "delta" or config.push == "gradients"
             return link.barrier_s(size, config.workers, at_server=at_server)
-        return 0.0 if worker == 0 and not config.dedicated_server else link.round_trip_s(size)
+        at_server = worker == 0 and not config.dedicated_server
+        return 0.0 if at_server else 2 * link.message_s(size)  # a push and a pull
 
 
 @lru_cache(maxsize=4096)
@@ -180,10 +178,8 @@ def parse_disturb(value: str) -> Disturbance:
             "disturb must be probability:epochs[:factor], such as 0.1:4-20 or 0.1:4-20:3, "
             f"got {value}"
         )
-    probability, shortest, longest, factor = form.groups()
-    found = Disturbance(
-        float(probability), int(shortest), int(longest or shortest), float(factor or 2)
-    )
+    share, shortest, longest, factor = form.groups()
+    found = Disturbance(float(share), int(shortest), int(longest or shortest), float(factor or 2))
     if not (0 <= found.probability <= 1 and 1 <= found.shortest <= found.longest):
         raise SettingError(
             "disturb must have a probability in [0, 1] and ascending numbers of epochs from 1 on, "
@@ -217,7 +213,3 @@ class EmulatedLink:
         if workers == 1:
             return 0.0
         return self.all_reduce_s(size, workers) + at_server * self.message_s(size)
-
-    def round_trip_s(self, size: float) -> float:
-        """Return the seconds of a push to the server and a pull."""
-        return 2 * self.message_s(size)

@@ -284,7 +284,7 @@ class NoiseProbe:
                 return {}
             found = _named("micro", size, self._pass(images[:size], labels[:size], loss_of))
             return found | _named("gradient", whole, square)
-        if self.kind == "joined" and self._join(turn, batch, part.weight):
+        if self._join(turn, batch, part.weight):
             total = sum(self._joined.values())
             joined = _square(self._sum) / total**2
             return _named("micro", batch, square) | _named("gradient", total, joined)

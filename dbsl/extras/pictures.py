@@ -19,6 +19,7 @@ import numpy as np
 
 from dbsl.base.errors import duration, px, short_loss
 from dbsl.base.files import save_figure
+from dbsl.base.machine import lazy_import
 from dbsl.config.hooks import Extra, Row
 from dbsl.log.rows import read_metrics, report_from_row, together
 from dbsl.plan.stages import Stage
@@ -26,13 +27,14 @@ from dbsl.plan.text import (
     MAX_ROWS,
     comparison,
     epoch_spans,
-    idle_share,
     total_times_s,
     worker_rows,
 )
 from dbsl.plan.types import Plan, RoundReport, plan_from_plain
 from dbsl.run.evaluation import further_sets
 from dbsl.run.folder import settings_in
+
+figures, patches = lazy_import("matplotlib.figure"), lazy_import("matplotlib.patches")
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,14 +89,12 @@ def timeline_figure(
     There is one panel per resolution, in the order in which the run meets them. Where there are
     many workers, neighbours with the same plan share a row.
     """
-    from matplotlib.patches import Patch
-
     shown = []  # plans with their titles
     for resolution in dict.fromkeys(stage.resolution for stage in stages):
         epochs = epoch_spans([stage for stage in stages if stage.resolution == resolution])
         shown.append((plans[resolution], f"{px(resolution, after=' images, ')}{epochs}"))
     heights = [min(len(worker_rows(plan, MAX_ROWS)), MAX_ROWS) + 2.5 for plan, _ in shown]
-    figure = _new_figure(14, 1.5 + 0.36 * sum(heights))
+    figure = figures.Figure(figsize=(14, 1.5 + 0.36 * sum(heights)), layout="constrained")
     figure.suptitle(_timeline_title(stages, plans), fontsize=13)
     panels = figure.subplots(len(shown), 1, squeeze=False, sharex=True, height_ratios=heights)
     for axes, (plan, title) in zip(panels[:, 0], shown, strict=True):
@@ -104,8 +104,8 @@ def timeline_figure(
         told = {SMALL: "computes on small batches", LARGE: "computes on large batches"}
         if any(plan.global_batch_size for plan in plans.values()):
             told = {LARGE: "computes on its part of each global batch"}
-        handles = [Patch(color=color, label=text) for color, text in told.items()]
-        handles.append(Patch(**_WAITS, label="waits for the slowest worker"))
+        handles = [patches.Patch(color=color, label=text) for color, text in told.items()]
+        handles.append(patches.Patch(**_WAITS, label="waits for the slowest worker"))
         figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
     return figure
 
@@ -129,7 +129,8 @@ def _draw_epoch(axes: Axes, plan: Plan, title: str, rounds: int) -> None:
         for start in (round_s * index for index in range(rounds)):
             axes.barh(y, compute_s, left=start, height=0.7, fc=color, ec="white")
             axes.barh(y, round_s - compute_s, left=start + compute_s, height=0.7, **_WAITS)
-        idles = f", idle {100 * idle_share(plan, worker):.1f} %" * (len(plan.workers) > 1)
+        idle = 100 * (1 - worker.predicted_time_s / plan.time_s)
+        idles = f", idle {idle:.1f} %" * (len(plan.workers) > 1)
         text = f"batch {worker.local_batch_size:,}, {worker.samples:,} samples, "
         text += f"{duration(worker.predicted_time_s)}{idles}"
         place = {"transform": axes.get_yaxis_transform(), "va": "center"}
@@ -151,15 +152,13 @@ def curves_figure(metrics: Sequence[Row], *, bce: bool = False, falling: bool = 
     training's loss is binary cross-entropy, evaluation's is cross-entropy. With `falling` the
     learning rate falls inside sub-stages, which are not named by it.
     """
-    from matplotlib.ticker import MaxNLocator
-
     evaluations = [row for row in metrics if row["event"] == "eval"]
     several = any(row.get("worker") for row in metrics if row["event"] == "round")
     simulated = several and all("virtual_time_s" in row for row in evaluations)
     time_key = "virtual_time_s" if simulated else "train_time_s"
     known = [0.0, *(row["epoch"] + 1.0 for row in evaluations)]  # in completed epochs
     times_s = [0.0, *(row[time_key] for row in evaluations)]
-    figure = _new_figure(14, 9)
+    figure = figures.Figure(figsize=(14, 9), layout="constrained")
     strips = "epochs with one resolution" + " and learning rate" * (not falling)
     figure.suptitle(f"Accuracy and loss of the run (each strip: {strips})", fontsize=14)
     panels = figure.subplots(2, 2, sharex="col", sharey="row")
@@ -190,7 +189,7 @@ def curves_figure(metrics: Sequence[Row], *, bce: bool = False, falling: bool = 
         bottom.set_xlim(0, end)
         if bottom.lines:
             _shade(column, stage_spans(metrics), position, end, falling)
-    panels[1, 0].xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+    panels[1, 0].locator_params("x", integer=True, steps=[1, 2, 5, 10])
     if not evaluations:
         panels[0, 0].set_ylim(0, 100)
     panels[0, 0].set_ylabel("accuracy of the evaluation (%)")
@@ -309,12 +308,6 @@ def _shade(
         column[0].text((start + stop) / 2, 1.01, text, fontsize=8, **place)
 
 
-def _new_figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
 def worker_values(metrics: Sequence[Row]) -> tuple[list[int], dict[str, np.ndarray]]:
     """Return a run's epochs and, for each quantity drawn, an array [workers, epochs].
 
@@ -360,27 +353,25 @@ def worker_figure(metrics: Sequence[Row]) -> Figure:
     it has a panel of its own. Next to the shares stands what nobody trained on, and who was lost or
     has joined.
     """
-    from matplotlib.ticker import MaxNLocator
-
     epochs, values = worker_values(metrics)
     alone, shown = len(values["share"]) == 1, dict(_PANELS)
     if not any("virtual_time_s" in row for row in metrics if row["event"] == "round"):
         del shown["compute_time_s"]
     if alone:
         shown = {name: _PANELS[name] for name in ("local_batch_size", "time_s")}
-    figure = _new_figure(9, 2 * len(shown))
+    figure = figures.Figure(figsize=(9, 2 * len(shown)), layout="constrained")
     panels = figure.subplots(len(shown), 1, sharex=True)
     for axes, (name, label) in zip(panels, shown.items(), strict=True):
         _draw(axes, epochs, values[name], values["predicted_time_s"] if name == "time_s" else None)
         axes.set_ylabel(label, fontsize=9)
         if name == "share":
-            _draw_members(axes, epochs, values, worker_marks(metrics))
+            _draw_members(axes, epochs, values, metrics)
         axes.set_ylim(0, 1.1 * axes.dataLim.ymax or 1.0)
         if name in ("time_s", "wait_time_s"):
             fit_axis(axes, duration)
         axes.grid(alpha=0.3)
     panels[-1].set_xlabel("epoch")
-    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels[-1].locator_params("x", integer=True, steps=[1, 2, 5, 10])
     if not alone:
         _add_legend(panels[0])
     _add_legend(panels[[*shown].index("time_s")], ("planned",))
@@ -406,16 +397,13 @@ def _draw(
 
 
 def _draw_members(
-    axes: Axes,
-    epochs: Sequence[int],
-    values: Mapping[str, np.ndarray],
-    marks: Sequence[tuple[str, int, int]],
+    axes: Axes, epochs: Sequence[int], values: Mapping[str, np.ndarray], metrics: Sequence[Row]
 ) -> None:
     """Draw what nobody trained on, in percent, and who was lost or has joined."""
     share, nobody = values["share"], values["nobody"]
     if np.any(nobody > _LEAST_LEFT_OUT):
         axes.bar(epochs, nobody, color="0.8", width=0.8, zorder=0, label="nobody")
-    for kind, worker, epoch in marks:
+    for kind, worker, epoch in worker_marks(metrics):
         if epoch in epochs and worker < len(share):
             color = f"C{worker}" if len(share) <= MAX_LINES else "black"
             place = epoch, np.nan_to_num(share[worker, epochs.index(epoch)])

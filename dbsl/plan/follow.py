@@ -18,6 +18,7 @@ import numpy as np
 
 from dbsl.base.errors import SettingError, px
 from dbsl.config.complete import for_workers
+from dbsl.config.fields import refuse
 from dbsl.config.settings import Balance, RunConfig, takes_joint_steps
 from dbsl.plan.ledger import Ledger, Members, TurnSampler
 from dbsl.plan.machines import (
@@ -136,11 +137,8 @@ class Planner:
         Returns the rounds that it has behind it. At `last`, all of the run's, no epoch is left for
         it, and nothing has changed; nor has it where the plan with it is refused.
         """
-        if worker not in self.members.lost:
-            raise SettingError(
-                f"a worker that joins must be one of {len(self._speeds)} and not there, "
-                f"got worker {worker}"
-            )
+        text = f"a worker that joins must be one of {len(self._speeds)} and not there"
+        refuse([(worker not in self.members.lost, text, f"worker {worker}")])
         first = self.next_epoch(last)
         if first * self._rounds < last:
             self.take_in([worker], first)
@@ -312,10 +310,9 @@ class PlanMaker:
         small = for_workers("small_batch_size", config.small_batch_size, resolutions, workers)
         self._small = {r: row[0] for r, row in zip(resolutions, small, strict=True)}
         by_hand = config.local_batch_sizes or ()
-        if len(by_hand) not in (0, workers, workers * len(resolutions)):
-            raise SettingError(
-                f"local_batch_sizes must have one value per worker ({workers}), got {len(by_hand)}"
-            )
+        unlike = len(by_hand) not in (0, workers, workers * len(resolutions))
+        text = f"local_batch_sizes must have one value per worker ({workers})"
+        refuse([(unlike, text, len(by_hand))])
         rows = [by_hand[i : i + workers] for i in range(0, len(by_hand), workers)]
         rows *= len(resolutions) if len(rows) == 1 else 1
         self._by_hand = dict(zip(resolutions, rows, strict=False))  # of none where none are given
@@ -421,21 +418,16 @@ class PlanMaker:
             return np.array(self._by_hand[resolution])
         total, limits = self._total(resolution), self._limits(resolution)
         check_global_batch(total, limits, self._least)
-        if total > self._samples:
-            raise SettingError(
-                f"global_batch_size must be at most the {self._samples} training samples, "
-                f"got {total}"
-            )
+        text = f"global_batch_size must be at most the {self._samples} training samples"
+        refuse([(total > self._samples, text, total)])
         if model.equal and total <= int(limits.min()) * workers:
             return largest_remainder(np.ones(workers), total)
         return balanced_sizes(total, model, limits, self._least)
 
     def _total(self, resolution: int) -> int:
-        by_hand, large = (
-            self._by_hand.get(resolution, ()),
-            self._known.large_batch_sizes[resolution],
-        )
-        return sum(by_hand) or self._config.global_batch_size or sum(large)
+        by_hand = sum(self._by_hand.get(resolution, ()))
+        large = self._known.large_batch_sizes[resolution]
+        return by_hand or self._config.global_batch_size or sum(large)
 
     def _limits(self, resolution: int) -> np.ndarray:
         """Return the most that each worker may take of a joint step, int64 [n]."""

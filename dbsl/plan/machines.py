@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dbsl.base.errors import SettingError
+from dbsl.config.fields import refuse
 from dbsl.plan.types import TimeModel
 
 NOISE = 0.10  # standard deviation of a measured time, relative
@@ -219,8 +219,6 @@ def balanced_sizes(
 def check_global_batch(global_batch_size: int, limits: np.ndarray, least: int = 1) -> None:
     """Raise ``SettingError`` unless each worker can have `least` samples of the global batch."""
     lowest, highest = least * len(limits), int(limits.sum())
-    if not lowest <= global_batch_size <= highest:
-        raise SettingError(
-            f"global_batch_size must be in [{lowest}, {highest}], {least} a worker up to what all "
-            f"workers hold, got {global_batch_size}"
-        )
+    ends = f"[{lowest}, {highest}], {least} a worker up to what all workers hold"
+    outside = not lowest <= global_batch_size <= highest
+    refuse([(outside, f"global_batch_size must be in {ends}", global_batch_size)])

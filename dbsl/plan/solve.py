@@ -204,13 +204,10 @@ class _DualBatch:
         speeds = self._speeds(self.limits)
         large_part = float(speeds[self.small_workers :].sum() / speeds.sum())
         if small_share is not None:
-            if large_part == 0:
-                raise SettingError("small_share must leave some workers large, got only small ones")
-            if not 0 < small_share < 1 - large_part:
-                raise SettingError(
-                    f"small_share must be in (0, {1 - large_part:.4g}) (what the small workers "
-                    f"would take in large batches), got {small_share:g}"
-                )
+            some, most = "small_share must leave some workers large", 1 - large_part
+            below = f"small_share must be in (0, {most:.4g}) (the small workers' in large batches)"
+            outside = not 0 < small_share < most
+            refuse([(large_part == 0, some, "only small ones"), (outside, below, small_share)])
             return (1 - small_share) / large_part
         ratio = DEFAULT_TIME_RATIO if self.rules.time_ratio is None else self.rules.time_ratio
         if not (math.isfinite(ratio) and ratio > 1):
@@ -292,10 +289,8 @@ class _DualBatch:
         if not small:
             return limits.copy()
         highest = int(limits[:small].max())
-        if not 1 <= batch <= highest:
-            raise SettingError(
-                f"small_batch_size must be in [1, large_batch_size={highest}], got {batch}"
-            )
+        text = f"small_batch_size must be in [1, large_batch_size={highest}]"
+        refuse([(not 1 <= batch <= highest, text, batch)])
         if held := int((limits[:small] < batch).sum()):
             self.notes.append(
                 f"{held} of {small} small workers hold fewer than {batch} samples and take what "

@@ -36,11 +36,6 @@ def worker_rows(
     return rows
 
 
-def idle_share(plan: Plan, worker: WorkerPlan) -> float:
-    """Return the share of an epoch, in [0, 1), in which the worker waits for the slowest."""
-    return 1.0 - worker.predicted_time_s / plan.time_s
-
-
 def epoch_spans(stages: Sequence[Stage]) -> str:
     """Return the epochs of these stages in words, counted from 1: ``epochs 1-40, 81-100``."""
     spans: list[list[int]] = []
@@ -82,7 +77,7 @@ def format_plan(plan: Plan, nodes: Sequence[int] = ()) -> str:
     lines, rows = [line(*_WIDTHS)], worker_rows(plan, nodes=nodes)
     for name, w, node in rows[:MAX_ROWS]:
         counts = name, node, w.local_batch_size, w.samples, w.steps, f"{w.merge_weight:.4f}"
-        idle = f"{100 * idle_share(plan, w):.1f} %"
+        idle = f"{100 * (1 - w.predicted_time_s / plan.time_s):.1f} %"
         lines.append(line(*counts, duration(w.predicted_time_s), idle))
     if len(rows) > MAX_ROWS:
         lines.append(f"{'':>9}  ... and {len(rows) - MAX_ROWS} rows more")

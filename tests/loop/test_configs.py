@@ -10,7 +10,7 @@ from PIL import Image
 
 import train
 from dbsl.config.parse import parse_config, parse_flags, read_settings
-from tests.helpers import ROOT, short, summary_of
+from tests.helpers import ROOT, TINY, short, summary_of, to_flags
 
 CONFIGS = sorted(
     path.relative_to(ROOT)
@@ -40,12 +40,11 @@ def shrunk(config, tmp_path):
     """Return the config with little data, a small model and two epochs; the method stays."""
     sides = (16, 24, 32)[-len(config.resolutions or (0, 0)) :]
     vit = config.model.partition("_")[0] == "vit" or config.model == "test_vit"
-    changes = {
+    changes = TINY | {
         "dataset": "digits",
         "image_column": None,
         "label_column": None,
         "train_samples": 160,
-        "eval_samples": 10,
         "eval_train": False,
         "model": "test_vit" if vit else "test_resnet",
         "pretrained": False,
@@ -55,13 +54,9 @@ def shrunk(config, tmp_path):
         "lr": 0.001,
         "lr_milestones": (),
         "warmup_epochs": None,
-        "slope": (0.001,),
-        "intercept": (0.01,),
         "profile": None,
         "mixed_precision": "no",
-        "cpu_threads": 1,
         "checkpoint_every": 0,
-        "report_to": "none",
         "output_dir": str(tmp_path / "run"),
     }
     if config.local_batch_sizes is not None:
@@ -109,13 +104,12 @@ def test_an_image_folder_is_read_as_its_example_says(tmp_path):
             for number in range(count):
                 pixels = generator.integers(0, 255, (40 + number, 50, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / f"{number}.jpg")
-    settings = ["--config", str(ROOT / "examples/image_folder.yaml"), "--dataset", "photos"]
-    small = ["--no-pretrained", "--model", "test_resnet", "--resolutions", "32,48", "--epochs", "2"]
-    small += ["--large-batch-size", "2", "--small-batch-size", "1", "--loader-workers", "0"]
-    small += ["--slope", "0.001", "--intercept", "0.01", "--report-to", "none"]
-    small += ["--output-dir", "run", "--cpu-threads", "1", "--lr-milestones", "1"]
-    train.main(parse_config(train.Config, settings + small))
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    settings = {"dataset": "photos", "train_samples": None, "eval_samples": None, "epochs": 2}
+    settings |= {"pretrained": False, "resolutions": (32, 48), "lr_milestones": (1,)}
+    settings |= {"large_batch_size": 2, "small_batch_size": 1, "loader_workers": 0}
+    config = ["--config", str(ROOT / "examples/image_folder.yaml")]
+    train.main(parse_config(train.Config, config + to_flags("run", **settings)))
+    summary = summary_of(tmp_path / "run")
     assert (summary["samples_seen"], summary["small_workers"]) == (24, 2)
     assert json.loads((tmp_path / "run/config.json").read_text())["num_classes"] == 2
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from dbsl.base.errors import SaveError, SyncError, one_line_errors
-from dbsl.checkpoint.disk import checkpoints_in
+from dbsl.checkpoint import checkpointer, disk
 from dbsl.plan.machines import check_global_batch
 from experiments.benchmarks import fuzz
 from tests.helpers import each_step, rows, short, slow, summary_of
@@ -25,7 +25,7 @@ def test_rounds_that_are_not_finite_are_refused_and_too_many_stop_the_run(tmp_pa
         run(tmp_path / "run", **{**MODES[mode], **ONE_SIDE, **bad})
     if mode != "gradients":  # whose rounds are recorded by epoch
         assert sum(row.get("refused", False) for row in rows(tmp_path / "run", "round")) > 3
-    for found in checkpoints_in(tmp_path / "run"):
+    for found in disk.checkpoints_in(tmp_path / "run"):
         state = load_file(found.folder / "model.safetensors")
         assert all(value.isfinite().all() for value in state.values() if value.is_floating_point())
 
@@ -62,9 +62,7 @@ def test_one_bad_round_among_good_ones_is_told_at_once_and_does_not_stop_the_run
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_ones(
     tmp_path, monkeypatch, capsys
 ):
-    import dbsl.checkpoint.checkpointer
-
-    write, count = dbsl.checkpoint.checkpointer.write_shard, iter(range(9))
+    write, count = checkpointer.write_shard, iter(range(9))
 
     def full(folder, *rest, **late):
         if next(count) == 1:
@@ -73,7 +71,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_on
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(folder, *rest, **late)
 
-    monkeypatch.setattr(dbsl.checkpoint.checkpointer, "write_shard", full)
+    monkeypatch.setattr(checkpointer, "write_shard", full)
     with pytest.raises(SystemExit) as stopped, one_line_errors():
         run(tmp_path / "run", **ROUNDS, **SHORT)
     assert stopped.value.code == 2
@@ -86,16 +84,14 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_on
 def test_a_checkpoint_that_cannot_be_removed_is_told_of_and_costs_nothing(
     tmp_path, monkeypatch, capsys
 ):
-    import dbsl.checkpoint.disk
-
-    remove = dbsl.checkpoint.disk.remove
+    remove = disk.remove
 
     def refusing(folder):
         if folder.name == "epoch-0001":
             raise PermissionError(errno.EACCES, "Permission denied", str(folder))
         remove(folder)
 
-    monkeypatch.setattr(dbsl.checkpoint.disk, "remove", refusing)
+    monkeypatch.setattr(disk, "remove", refusing)
     run(tmp_path / "run", **ROUNDS, **SHORT, keep_checkpoints=1)
     folder = tmp_path / "run/checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["epoch-0001", "epoch-0002"]

@@ -125,32 +125,27 @@ def test_every_fork_applies_is_short_and_says_what_it_does(tmp_path):
 
 
 @pytest.mark.parametrize("mode", short(MODES, "bsp", "step", "gradients"))
-def test_a_table_trains_by_every_sync_and_goes_on_to_the_same_bits(fork, tmp_path, mode, capsys):
-    train_it = partial(run, fork("tabular"))
-    settings = {**COMMON, "lr": 0.05, **MODES[mode]}
-    summary = train_it(tmp_path / "whole", **settings)
-    assert (summary["classes"], summary["samples_seen"]) == (3, 2 * 142)
-    printed = capsys.readouterr().out
+def test_a_table_trains_by_every_sync_is_saved_and_goes_on_to_the_same_bits(
+    fork, tmp_path, mode, capsys
+):
+    tabular, folder = fork("tabular"), tmp_path / "whole"
+    settings = {**COMMON, "lr": 0.05, **MODES[mode], "epochs": 8 if mode == "bsp" else 2}
+    summary = run(tabular, folder, **settings)
+    assert (summary["classes"], summary["samples_seen"]) == (3, settings["epochs"] * 142)
+    assert mode != "bsp" or summary["final_accuracy"] > 0.8  # of three classes
+    printed, card = capsys.readouterr().out, (folder / "README.md").read_text()
     assert "build_mlp on wine: 142 training samples, 36 for evaluation" in printed
     assert " samples/s" in printed
     assert not re.search(r"\d px|image", printed)
-    goes_on_to_the_bits(tmp_path, 9, train_it, settings)
-
-
-def test_a_model_of_ones_own_is_saved_as_weights_and_the_card_says_how_to_read_them(fork, tmp_path):
-    tabular, folder = fork("tabular"), tmp_path / "wine"
-    summary = run(tabular, folder, **{**COMMON, **ROUNDS, "epochs": 8, "lr": 0.05})
-    assert summary["final_accuracy"] > 0.8  # of three classes
+    assert 'model.load_state_dict(load_file("whole/model.safetensors"))' in card
+    assert not re.search(" px|timm", card.replace("torch, timm", ""))
     assert not list(folder.rglob("config.json"))
     model = tabular.build_mlp()
     model.load_state_dict(load_file(folder / "model.safetensors"))
     assert all(value.isfinite().all() for value in model.state_dict().values())
-    card = (folder / "README.md").read_text()
-    assert 'model.load_state_dict(load_file("wine/model.safetensors"))' in card
-    assert "timm" not in card.replace("torch, timm", "")
-    assert " px" not in card
     assert "dataset: wine\n" in (folder / "config.yaml").read_text()
     assert list(json.loads((folder / "plan.json").read_text())) == ["plan"]
+    goes_on_to_the_bits(tmp_path, 9, partial(run, tabular), settings)
 
 
 def test_step_times_of_a_table_are_measured_with_its_own_inputs(fork, tmp_path, capsys):
@@ -228,9 +223,6 @@ def test_focal_loss_is_cross_entropy_with_exponent_zero(fork):
         expected = ((1 - torch.exp(-losses)) ** gamma * losses).mean()
         found = loss_function(nn.Identity(), logits, labels, config)
         torch.testing.assert_close(found, expected)
-    config.focal_gamma = 0.0
-    found = loss_function(nn.Identity(), logits, labels, config)
-    torch.testing.assert_close(found, losses.mean())
 
 
 def test_one_cycle_rises_and_falls(fork):
@@ -260,12 +252,9 @@ def test_a_metric_of_ones_own_is_in_the_metrics_the_epochs_line_and_the_summary(
     assert f"  accuracy_of_7 {row['accuracy_of_7']:.3f}  (12 more)  " in line
 
 
-@pytest.mark.parametrize(
-    ("name", "owner"),
-    [("accuracy", "Evaluation"), ("ema_loss", "Evaluation"), ("epoch", "a round's row")],
-)
-def test_a_metric_with_the_name_of_a_field_is_refused(name, owner):
-    with pytest.raises(SettingError, match=f"more of Evaluation .* got '{name}', which {owner}"):
+@pytest.mark.parametrize("name", ["accuracy", "ema_loss", "epoch"])
+def test_a_metric_with_the_name_of_a_field_is_refused(name):
+    with pytest.raises(SettingError, match=f"more of Evaluation .* got '{name}', which "):
         Evaluation(0.5, 1.0, 10, 32, more={name: 0.25})
 
 
@@ -369,11 +358,7 @@ def test_a_second_evaluation_set_is_a_flag(fork, tmp_path):
 
 def test_further_sets_are_evaluated_recorded_and_told(tmp_path, capsys):
     data, other = TensorData(table(60), table(), 3), table(20)
-    also = {
-        "same": data,
-        "source": TensorData(table(), other, 3).evaluation,
-        "dataset": other,
-    }
+    also = {"same": data, "source": TensorData(table(), other, 3).evaluation, "dataset": other}
     opened(tmp_path / "run", data, hidden, also=also, lr=0.05, eval_every=2, epochs=4)
     (first, last) = rows(tmp_path / "run", "eval")
     for row in (first, last):
@@ -401,15 +386,17 @@ def hidden(width=4, classes=3):
     return nn.Sequential(nn.Linear(width, 8), nn.Linear(8, classes))
 
 
+def weights_and_biases(model):
+    return [[p for p in model.parameters() if p.dim() == dims] for dims in (2, 1)]
+
+
 def two_rates(model, config):
-    weights = [p for p in model.parameters() if p.dim() > 1]
-    biases = [p for p in model.parameters() if p.dim() == 1]
+    weights, biases = weights_and_biases(model)
     return torch.optim.SGD([{"params": weights}, {"params": biases, "lr": 0.0}], lr=config.lr)
 
 
 def muon(model, config):
-    weights = [p for p in model.parameters() if p.dim() > 1]
-    biases = [p for p in model.parameters() if p.dim() == 1]
+    weights, biases = weights_and_biases(model)
     return [torch.optim.Muon(weights, lr=config.lr), torch.optim.AdamW(biases, lr=config.lr / 10)]
 
 
@@ -477,10 +464,7 @@ def sgd(model, config):
 PARTS = OWN_MODES["parts"]
 UNLIKE = [(torch.zeros(4), 0), (torch.zeros(5), 1)]
 REFUSED = [
-    (
-        data_of(UNLIKE, table()),
-        r"train must have inputs of one .* float32 \[4\] .* \[5\] in sample 1",
-    ),
+    (data_of(UNLIKE, table()), r"train must have inputs of one .* \[4\] .* \[5\] in sample 1"),
     (data_of(table(), table(width=5)), r"evaluation must have .* \[5\] in sample 0"),
     (data_of(table(classes=4), table()), r"labels in \[0, 3\), got 3 in sample 3"),
     (data_of(torch.zeros(8, 4), table()), "train must give a pair of a tensor and a"),
@@ -510,18 +494,9 @@ REFUSED = [
     ({"build": lambda *_: None}, "optimizer must build an optimizer of torch"),
     ({"build": lambda *_: []}, "optimizer must build an optimizer of torch"),
     ({"build": "sgd"}, "optimizer must be a function of model and settings, got str"),
-    (
-        {"build": lambda model, config: two_rates(model.requires_grad_(False), config)},
-        "optimizer must leave parameters that are trained, got all frozen",
-    ),
-    (
-        {"build": lambda *given: [two_rates(*given), two_rates(*given)]},
-        "optimizer must have each parameter once",
-    ),
-    (
-        {"build": lambda model, config: two_rates(model[1], config)},
-        r"optimizer must have all parameters that are trained .* none for 0.weight and 1 more",
-    ),
+    ({"build": lambda net, c: two_rates(net.requires_grad_(False), c)}, "got all frozen"),
+    ({"build": lambda *given: [two_rates(*given)] * 2}, "optimizer must have each parameter once"),
+    ({"build": lambda net, c: two_rates(net[1], c)}, "all parameters .* for 0.weight and 1 more"),
 ]
 
 
@@ -605,8 +580,7 @@ def test_a_run_that_ends_early_tells_what_it_trained_and_goes_on_to_the_same_bit
 
 
 def test_a_run_that_is_to_end_with_an_epoch_that_is_not_evaluated_takes_one_that_is(tmp_path):
-    data = TensorData(table(120), table(), 3)
-    loop = ends_by("finish", epochs=1)
+    data, loop = TensorData(table(120), table(), 3), ends_by("finish", epochs=1)
     opened(tmp_path / "run", data, hidden, loop=loop, eval_every=3, **LONG)
     assert [row["epoch"] for row in rows(tmp_path / "run", "eval")] == [1]
     assert summary_of(tmp_path / "run")["epochs"] == 2

@@ -1,7 +1,7 @@
 """One function is the loss of training, step times, memory and the noise scale, with figures."""
 
 import re
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,7 +114,8 @@ def run(folder, loss_function, model=Net, figures=None, **settings):
         patch.setattr(train, "loss_function", loss_function)
         own = {"data": table(), "model": model, "figures": figures}
         with open_session(config, loss_function, **own) as session:
-            train.train(session)
+            if not config.plan_only:
+                train.train(session)
 
 
 def check_means(folder):
@@ -131,21 +132,6 @@ def check_means(folder):
         assert row["one"] == pytest.approx(1)
 
 
-@pytest.mark.parametrize("mode", short(MODES, "bsp", "step", "gradients"))
-def test_figures_are_means_over_the_samples_of_all_workers_and_batches(tmp_path, mode, capsys):
-    run(tmp_path / "run", numbered, **MODES[mode], log_every=2)
-    check_means(tmp_path / "run")
-    assert rows(tmp_path / "run", "step")
-    line = capsys.readouterr().out.split("epoch 1/2")[1].splitlines()[0]
-    loss, told = line.split("  number ")
-    assert loss.split("loss ")[1] == told.split("like_the_loss ")[1].split()[0]
-    assert told.startswith("21.500  one 1.000  ")
-
-
-def in_ranks(folder, ranks, *given, **settings):
-    end_ranks(start_ranks(lambda: run(folder, *given, **settings | {"workers": None}), ranks))
-
-
 TWO = {"local_batch_sizes": (2, 5)}
 IN_RANKS = {
     "bsp": {"large_batch_size": (6,), "rounds_per_epoch": 2},
@@ -158,9 +144,22 @@ IN_RANKS = {
 
 @pytest.mark.parametrize("mode", short(IN_RANKS, "bsp", "step"))
 def test_figures_of_other_processes_come_with_their_reports(tmp_path, mode):
-    in_ranks(tmp_path / "run", 2 + (mode == "served"), numbered, **IN_RANKS[mode], log_every=2)
+    settings = {**IN_RANKS[mode], "workers": None, "log_every": 2}
+    call = partial(run, tmp_path / "run", numbered, **settings)
+    end_ranks(start_ranks(call, 2 + (mode == "served")))
     check_means(tmp_path / "run")
     assert {row["worker"] for row in rows(tmp_path / "run", "step")} == {0, 1}
+
+
+@pytest.mark.parametrize("mode", short(MODES, "bsp", "step", "gradients"))
+def test_figures_are_means_over_the_samples_of_all_workers_and_batches(tmp_path, mode, capsys):
+    run(tmp_path / "run", numbered, **MODES[mode], log_every=2)
+    check_means(tmp_path / "run")
+    assert rows(tmp_path / "run", "step")
+    line = capsys.readouterr().out.split("epoch 1/2")[1].splitlines()[0]
+    loss, told = line.split("  number ")
+    assert loss.split("loss ")[1] == told.split("like_the_loss ")[1].split()[0]
+    assert told.startswith("21.500  one 1.000  ")
 
 
 @pytest.mark.parametrize("mode", short(["step", "bsp", "asp"], "step"))
@@ -294,58 +293,57 @@ def test_settling_the_names_leaves_weights_statistics_gradients_and_random_strea
 # --- one function for all that trains and measures
 
 
-def profile_of(step, sizes):
-    times = [0.01 + 0.001 * size for size in sizes]
-    return fit_profile(step.resolution, sizes, times, [0.0] * len(sizes))
-
-
-def test_step_times_and_memory_of_a_distilling_run_call_the_teacher_as_often_as_the_model(
-    tmp_path, monkeypatch
-):
-    teacher, calls, students = Teacher(), {}, []
-    forward = Net.forward
+@pytest.fixture
+def students(monkeypatch):
+    """Give the batches that models are called with, each with whether it is one to train on."""
+    forward, found = Net.forward, []
 
     def student(self, inputs):
-        students.append(len(inputs))
+        found.append((len(inputs), self.training and torch.is_grad_enabled()))
         return forward(self, inputs)
 
-    def profiled(step, sizes, **_):
+    monkeypatch.setattr(Net, "forward", student)
+    return found
+
+
+def test_step_times_and_memory_call_the_teacher_as_often_as_the_model_and_are_kept_by_its_text(
+    tmp_path, monkeypatch, students
+):
+    teacher, calls, timed = Teacher(), [], []
+
+    def measured(step, sizes):
         before, own = teacher.calls, len(students)
         for size in sizes:
             step(size)
-        calls["times"] = teacher.calls - before, len(students) - own
-        return profile_of(step, sizes)
+        calls.append((teacher.calls - before, len(students) - own))
+
+    def profiled(step, sizes, **_):
+        timed.append(sizes)
+        measured(step, sizes)
+        times = [0.01 + 0.001 * size for size in sizes]
+        return fit_profile(step.resolution, sizes, times, [0.0] * len(sizes))
 
     def memory(step, sizes):
-        before, own = teacher.calls, len(students)
-        step(max(sizes))
-        calls["memory"] = teacher.calls - before, len(students) - own
+        measured(step, [max(sizes)])
         return MemoryModel(1e9, 2e7, 12 * GIB, 0.05, 1e9, "a test's")
 
-    monkeypatch.setattr(Net, "forward", student)
     monkeypatch.setattr("dbsl.profile.cache.profile_steps", profiled)
     monkeypatch.setattr("dbsl.profile.cache.profile_memory", memory)
-    settings = {"slope": None, "intercept": None, "large_batch_size": "auto", "plan_only": True}
-    config = train.Config(**{**SETTINGS, **settings, "output_dir": str(tmp_path / "run")})
-    with open_session(config, distilling(teacher), data=table(), model=Net):
-        pass
-    assert calls["times"][0] == calls["times"][1] > 0
-    assert calls["memory"] == (1, 1)
+    settings = {"slope": None, "intercept": None, "plan_only": True}
+    run(tmp_path / "run", distilling(teacher), large_batch_size="auto", **settings)
+    assert {*calls} > {(1, 1)}  # of memory; those of times are more
+    assert all(theirs == own > 0 for theirs, own in calls)
+    for loss_function in (numbered, numbered, distilling(Teacher())):
+        run(tmp_path / "run", loss_function, large_batch_size=(8,), **settings)
+    assert len(timed) == 2
 
 
 @pytest.mark.parametrize("mode", short(["step", "bsp", "asp"], "step"))
-def test_the_noise_scale_of_a_distilling_run_is_of_its_own_loss(tmp_path, monkeypatch, mode):
+def test_the_noise_scale_of_a_distilling_run_is_of_its_own_loss(
+    tmp_path, monkeypatch, students, mode
+):
     """Whatever passes the model passes the teacher, too: in training and in what is measured."""
-    teacher, trained, within = Teacher(), [], []
-    forward = Net.forward
-
-    def student(self, inputs):
-        if self.training and torch.is_grad_enabled():
-            trained.append(len(inputs))
-        return forward(self, inputs)
-
-    monkeypatch.setattr(Net, "forward", student)
-    whole = NoiseProbe.measure
+    teacher, within, whole = Teacher(), [], NoiseProbe.measure
 
     def counted(self, *arguments):
         before = teacher.calls
@@ -355,27 +353,10 @@ def test_the_noise_scale_of_a_distilling_run_is_of_its_own_loss(tmp_path, monkey
 
     monkeypatch.setattr(NoiseProbe, "measure", counted)
     run(tmp_path / "run", distilling(teacher), **MODES[mode])
-    assert teacher.calls == len(trained)
-    assert teacher.samples == sum(trained)
+    trained = [size for size, to_train in students if to_train]
+    assert (teacher.calls, teacher.samples) == (len(trained), sum(trained))
     if mode != "bsp":  # which joins gradients that are there
         assert (1, True) in within
-
-
-def test_step_times_are_kept_by_the_text_of_the_loss_function(tmp_path, monkeypatch):
-    measured = []
-
-    def profiled(step, sizes, **_):
-        measured.append(step)
-        return profile_of(step, sizes)
-
-    monkeypatch.setattr("dbsl.profile.cache.profile_steps", profiled)
-    settings = {"slope": None, "intercept": None, "large_batch_size": (8,), "plan_only": True}
-    for loss_function in (numbered, numbered, distilling(Teacher()), distilling(Teacher())):
-        AcceleratorState._reset_state(True)
-        config = train.Config(**{**SETTINGS, **settings, "output_dir": str(tmp_path / "run")})
-        with open_session(config, loss_function, data=table(), model=Net):
-            pass
-    assert len(measured) == 2
 
 
 # --- models of several outputs

@@ -35,6 +35,10 @@ DEIT3 = {
     **{"--bce-target-thresh": None, "--color-jitter": (0.3,), "--reprob": 0.0, "--aug-repeats": 3},
     **{"--train-interpolation": "bicubic", "--crop-pct": 1.0, "--warmup-prefix": False},
 }
+SMALL = {
+    **{"dataset": "digits", "train_samples": 48, "eval_samples": 10, "loader_workers": 0},
+    **{"slope": (0.001,), "intercept": (0.01,), "report_to": "none", "cpu_threads": 1},
+}
 RECIPES = {"a3": A3, "deit3_small": DEIT3}
 
 
@@ -76,9 +80,7 @@ def test_each_of_timms_options_is_a_flag_here_or_has_a_reason():
     ],
 )
 def test_a_rate_for_other_batches_is_kept_and_told_with_timms_rule(capsys, settings, advice):
-    tiny = {"dataset": "digits", "train_samples": 48, "eval_samples": 10, "resolutions": (16,)}
-    tiny |= {"model": "test_resnet", "slope": (0.001,), "intercept": (0.01,), "loader_workers": 0}
-    tiny |= {"report_to": "none", "cpu_threads": 1, "plan_only": True}
+    tiny = {**SMALL, "model": "test_resnet", "resolutions": (16,), "plan_only": True}
     train.main(replace(recipe("a3"), **tiny | settings))
     said = capsys.readouterr().out
     assert ("warning" in said) == (advice is not None)
@@ -91,10 +93,9 @@ def test_a_rate_for_other_batches_is_kept_and_told_with_timms_rule(capsys, setti
 def test_a_recipe_in_small_goes_on_to_the_same_bits(tmp_path, name):
     config = replace(
         recipe(name),
-        **{"dataset": "digits", "train_samples": 48, "eval_samples": 10, "resolutions": (16, 32)},
-        **{"model": "test_resnet" if name == "a3" else "test_vit", "epochs": 2},
-        **{"global_batch_size": 12, "slope": (0.001,), "intercept": (0.01,), "loader_workers": 0},
-        **{"warmup_epochs": 0.5, "report_to": "none", "mixed_precision": "no", "cpu_threads": 1},
+        **{**SMALL, "model": "test_resnet" if name == "a3" else "test_vit", "epochs": 2},
+        **{"resolutions": (16, 32), "global_batch_size": 12, "warmup_epochs": 0.5},
+        mixed_precision="no",
     )
     train.main(replace(config, output_dir=str(tmp_path / "whole")))
     parts = replace(config, output_dir=str(tmp_path / "parts"))

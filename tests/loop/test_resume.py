@@ -432,6 +432,7 @@ def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, mode, workers)
 
 
 BY_STEP = {**JOINT, "small_workers": None, "rounds_per_epoch": 1}
+WIDER = {"local_batch_sizes": None, "global_batch_size": 24}
 BY_ROUND = {"sync": "bsp", "push": "weights", "local_batch_sizes": None, **ROUNDS}
 # What plans are made from, or how workers meet: what is refused inside an epoch, and how.
 CHANGES = {
@@ -445,17 +446,11 @@ CHANGES = {
     ("bsp", "asp"): ({"sync": "asp"}, None),
     ("bsp", "step"): ({**BY_STEP, "sync": "step"}, "sync must stay bsp"),
     ("bsp", "gradients"): ({**BY_STEP, "push": "gradients"}, "push must stay weights"),
-    ("step", "global_batch_size"): (
-        {"local_batch_sizes": None, "global_batch_size": 24},
-        "global_batch_size at 32 px must stay 16",
-    ),
+    ("step", "global_batch_size"): (WIDER, "global_batch_size at 32 px must stay 16"),
     ("step", "drop_last"): ({"drop_last": True}, "drop_last must stay false"),
     ("step", "bsp"): (BY_ROUND, "sync must stay step"),
     ("step", "gradients"): ({"sync": "bsp", "push": "gradients"}, "sync must stay step"),
-    ("gradients", "global_batch_size"): (
-        {"local_batch_sizes": (4, 4, 4, 8)},
-        "global_batch_size at 16 px must stay 16",
-    ),
+    ("gradients", "global_batch_size"): (WIDER, "global_batch_size at 16 px must stay 16"),
     ("gradients", "bsp"): ({**BY_ROUND, "push_every": 1}, "push must stay gradients"),
     ("gradients", "step"): (
         {"sync": "step", "push": "weights", "push_every": 1},
@@ -601,10 +596,7 @@ def test_what_was_found_for_other_workers_is_found_anew(left):
     found = newest(left("bsp", False))
     now = resume.adapt_to_processes(with_resolved(given), found, 2, given)
     assert (now.workers, now.small_workers, now.small_batch_size) == (2, None, None)
-
-
-def test_batches_of_two_workers_are_no_batches_of_two_resolutions(left):
-    found = newest(left("bsp", False))
+    # Batches of two workers are no batches of two resolutions.
     sizes = {"local_batch_sizes": [3, 5], "resolutions": [16, 32]}
     manifest = replace(found.manifest, workers=2, config={**found.manifest.config, **sizes})
     given = Config(workers=1, local_batch_sizes=(3, 5), resolutions=(16, 32))

@@ -205,13 +205,6 @@ def test_two_processes_at_a_barrier_repeat_to_the_bit_however_they_are_launched(
     assert samples_by_epoch(tmp_path / "one", 2) == [60] * 2
 
 
-@pytest.mark.parametrize("sync", short(["asp", "ssp"], "asp"))
-def test_two_processes_through_the_server_finish_with_everything_counted(tmp_path, sync):
-    run_in_ranks(tmp_path / "run", sync=sync)
-    assert [event["epoch"] for event in rows(tmp_path / "run", "eval")] == [0, 1, 2]
-    assert samples_by_epoch(tmp_path / "run") == [60] * 3
-
-
 def test_an_outer_step_in_processes_is_that_of_one_process(tmp_path):
     settings = {"rounds_per_epoch": 2, "lr": 0.005, "mixed_precision": "no", **SHORT}
     outer = {"merge": "delta", "outer_lr": 0.3, "outer_momentum": 0.5}
@@ -286,19 +279,21 @@ def test_plans_that_follow_simulated_times_repeat_to_the_bit(tmp_path, capsys, h
 
 SLOW = {"train_samples": 80, "slowdown": "1:100", "global_batch_size": 20}
 HARD = {
+    **{sync: {**SETTINGS, "train_samples": 60, "sync": sync} for sync in ("asp", "ssp")},
     "one-sample-more": {"train_samples": 41, "local_batch_sizes": (30, 10)},  # than a global batch
     "100-times-slower": {**SLOW, "balance": "dynamic"},
     "100-times-slower-dbs": {**SLOW, "balance": "dbs"},
-    "ssp-gradients": {
-        **{"train_samples": 80, "push": "gradients", "sync": "ssp", "local_batch_sizes": (17, 3)}
-    },
+    "ssp-gradients": {"push": "gradients", "sync": "ssp", "local_batch_sizes": (17, 3)},
 }
 
 
-@pytest.mark.parametrize("case", short(HARD, "one-sample-more", "ssp-gradients"))
-def test_no_joint_step_hangs(tmp_path, case):
-    run_in_ranks(tmp_path / "run", **{**JOINT, "sync": "step", **HARD[case]})
-    assert samples_by_epoch(tmp_path / "run", 2) == [HARD[case]["train_samples"]] * 2
+@pytest.mark.parametrize("case", short(HARD, "asp", "one-sample-more", "ssp-gradients"))
+def test_two_processes_finish_with_everything_counted_and_none_hangs(tmp_path, case):
+    settings = {**JOINT, "sync": "step", **HARD[case]}
+    run_in_ranks(tmp_path / "run", **settings)
+    epochs, samples = settings["epochs"], settings["train_samples"]
+    assert [event["epoch"] for event in rows(tmp_path / "run", "eval")] == [*range(epochs)]
+    assert samples_by_epoch(tmp_path / "run", epochs) == [samples] * epochs
 
 
 def test_an_existing_run_folder_stops_every_process_and_stays_as_it_was(tmp_path):
@@ -438,13 +433,9 @@ REFUSED = [
     (["--report-to", ABSENT], f"report_to must name an installed tracker, got {ABSENT!r}"),
     # without effect
     (["--staleness", "3"], "staleness must be 1 except with sync ssp, got 3"),
-    (["--staleness", "0", "--sync", "asp"], "staleness must be 1 except with sync ssp, got 0"),
     (["--outer-lr", "0.5"], "outer_lr must be 0.7 except with merge delta, got 0.5"),
-    (["--outer-momentum", "0.5", "--merge", "mean"], "outer_momentum must be 0.9 except with mer"),
     (["--balance-every", "3"], "balance_every must be unset except with balance, got 3"),
     # no value of the flag's type
-    (["--lr", "abc"], "--lr must be a number, got 'abc'"),
-    (["--lr", "0.1", "0.2"], "--lr must be a number, got '0.1 0.2'"),
     (["--lr"], "--lr must be a number, got nothing"),
     (["--small_workers", "x"], "--small-workers must be a whole number, got 'x'"),
     (["--sync", "bps"], "--sync must be bsp, ssp, asp or step, got 'bps'"),

@@ -137,7 +137,7 @@ def train(cluster, stepper, case):
         cluster.push([report_of(w, turn.round, share, turn.epoch) for w, share in shares.items()])
     cluster.close()
     # Without the gaps between tensors.
-    return torch.cat([tensor.flatten() for tensor in cluster.weights.tensors()])
+    return torch.cat([tensor.flatten() for tensor in cluster.weights.tensors])
 
 
 def report_of(worker, round_=0, share=0.5, epoch=0, refused=False):

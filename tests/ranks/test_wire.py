@@ -159,7 +159,7 @@ def killed(rank):
 
 def test_a_rank_that_is_killed_fails_its_test_unless_that_expects_it(run_ranks):
     assert run_ranks(killed, expect_errors=True) == [None, None]
-    with pytest.raises(AssertionError, match="rank 1 ended with exit code -9"):
+    with pytest.raises(AssertionError, match=r"\[.*-9\]"):
         run_ranks(killed)
 
 

@@ -153,10 +153,7 @@ class Mirror(Extra):
     def open(
         self, config: MirrorSettings, folder: Path, found: Found | None, accelerator: Accelerator
     ) -> None:
-        """Take the URL for the run, or refuse on every process.
-
-        It may not be writable, or have another run or newer checkpoints than this one.
-        """
+        """Take the URL for the run, or refuse on every process."""
         kept: dict[str, Any] = {}
         with suppress(OSError, ValueError):
             kept = json.loads((folder / OWN_FILE).read_text(encoding="utf-8"))
@@ -205,7 +202,6 @@ class Mirror(Extra):
         return {"mirror_failures": self.failures} if self.failures else {}
 
     def close(self, kind: type[BaseException] | None) -> None:
-        """Mirror the last state."""
         if self._closed:
             return
         self._closed = True

@@ -24,9 +24,9 @@ from dbsl.base.seeds import generator
 from dbsl.config.fields import Needs, Role, Within
 from dbsl.config.hooks import Extra
 from dbsl.config.image_settings import ImageConfig
+from dbsl.data.dataset import Splits
 from dbsl.data.images import ImageLoader, Request
 from dbsl.data.sources import Batch
-from dbsl.data.tables import Splits
 from dbsl.data.transforms import Transform
 from dbsl.extras.streaming.blocks import Blocks
 from dbsl.extras.streaming.groups import GroupCache

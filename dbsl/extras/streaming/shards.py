@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -21,8 +21,7 @@ import numpy as np
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import hub_or_cache, lazy_import
 from dbsl.config.image_settings import ImageConfig
-from dbsl.data.images import ImageSplit, Stored
-from dbsl.data.tables import (
+from dbsl.data.dataset import (
     EVAL_SPLITS,
     HUB_ID,
     Splits,
@@ -30,6 +29,7 @@ from dbsl.data.tables import (
     label_splits,
     same_classes,
 )
+from dbsl.data.images import ImageSplit, Stored
 from dbsl.extras.streaming.groups import GroupCache
 
 datasets, fsspec, pa = lazy_import("datasets"), lazy_import("fsspec"), lazy_import("pyarrow")
@@ -284,16 +284,13 @@ def _read_one(
 @contextmanager
 def _opened(url: str, origin: str) -> Iterator[parquet.ParquetFile]:
     system, path = fsspec.core.url_to_fs(url)
-    metadata = _metadata(url, origin)
+    options = {"metadata": _metadata(url, origin)}
     if isinstance(system, local.LocalFileSystem):
-        with parquet.ParquetFile(path, metadata=metadata, buffer_size=2**20) as shard:
-            yield shard
+        file, options["buffer_size"] = nullcontext(path), 2**20
     else:  # a column of a row group is one request; readers would fetch more than that
-        with (
-            system.open(path, "rb", cache_type="none") as file,
-            parquet.ParquetFile(file, metadata=metadata) as shard,
-        ):
-            yield shard
+        file = system.open(path, "rb", cache_type="none")
+    with file as source, parquet.ParquetFile(source, **options) as shard:
+        yield shard
 
 
 @lru_cache(maxsize=256)

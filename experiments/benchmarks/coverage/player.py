@@ -157,7 +157,8 @@ class _Player:
         for worker, plan in ((w, segment.plan.workers[w]) for w in turn.workers):
             values = {"resolution": run.stage_at(turn.epoch).resolution, "steps": len(steps)}
             values |= {"local_batch_size": plan.local_batch_size, "samples": own[worker]}
-            values |= {"merge_weight": plan.merge_weight, "time_s": 0.0, "loss": 0.0}
+            values |= {"merge_weight": plan.merge_weight, "learning_rate": 1.0}
+            values |= {"time_s": 0.0, "loss": 0.0}
             values["predicted_time_s"] = plan.predicted_time_s * own[worker] / max(plan.samples, 1)
             reports.append(RoundReport(worker, turn.epoch, turn.round, **values))
         cluster.push(reports)

@@ -24,8 +24,7 @@ import torch
 from torchvision.transforms import v2
 
 from dbsl.config.image_settings import AugmentKwargs, ImageConfig
-from dbsl.data.dataset import load_data
-from dbsl.data.tables import choose_columns
+from dbsl.data.dataset import choose_columns, load_data
 from dbsl.data.transforms import Transform
 from dbsl.run.accelerator import keep_freed_memory
 

@@ -134,7 +134,7 @@ def test_equal_workers_with_a_step_a_round_equal_one_process_on_the_joined_batch
         joined = [i for worker in range(workers) for i in sampler.indices(worker, *place)]
         sgd_steps(alone, images, labels, [joined])
     expected = [parameter.detach() for parameter in alone.parameters()]
-    torch.testing.assert_close(cluster.weights.tensors(), expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(cluster.weights.tensors, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_a_thousand_workers_are_scheduled_without_training(tiny_model):

@@ -25,7 +25,7 @@ def test_model_and_vector_are_one_memory_and_the_model_computes_as_before():
 def test_vector_holds_parameters_and_running_statistics_but_no_integers():
     model = torch.nn.BatchNorm2d(4)
     weights = FlatWeights(model)
-    found = [tensor.tolist() for tensor in weights.tensors()]
+    found = [tensor.tolist() for tensor in weights.tensors]
     assert found == [[1.0] * 4, [0.0] * 4, [0.0] * 4, [1.0] * 4]
     assert len(weights.buffers) == 2 * ALIGNMENT
     assert weights.vector.sum() == 8  # the gaps are zeros
@@ -38,7 +38,7 @@ def test_tensors_are_aligned_as_compiled_kernels_take_them_to_be(name):
     model = model.to_empty(device="cpu")
     weights = FlatWeights(model)
     weights.attach_gradients(torch.zeros_like(weights.vector))
-    for tensor in (*weights.tensors(), *(p.grad for p in model.parameters())):
+    for tensor in (*weights.tensors, *(p.grad for p in model.parameters())):
         assert tensor.storage_offset() * tensor.element_size() % 256 == 0
 
 

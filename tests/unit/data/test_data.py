@@ -23,9 +23,8 @@ from PIL import Image
 import dbsl.data.dataset
 from dbsl.base.errors import SettingError
 from dbsl.config.image_settings import ImageConfig
-from dbsl.data.dataset import load_data, stratified_subset
+from dbsl.data.dataset import choose_columns, load_data, stratified_subset
 from dbsl.data.images import ImageLoader, ImageSplit, PixelStore
-from dbsl.data.tables import choose_columns
 from dbsl.data.transforms import Transform
 from dbsl.extras.streaming import StreamSettings
 from dbsl.plan.sampler import EpochSampler
