@@ -88,7 +88,6 @@ def test_a_resumed_optimizer_is_the_one_that_the_settings_name(before, now):
         ("adamw", {"layer_decay_min_scale": 0.1}, "as .*layer_decay, got layer_decay_min_scale"),
         ("adamw", {"betas": (0.9,)}, "betas"),
         ("sgd", {"nesterov": "banana"}, "take the settings .* sgd with nesterov=banana"),
-        ("sgd", {"maximize": "maybe"}, "take the settings .* sgd with maximize=maybe"),
         ("adamw", {"amsgrad": 5}, "take the settings .* adamw with amsgrad=5"),
         ("fusedadam", {}, "optimizer must take a step here, got fusedadam"),
         ("adahessian", {}, "optimizer must take a step here, got adahessian"),

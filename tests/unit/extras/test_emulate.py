@@ -114,16 +114,3 @@ def test_a_link_takes_virtual_time_that_counts_as_waiting_and_no_weights_change(
         numbers = sum(t.numel() for t in state if t.is_floating_point())
         cost_s = EmulatedLink(0.01, 1.0).barrier_s(4 * numbers, 2, at_server=False)
         assert link_s - free_s == pytest.approx(2 * 2 * cost_s, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"link_ms": 1.0}, "link_ms must be 0.0 except with link_gbps, got 1.0"),
-        ({"link_gbps": 1.0, "link_overlap": 0.5}, "overlap must be 0.0 except with link_gbps and"),
-    ],
-)
-def test_a_link_out_of_place_is_refused(tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        run(tmp_path / "run", **settings)
-    assert not (tmp_path / "run").exists()

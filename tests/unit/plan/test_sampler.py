@@ -11,7 +11,6 @@ from dbsl.plan.sampler import (
     evaluation_batch_size,
     evaluation_batches,
     micro_parts,
-    split_evenly,
 )
 
 
@@ -50,6 +49,7 @@ def test_uneven_workers_cover_each_sample_once_an_epoch(workers, epoch, seed, ro
         for batches in of_worker:
             sizes = [len(b) for b in batches]
             assert max(sizes) <= local_batch_size
+            assert len(sizes) == -(-sum(sizes) // local_batch_size)  # the fewest
             assert max(sizes) - min(sizes) <= 1
         seen += [b for batches in of_worker for b in batches]
     np.testing.assert_array_equal(np.sort(np.concatenate(seen)), np.arange(sum(shares)))
@@ -73,11 +73,6 @@ def test_a_remainder_of_few_samples_is_covered_once_in_steps_that_have_some(rest
     assert all(map(len, parts))
     order = EpochSampler([20]).indices(0, 0, 0)
     assert sorted(np.concatenate([[], *parts])) == sorted(order[4 : 4 + rest])
-
-
-@pytest.mark.parametrize(("samples", "sizes"), [(10, [3, 3, 4]), (8, [4, 4]), (9, [3, 3, 3])])
-def test_steps_are_the_fewest_that_the_batch_size_allows(samples, sizes):
-    assert [len(batch) for batch in split_evenly(np.arange(samples), 4)] == sizes
 
 
 def test_thousands_of_workers_share_one_permutation():
