@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from dbsl.base.errors import SettingError
+from dbsl.config.fields import refuse
 from dbsl.plan.machines import balanced_sizes
 from dbsl.plan.types import TimeModel
 from dbsl.profile.fit import fit_time_model, measure_step_times
@@ -53,9 +54,16 @@ def measure_step(
         batch_sizes: Samples of the steps, ascending; two or more tell a fixed part from the rest.
         seconds: To spend at most, about.
     """
-    sizes = [int(size) for size in batch_sizes]
-    if not sizes or sizes[0] < 1 or sorted(set(sizes)) != sizes:
-        raise SettingError(f"batch_sizes must ascend from at least 1, got {list(batch_sizes)}")
+    sizes = np.asarray(batch_sizes).tolist()
+    whole = isinstance(sizes, list) and sizes and all(isinstance(size, int) for size in sizes)
+    ascends = whole and sizes[0] >= 1 and sorted(set(sizes)) == sizes
+    must = "batch_sizes must be integers that ascend from at least 1"
+    refuse(
+        [
+            (not ascends, must, str(sizes)),
+            (not 0 <= seconds < math.inf, "seconds must be at least 0 and finite", seconds),
+        ]
+    )
     times, errors = measure_step_times(step, sizes, seconds=seconds)
     model = fit_time_model(sizes, times, errors)
     return StepTimes(tuple(sizes), tuple(times), tuple(errors), model)
@@ -76,8 +84,20 @@ def split_batch(
         limits: Samples that each process can hold at most; None: no limit.
         least: Samples that each process gets at least.
     """
-    model = TimeModel.of(time_models, len(time_models))
-    most = np.full(len(time_models), global_batch_size) if limits is None else np.asarray(limits)
+    count = len(time_models)
+    most = np.full(count, global_batch_size) if limits is None else np.asarray(limits)
+    short = most.shape != (count,) or (most < least).any()
+    right = all(model.slope > 0 and model.intercept >= 0 for model in time_models)
+    must = "time_models must be one or more, with slopes above 0 and intercepts of at least 0"
+    of_each = f"limits must be one for each of {count} processes, at least {least}"
+    refuse(
+        [
+            (not count or not right, must, str(list(time_models))),
+            (least < 1, "least must be at least 1", least),
+            (short, of_each, str(limits)),
+        ]
+    )
+    model = TimeModel.of(time_models, count)
     sizes = balanced_sizes(global_batch_size, model, most, least)
     equal = np.full(len(sizes), global_batch_size / len(sizes))
     return BatchSplit(

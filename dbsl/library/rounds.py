@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -16,6 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from dbsl.base.errors import SettingError
 from dbsl.cluster.merges import Delta
 from dbsl.cluster.weights import FlatWeights
+from dbsl.config.fields import refuse
+from dbsl.library.uneven import world_size
 
 
 class Rounds:
@@ -55,42 +58,44 @@ class Rounds:
         *,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if every is not None and not (isinstance(every, int) and every >= 1):
-            raise SettingError(f"every must be an integer of at least 1, or None, got {every!r}")
-        if outer is not None and not (outer[0] > 0 and 0 <= outer[1] < 1):
-            raise SettingError(
-                f"outer must be a learning rate above 0 and a momentum in [0, 1), got {outer}"
-            )
+        bad = every is not None and not (isinstance(every, int) and every >= 1)
+        refuse([(bad, "every must be an integer of at least 1, or None", every)])
+        if outer is not None:
+            try:
+                lr, momentum = map(float, outer)
+            except (TypeError, ValueError):
+                lr = momentum = math.nan
+            must = "outer must be a learning rate above 0 and a momentum in [0, 1)"
+            refuse([(not (lr > 0 and 0 <= momentum < 1), must, outer)])
         if any(isinstance(module, FSDPModule) for module in model.modules()):
             raise SettingError("model must have its parameters whole, got one that FSDP2 shards")
         self.every = every
         self.steps = 0  # since the last merge
         self.merges = 0
         self._model, self._optimizer = model, optimizer
-        self._weight, self._group = weight, group
-        self._weights = FlatWeights(getattr(model, "module", model))
-        self._outer = None
-        if outer is not None:
-            trained = len(self._weights.vector) - len(self._weights.buffers)
-            self._outer = Delta(trained, *outer)
+        self._weight, self._group, self._processes = weight, group, world_size(group)
+        self._inner = getattr(model, "module", model)
+        self._weights = FlatWeights(self._inner)
+        trained = len(self._weights.vector) - len(self._weights.buffers)
+        self._outer_step = outer or (0.0, 0.0)
+        self._outer = outer and Delta(trained, *outer)
         self._merged = self._weights.vector.clone()
-        self._inside = ExitStack()
+        self._inside: ExitStack | None = None
         self._loaded = False
 
     def __enter__(self) -> Rounds:
         """Take the weights of process 0, or go on from a state."""
         inside = self._loaded or self.steps > 0  # of a round: each process has its own weights
-        loaded = [bool(row[0]) for row in self._exchange([inside])]
-        if any(loaded) and not all(loaded):
-            raise SettingError(
-                f"load_state_dict must be called on every process or on none, got {loaded}"
-            )
+        of_all = (inside, len(self._weights.vector), self.every or 0, *self._outer_step)
+        names = ("load_state_dict", "size of model", "every", "outer", "outer")
+        for name, values in zip(names, zip(*self._exchange(*of_all), strict=True), strict=True):
+            refuse([(len({*values}) > 1, f"{name} must be the same on every process", values)])
         if not inside:
             if self._processes > 1:
                 first = dist.get_global_rank(self._group, 0) if self._group else 0
                 dist.broadcast(self._weights.vector, src=first, group=self._group)
             self._merged.copy_(self._weights.vector)
-        self._loaded = False
+        self._loaded, self._inside = False, ExitStack()
         if hasattr(self._model, "no_sync"):
             self._inside.enter_context(self._model.no_sync())
             # Else DDP gives all the buffers of process 0 before the first forward pass.
@@ -102,8 +107,9 @@ class Rounds:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Merge what is left of a round, unless an error ends the loop."""
         self._inside.close()
-        if kind is None and any(steps for (steps,) in self._exchange([self.steps])):
+        if kind is None and any(row[1] for row in self._meet(True)):
             self.merge()
+        self._inside = None
 
     def step(self) -> bool:
         """Count a step of the optimizer; return whether the round is over and was merged."""
@@ -116,22 +122,21 @@ class Rounds:
     @torch.no_grad()
     def merge(self) -> None:
         """End the round now, which every process does at the same step unless `every` is None."""
-        weight = 1.0 if self._weight is None else self._weight
-        weight = float(weight() if callable(weight) else weight)
+        if self._inside is None:
+            raise SettingError("step and merge must be called inside `with Rounds(...)`")
         vector = self._weights.vector
+        if next(self._inner.parameters()).data_ptr() != vector.data_ptr():
+            raise SettingError("model must stay on its device and in its dtype inside Rounds")
+        weight = self._weight() if callable(self._weight) else self._weight
+        try:
+            weight = 1.0 if weight is None else float(weight)
+        except (TypeError, ValueError):
+            weight = math.nan  # all processes are to hear of it
         finite = bool(vector.isfinite().all())
-        counts = [0, 0] if self.every is None else [self.steps, self.every]
-        rows = self._exchange([weight, finite, *counts])
-        weights = [row[0] if row[1] else 0.0 for row in rows]
-        if not all(row[0] > 0 for row in rows):
-            raise SettingError(
-                f"weight must be above 0 on every process, got {[row[0] for row in rows]}"
-            )
-        if any(row[2:] != rows[0][2:] for row in rows):
-            raise SettingError(
-                "step must be called equally often on every process, got (steps, every) "
-                f"{[tuple(map(int, row[2:])) for row in rows]}"
-            )
+        _, _, given, all_finite, _ = zip(*self._meet(False, weight, finite), strict=True)
+        fits = all(0 < each < math.inf for each in given)
+        refuse([(not fits, "weight must be above 0 and finite on every process", given)])
+        weights = [each if fine else 0.0 for each, fine in zip(given, all_finite, strict=True)]
         total = sum(weights)
         if not total:
             raise FloatingPointError("no process has finite weights: nothing is left to merge")
@@ -173,15 +178,23 @@ class Rounds:
             self._outer.load_state_dict(copy.deepcopy(state["outer"]))
         self._loaded = True
 
-    @property
-    def _processes(self) -> int:
-        return dist.get_world_size(self._group) if dist.is_initialized() else 1
+    def _meet(self, leaving: bool, weight: float = 0, finite: float = 0) -> list[list[float]]:
+        """Return every process's row; all must be at the same place of the loop."""
+        steps = self.steps if self.every else min(self.steps, leaving)
+        rows = self._exchange(leaving, steps, weight, finite, 0)
+        if len({row[0] for row in rows}) > 1 or (self.every and len({row[1] for row in rows}) > 1):
+            raise SettingError(
+                "step and merge must be called equally often on every process, got (whether the "
+                f"loop is left, steps of the round) {[(bool(row[0]), int(row[1])) for row in rows]}"
+            )
+        return rows
 
-    def _exchange(self, row: list[float]) -> list[list[float]]:
-        """Return every process's numbers."""
-        if self._processes == 1:
-            return [row]
+    def _exchange(self, *row: float) -> list[list[float]]:
+        """Return every process's numbers; always as many, so that all may come from anywhere."""
         mine = torch.tensor(row, dtype=torch.float64, device=self._weights.vector.device)
         rows = [torch.empty_like(mine) for _ in range(self._processes)]
-        dist.all_gather(rows, mine, group=self._group)
+        if self._processes == 1:
+            rows = [mine]
+        else:
+            dist.all_gather(rows, mine, group=self._group)
         return [row.tolist() for row in rows]

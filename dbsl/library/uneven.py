@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dbsl.base.errors import SettingError
+from dbsl.config.fields import refuse
 from dbsl.library.watch import Watch
 from dbsl.plan.machines import SpeedEstimate, balanced_sizes, split_batch
 from dbsl.plan.sampler import StepSampler
@@ -79,10 +80,12 @@ class UnevenBatchSampler:
         num_replicas: int | None = None,
         interleave: bool = False,
     ) -> None:
+        if local_batch_sizes is not None:
+            local_batch_sizes = np.asarray(local_batch_sizes).tolist()
         asked = {k: v for k, v in locals().items() if k not in ("self", "rank", "num_replicas")}
         alone = rank is not None and num_replicas is not None
-        self.rank = rank if alone else _rank()
-        self.num_replicas = num_replicas if alone else _world_size()
+        self.num_replicas = num_replicas if alone else world_size()
+        self.rank = rank if alone else dist.get_rank() if dist.is_initialized() else 0
         problem = _problem(asked, rank, num_replicas, self.num_replicas)
         if not alone:
             problem = _first_difference(asked, problem)
@@ -149,6 +152,8 @@ class UnevenBatchSampler:
 
         It begins at its first sample, unless the state that was loaded is inside it.
         """
+        bad = not isinstance(epoch, Integral) or epoch < 0
+        refuse([(bad, "epoch must be an integer of at least 0", epoch)])
         if epoch != self.epoch:
             if 0 < self._start < self.num_samples:
                 _warn(f"set_epoch({epoch}) leaves epoch {self.epoch}, inside which the state was")
@@ -260,6 +265,8 @@ class UnevenBatchSampler:
             raise SettingError(
                 "dispatch_batches must be False: it deals out equal parts of a batch, got True"
             )
+        if "BatchSampler" in users:
+            raise SettingError("the sampler must be passed as batch_sampler, got sampler")
         sharded = "BatchSamplerShard" in users  # accelerator.prepare
         direct = not sharded and str(asking).startswith(("torch.", "torchdata."))
         if self.num_replicas > 1 and (direct if self.interleave else sharded):
@@ -273,6 +280,8 @@ class UnevenBatchSampler:
     def _move(self, epoch: _Epoch, drawn: int) -> None:
         """Give all processes new sizes from the first step that none has drawn."""
         steps = self._watch.read() if self._watch else []
+        if not steps:
+            _warn("watch saw no step of its model: pass the model that the loop calls")
         steps, self._warm = steps[max(0, _WARM_UP - self._warm) :], self._warm + len(steps)
         self.local_batch_sizes, first = self._speeds.balance(self.local_batch_sizes, steps, drawn)
         epoch.sizes.append((first, self.local_batch_sizes))
@@ -416,11 +425,11 @@ def mean_scale(
             "count must be at least 1 on every process: a mean over nothing is NaN, "
             f"got {count} here"
         )
-    return _world_size(group) * count / total
+    return world_size(group) * count / total
 
 
 def _add_up(count: int, group: dist.ProcessGroup | None) -> tuple[int, Tensor, dist.Work | None]:
-    counts = torch.tensor([float(count), float(count < 1)], dtype=torch.float64)
+    counts = torch.tensor([float(count), float(not count >= 1)], dtype=torch.float64)
     if not dist.is_initialized():
         return count, counts, None
     if "nccl" in dist.get_backend(group):
@@ -428,31 +437,30 @@ def _add_up(count: int, group: dist.ProcessGroup | None) -> tuple[int, Tensor, d
     return count, counts, dist.all_reduce(counts, group=group, async_op=True)
 
 
-def _rank() -> int:
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+def world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Return the number of processes; without a process group there must be one alone."""
+    if dist.is_initialized():
+        return dist.get_world_size(group)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise SettingError(
-            "UnevenBatchSampler must be built after the process group (init_process_group or "
-            f"Accelerator()), got none and WORLD_SIZE={os.environ['WORLD_SIZE']}"
+            "the process group must be there first (init_process_group or Accelerator()), got none "
+            f"and WORLD_SIZE={os.environ['WORLD_SIZE']}"
         )
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world_size(group: dist.ProcessGroup | None = None) -> int:
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+    return 1
 
 
 def _gather(mine: Any) -> list[Any]:
     """Return what every process passes, by rank."""
-    if _world_size() == 1:
+    if world_size() == 1:
         return [mine]
-    rows = [None] * _world_size()
+    rows = [None] * world_size()
     dist.all_gather_object(rows, mine)
     return rows
 
 
 def _from_first(value: Any) -> Any:
     """Return what rank 0 passes."""
-    if _world_size() == 1:
+    if world_size() == 1:
         return value
     box = [value]
     dist.broadcast_object_list(box, src=0)
@@ -478,17 +486,17 @@ def _problem(
     lowest = {"num_samples": replicas, "global_batch_size": replicas, "accumulate": 1, "seed": 0}
     for name, least in (lowest | {"balance_every": 1}).items():
         value = asked[name]
-        if value is not None and not (isinstance(value, Integral) and value >= least):
+        given = value is not None or name not in ("global_batch_size", "balance_every")
+        if given and not (isinstance(value, Integral) and value >= least):
             why = ", one for each process" if least > 1 else ""
             return f"{name} must be an integer of at least {least}{why}, got {value!r}"
     if sizes is not None:
-        if len(sizes) != replicas:
+        if not isinstance(sizes, list) or len(sizes) != replicas:
             return (
-                f"local_batch_sizes must have one value for each process ({replicas}), "
-                f"got {len(sizes)}"
+                f"local_batch_sizes must have one value for each process ({replicas}), got {sizes}"
             )
         if not all(isinstance(size, Integral) and size >= 1 for size in sizes):
-            return f"local_batch_sizes must be integers of at least 1, got {[*sizes]}"
+            return f"local_batch_sizes must be integers of at least 1, got {sizes}"
         if total not in (None, sum(sizes)):
             return f"local_batch_sizes must sum to global_batch_size ({total}), got {sum(sizes)}"
         total = sum(sizes)
@@ -496,10 +504,10 @@ def _problem(
         return f"drop_last must be False where a joint batch ({total}) has all samples, got True"
     if asked["balance"] not in (None, "dynamic"):
         return f"balance must be None or 'dynamic', got {asked['balance']!r}"
-    if asked["balance"] and replicas not in (1, _world_size()):
+    if asked["balance"] and replicas not in (1, world_size()):
         return (
             "num_replicas must be the world size with balance='dynamic', which compares all "
-            f"processes, got {replicas} of {_world_size()}"
+            f"processes, got {replicas} of {world_size()}"
         )
     if asked["balance_every"] and not asked["balance"]:
         return f"balance_every needs balance='dynamic', got {asked['balance_every']}"
@@ -508,9 +516,9 @@ def _problem(
 
 def _first_difference(asked: Mapping[str, Any], problem: str | None) -> str | None:
     """Return the first problem of any process, or the first argument that is not alike on all."""
-    rows = _gather((asked, problem))
-    for name in asked:
-        values = [repr(row[name]) for row, _ in rows]
+    rows = _gather(({name: repr(value) for name, value in asked.items()}, problem))
+    for name in () if any(problem for _, problem in rows) else asked:
+        values = [row[name] for row, _ in rows]
         if len({*values}) > 1:
             rank = next(rank for rank, value in enumerate(values) if value != values[0])
             return (

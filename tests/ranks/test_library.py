@@ -26,7 +26,7 @@ def build(rank, arguments):
         ({"num_samples": [9, 1]}, "num_samples must be"),
         (
             {"num_samples": [9, 9], "local_batch_sizes": [4]},
-            "one value for each process (2), got 1",
+            "one value for each process (2), got [4]",
         ),
     ],
 )
@@ -202,15 +202,16 @@ def test_an_outer_step_is_sgd_with_nesterov_momentum_on_the_change(run_ranks):
 def broken_round(rank, what):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    rounds = dbsl.Rounds(model, optimizer, every=2, weight=0.0 if what == "weight" else 1.0)
+    weight = {"weight": 0.0, "infinite": float("inf"), "text": "a" if rank else 1.0}.get(what, 1.0)
+    outer = (0.7, 0.9) if what == "outer" and rank else None
+    rounds = dbsl.Rounds(model, optimizer, every=2, weight=weight, outer=outer)
     with warnings.catch_warnings(record=True) as warned, rounds:
         warnings.simplefilter("always")
-        for step in range(2 + (rank if what == "steps" else 0)):
-            if step == 1 and what == "steps" and rank == 1:
-                rounds.step()
+        for _ in range(
+            {"6 and 5": (6, 5), "6 and 2": (6, 2), "1 and 2": (1, 2)}.get(what, (2, 2))[rank]
+        ):
             model.weight.data.fill_(float("nan") if rank == 1 and what == "nan" else 2.0)
-            if rounds.step():
-                break
+            rounds.step()
     return model.weight.tolist(), [str(w.message) for w in warned]
 
 
@@ -221,9 +222,21 @@ def test_weights_that_are_not_finite_are_left_out_and_said(run_ranks):
     assert said == ["weights after step 2 of round 0 were not finite: left out"]
 
 
-def test_a_weight_of_zero_is_refused_on_every_process(run_ranks):
-    for error in run_ranks(broken_round, "weight", expect_errors=True):
-        assert "weight must be above 0 on every process, got [0.0, 0.0]" in error
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("weight", "weight must be above 0 and finite on every process, got 0.0,0.0"),
+        ("infinite", "weight must be above 0 and finite"),
+        ("text", "weight must be above 0 and finite"),
+        ("outer", "outer must be the same on every process"),
+        ("6 and 5", "step and merge must be called equally often on every process"),
+        ("6 and 2", "step and merge must be called equally often on every process"),
+        ("1 and 2", "step and merge must be called equally often on every process"),
+    ],
+)
+def test_wrong_rounds_are_refused_on_every_process(run_ranks, what, said):
+    for error in run_ranks(broken_round, what, expect_errors=True):
+        assert said in error
 
 
 def resumed_rounds(rank, stop):

@@ -1,12 +1,21 @@
 import warnings
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.data import DataLoader
 
-from dbsl.base.errors import SettingError
-from dbsl.library.uneven import UnevenBatchSampler, mean_scale
+from dbsl import (
+    Rounds,
+    SettingError,
+    TimeModel,
+    UnevenBatchSampler,
+    mean_scale,
+    measure_step,
+    split_batch,
+)
 
 
 def samplers(samples, sizes, **kwargs):
@@ -182,7 +191,10 @@ def test_an_iterators_own_state_is_what_was_drawn():
     [
         ({}, "global_batch_size or local_batch_sizes must be given, got neither"),
         ({"global_batch_size": 1}, "global_batch_size must be an integer of at least 2"),
-        ({"local_batch_sizes": [3]}, r"one value for each process \(2\), got 1"),
+        ({"local_batch_sizes": [3]}, r"one value for each process \(2\), got \[3\]"),
+        ({"local_batch_sizes": 8}, r"one value for each process \(2\), got 8"),
+        ({"local_batch_sizes": "24,8"}, r"one value for each process \(2\), got 24,8"),
+        ({"global_batch_size": 8, "num_samples": None}, "num_samples must be .* got None"),
         ({"local_batch_sizes": [3, 0]}, r"integers of at least 1, got \[3, 0\]"),
         ({"local_batch_sizes": [3, 5], "global_batch_size": 9}, r"global_batch_size \(9\), got 8"),
         ({"global_batch_size": 8, "num_samples": 1}, "num_samples must be .* at least 2"),
@@ -204,8 +216,60 @@ def test_bad_arguments_are_named_with_their_bound_and_value(arguments, said):
 
 def test_a_process_group_that_is_still_to_come_is_asked_for(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SettingError, match="after the process group"):
-        UnevenBatchSampler(10, 4)
+    model = nn.Linear(1, 1)
+    for use in (
+        lambda: UnevenBatchSampler(10, 4),
+        lambda: mean_scale(3),
+        lambda: Rounds(model, torch.optim.SGD(model.parameters())),
+    ):
+        with pytest.raises(SettingError, match=r"process group must be there first .*SIZE=2"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda: samplers(9, [3])[0].set_epoch(-1), "epoch must be an integer of at least 0, got"),
+        (lambda: next(iter(DataLoader(range(9), sampler=samplers(9, [3])[0]))), "as batch_sampler"),
+        (lambda: split_batch(9, []), "time_models must be one or more"),
+        (lambda: split_batch(9, [TimeModel(1, -1)]), "intercepts of at least 0"),
+        (lambda: split_batch(9, [TimeModel(1, 1)] * 2, limits=[0, 9]), "limits must .* at least 1"),
+        (lambda: split_batch(9, [TimeModel(1, 1)] * 2, limits=[9]), "each of 2 processes"),
+        (lambda: measure_step(print, 8), "batch_sizes must be integers that ascend"),
+        (lambda: measure_step(print, [8.5, 9]), "batch_sizes must be integers that ascend"),
+        (lambda: measure_step(print, [8], seconds=float("nan")), "seconds must be .* got nan"),
+        (lambda: rounds(outer=0.7), r"outer must be .* got 0.7"),
+        (lambda: rounds(outer=(0.7, 1.0)), r"momentum in \[0, 1\)"),
+        (lambda: rounds(every=0), "every must be .* got 0"),
+        (lambda: rounds().step(), "must be called inside `with Rounds"),
+        (lambda: moved(rounds()), "model must stay on its device and in its dtype"),
+    ],
+)
+def test_wrong_use_is_one_line(use, said):
+    with pytest.raises(SettingError, match=said):
+        use()
+
+
+def rounds(**arguments):
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    return Rounds(model, optimizer, **{"every": 1, **arguments})
+
+
+def moved(used):
+    with used:
+        used._model.double()
+        used.step()
+
+
+def test_a_watch_of_another_model_is_warned_of():
+    sampler = UnevenBatchSampler(8, 4, balance="dynamic")
+    sampler.watch(nn.Linear(1, 1))
+    for batch in sampler:
+        sampler.scale(len(batch))
+    sampler.set_epoch(1)
+    with pytest.warns(UserWarning, match="watch saw no step of its model"):
+        next(iter(sampler))
 
 
 def test_scale_twice_for_a_batch_and_for_another_batch_are_errors():
