@@ -25,7 +25,8 @@ from dbsl.base.errors import RunStopped, one_line_errors
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.config.parse import parse_config, yaml_to_argv
 from dbsl.log.meter import MEASURED
-from dbsl.log.rows import read_metrics
+from dbsl.log.rows import read_metrics, round_row
+from dbsl.plan.types import RoundReport
 from train import Config, main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,6 +89,12 @@ def metrics_of(folder):
 
 def fingerprint(folder):
     return metrics_of(folder), (folder / "model.safetensors").read_bytes()
+
+
+def a_round(worker=0, epoch=0, **values):
+    """Return a round's row, a usual one where nothing else is said."""
+    row = round_row(RoundReport(worker, epoch, 0, 8, 16, 64, 4, 1.0, 2.0, 1.0))
+    return {"event": "round", **row, **values}
 
 
 def rounds_of(folder):
