@@ -1,5 +1,6 @@
 """What tests of whole runs share: a tiny config, a run, what it left, and runs as processes."""
 
+import gc
 import http.server
 import itertools
 import json
@@ -222,6 +223,7 @@ class Forked:
         self.pid = os.fork()
         if self.pid == 0:
             status = 1
+            gc.freeze()  # the parent's garbage has threads that are not here: its end may crash
             try:
                 os.environ.update(environment)
                 for file, number in zip(self._files, (1, 2), strict=True):
