@@ -1,7 +1,6 @@
 """What tests of whole runs share: a tiny config, a run, what it left, and runs as processes."""
 
 import gc
-import http.server
 import itertools
 import json
 import os
@@ -10,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from contextlib import contextmanager
@@ -194,19 +192,6 @@ def refused(capsys, command, *arguments):
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line.removeprefix("error: ")
-
-
-@contextmanager
-def serving(handler):
-    """Answer HTTP requests on this machine while in here; gives the server, which has its `url`."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def free_port():

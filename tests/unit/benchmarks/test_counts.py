@@ -68,16 +68,9 @@ def count_rounds(folder, monkeypatch, steps, **settings):
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "train_round", counted)
-        run(
-            folder / f"{steps}",
-            train_samples=WORKERS * BATCH * steps,
-            eval_every=9,
-            epochs=2,
-            local_batch_sizes=(BATCH,) * WORKERS,
-            mixed_precision="no",
-            checkpoint_every=0,
-            **settings,
-        )
+        settings |= {"train_samples": WORKERS * BATCH * steps, "epochs": 2, "eval_every": 9}
+        settings |= {"local_batch_sizes": (BATCH,) * WORKERS, "checkpoint_every": 0}
+        run(folder / f"{steps}", mixed_precision="no", **settings)
     return found
 
 

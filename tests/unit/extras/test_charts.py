@@ -1,8 +1,9 @@
 import json
 import re
 import shlex
+import threading
 import time
-from http.server import BaseHTTPRequestHandler
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dbsl.extras import charts
 from dbsl.extras.charts import Charts, tracker_names
 from dbsl.log.rows import PLAN_TOTALS
-from tests.helpers import a_round, run, serving
+from tests.helpers import a_round, run
 
 WORKERS = [
     {"worker": 0, "local_batch_size": 4, "samples": 40},
@@ -225,12 +226,17 @@ def test_wandb_whose_server_is_not_there_or_refuses_the_key_runs_offline(
     folder, no_login, monkeypatch, capsys, there
 ):
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    with serving(RefusesKeys) as server:
-        monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        if not there:
+    with ThreadingHTTPServer(("127.0.0.1", 0), RefusesKeys) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+        if there:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        else:
             server.server_close()
         shown = show(folder, "wandb")
-        said = "wandb: offline (" + f"no answer from {server.url})" * (not there)
+        if there:
+            server.shutdown()
+        said = "wandb: offline (" + f"no answer from {url})" * (not there)
         assert said in capsys.readouterr().out
         assert shown._shown[0].tracker.tracker.offline
         shown.close(None)

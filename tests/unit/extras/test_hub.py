@@ -113,13 +113,9 @@ def test_a_push_that_fails_leaves_the_run_whole_and_says_how_to_go_on(hub, tmp_p
     push_again(hub, tmp_path)
 
 
-def test_a_run_that_finished_without_a_push_is_pushed_to_a_new_repository(hub, tmp_path):
+def test_a_plan_alone_makes_no_repository_and_a_run_without_a_push_is_pushed_later(hub, tmp_path):
+    push(tmp_path / "plan", plan_only=True)
     push(tmp_path, push_to_hub=None)
     assert not hub.calls
     push_again(hub, tmp_path)
     assert hub.repos == {"someone/model"}
-
-
-def test_a_plan_alone_makes_no_repository(hub, tmp_path):
-    push(tmp_path, plan_only=True)
-    assert not hub.calls
