@@ -26,14 +26,7 @@ from dbsl.checkpoint.disk import (
 )
 from dbsl.cluster.weights import vector_length
 from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_text
-from dbsl.config.complete import (
-    RESOLVED,
-    follow,
-    is_as_given,
-    set_back,
-    still_true,
-    with_resolved,
-)
+from dbsl.config.complete import RESOLVED, follow, is_as_given, set_back, still_true, with_resolved
 from dbsl.config.fields import NODES, PROCESSES, Role, sources, with_role
 from dbsl.config.hooks import found_extras
 from dbsl.config.parse import parse_config, run_folder_of

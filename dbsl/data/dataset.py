@@ -23,13 +23,7 @@ from dbsl.base.machine import cores_of_process, hub_or_cache, lazy_import
 from dbsl.base.seeds import generator
 from dbsl.config.hooks import Extra, Extras
 from dbsl.config.image_settings import Augment, ImageConfig, Interpolation
-from dbsl.data.images import (
-    Decoded,
-    ImageLoader,
-    ImageSplit,
-    PixelStore,
-    decode_cached,
-)
+from dbsl.data.images import Decoded, ImageLoader, ImageSplit, PixelStore, decode_cached
 from dbsl.data.sources import Batch, image_batch
 from dbsl.data.transforms import EVAL_CROP, Means, Transform
 from dbsl.plan.solve import largest_remainder
