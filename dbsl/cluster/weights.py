@@ -103,16 +103,13 @@ def _views(vector: Tensor, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, 
     """Yield each tensor with its place in the vector, in the tensor's shape and memory order."""
     offset = 0
     for tensor in tensors:
-        yield tensor, _view_like(vector[offset : offset + tensor.numel()], tensor)
+        flat = vector[offset : offset + tensor.numel()]
+        if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+            n, c, h, w = tensor.shape
+            yield tensor, flat.view(n, h, w, c).permute(0, 3, 1, 2)
+        else:
+            yield tensor, flat.view(tensor.shape)
         offset += _padded(tensor.numel())
-
-
-def _view_like(flat: Tensor, tensor: Tensor) -> Tensor:
-    """View a flat vector in the tensor's shape and memory order (channels_last is kept)."""
-    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        n, c, h, w = tensor.shape
-        return flat.view(n, h, w, c).permute(0, 3, 1, 2)
-    return flat.view(tensor.shape)
 
 
 _MOST_GRAPHS = 64  # in a run; further shapes run uncompiled
