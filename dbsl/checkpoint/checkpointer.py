@@ -243,10 +243,7 @@ class Checkpointer:
             prune(self._session.folder, self._keep)
 
     def _finishes(self, wish: bool) -> bool:
-        """Whether the run finishes with this epoch: any process wishes it, and it was evaluated.
-
-        Where it was not, the next one is the last.
-        """
+        """Whether any process wishes it and this epoch was evaluated; else the next is the last."""
         session = self._session
         evaluated = session.log.evaluated_epoch == self._end.epoch
         wish, evaluated = self._cluster.highest(wish, evaluated)

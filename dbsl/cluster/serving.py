@@ -135,7 +135,7 @@ class ServedCluster(Cluster):
 
     def close(self) -> None:
         self._pulse.end()
-        self._pulse.wait(self._timeout_s)
+        self._pulse.thread.join(self._timeout_s)
         with self._exchange():
             tell(self._link.pair, Kind.DONE)
             self._link.wait()

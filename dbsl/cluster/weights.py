@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from dbsl.base.errors import SettingError
+from dbsl.config.fields import refuse
 
 # Numbers. Kernels read tensors whose address is a multiple of 16 bytes faster, and compiled ones
 # (Inductor) take parameters to be aligned without checking; the bits of sums depend on it, too.
@@ -32,10 +32,8 @@ class FlatWeights:
     def __init__(self, model: nn.Module) -> None:
         self.tensors = tensors = list(_floating(model).values())
         kinds = {(t.dtype, t.device) for t in tensors}
-        if len(kinds) != 1:
-            raise SettingError(
-                f"model must have one dtype and one device, got {sorted(map(str, kinds))}"
-            )
+        shown = str(sorted(map(str, kinds)))
+        refuse([(len(kinds) != 1, "model must have one dtype and one device", shown)])
         dtype, device = kinds.pop()
         self.vector = torch.zeros(_padded_length(tensors), dtype=dtype, device=device)
         self._parameters = list(model.parameters())
