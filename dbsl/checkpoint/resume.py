@@ -271,8 +271,9 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
         return None
     manifest, config, classes = found.manifest, run.config, run.data.num_classes
     processes, rank = accelerator.num_processes, accelerator.process_index
-    text = f"dataset must have the {manifest.classes} classes that the run began with"
-    refuse([(manifest.classes != classes, text, classes)])
+    text = "dataset must have the classes that the run began with"
+    shown = f"{manifest.classes} classes in the checkpoint, {classes} in the data"
+    refuse([(manifest.classes != classes, text, shown)])
     with reading_checkpoint(found.folder):
         state, handover = found.shard(SERVER_RANK), None
         changed = changed_settings(manifest.config, config)
