@@ -28,10 +28,7 @@ def says_unlike(config: RunConfig) -> bool:
 
 
 def follow(cls: type, found: Collection[str], changed: Collection[str]) -> dict[str, str]:
-    """Return which of the settings that were found out change with their sources: name and source.
-
-    What changes so is a source, too.
-    """
+    """Return which found settings change with their sources, and so on: name and source."""
     follows: dict[str, str] = {}
     while True:
         moved = {*changed, *follows}

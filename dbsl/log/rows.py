@@ -153,13 +153,6 @@ def of_workers(reports: Sequence[RoundReport]) -> dict[int, dict[str, float]]:
     return workers
 
 
-def pushes_row(first: RoundReport, values: Mapping[str, float]) -> dict[str, Any]:
-    """Return a worker's pushes of an epoch as one round: its first report, with their sums."""
-    names = {**asdict(first), **first.figures}
-    own = {name: value for name, value in values.items() if name in names}
-    return round_row(first) | own | {"round": 0}
-
-
 def times_row(workers: Mapping[int, Mapping[str, float]], plan: Plan) -> dict[str, Any]:
     """Return the workers' times, and the mean of small and of large ones, as predicted too."""
     row: dict[str, Any] = {}

@@ -16,6 +16,7 @@ from torch import nn
 
 from dbsl.base.errors import SettingError, plural, px
 from dbsl.config.complete import for_workers, from_workers
+from dbsl.config.fields import refuse
 from dbsl.config.settings import RunConfig, takes_joint_steps
 from dbsl.data.sources import TrainingData
 from dbsl.loss import LossOf, digest_of
@@ -109,21 +110,16 @@ def _check_large_batches(
         return
     samples, rounds = len(data.train), config.rounds_per_epoch
     if takes_joint_steps(config):
-        total = max(sum(row) for row in large)
-        if config.global_batch_size is None and total > samples:
-            raise SettingError(
-                f"large_batch_size must come to at most the {samples} training {data.unit}s over "
-                f"{plural(config.workers, 'worker')} that share each step, got {total}"
-            )
-        return
-    equal = alike and not config.small_workers and all(len(set(row)) == 1 for row in large)
-    most, size = samples // rounds // (config.workers if equal else 1), max(map(max, large))
-    if size > most:
+        most = samples if config.global_batch_size is None else math.inf
+        size = max(sum(row) for row in large)
+        who = f"over {plural(config.workers, 'worker')} that share each step"
+        text = f"come to at most the {samples} training {data.unit}s {who}"
+    else:
+        equal = alike and not config.small_workers and all(len(set(row)) == 1 for row in large)
+        most, size = samples // rounds // (config.workers if equal else 1), max(map(max, large))
         whose = " of each worker" if equal and config.workers > 1 else ""
-        raise SettingError(
-            f"large_batch_size must be at most {most}, the training {data.unit}s of a "
-            f"round{whose}, got {size}"
-        )
+        text = f"be at most {most}, the training {data.unit}s of a round{whose}"
+    refuse([(size > most, f"large_batch_size must {text}", size)])
 
 
 def _given_models(config: RunConfig) -> list[TimeModel]:
