@@ -93,15 +93,13 @@ def is_as_given(name: str, given: RunConfig, complete: RunConfig) -> bool:
     return whole == given_whole
 
 
-def for_workers(
-    name: str, values: Sequence[T] | None, resolutions: Sequence[int], workers: int
-) -> list[list[T | None]]:
+def for_workers(config: RunConfig, name: str, values: Sequence[T] | None) -> list[list[T | None]]:
     """Return a value for each resolution and worker: [resolution][worker].
 
     From none, one for all, one for each resolution, or one for each resolution and worker (all
     workers of the first resolution, then of the second).
     """
-    rows = len(resolutions)
+    rows, workers = len(config.resolutions), config.workers
     values = [None] if values is None else list(values)
     if len(values) not in (1, rows, rows * workers):
         each = f"one per resolution ({rows}) or one per resolution and worker ({rows * workers})"

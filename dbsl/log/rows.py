@@ -39,10 +39,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if number == len(lines) and not line.endswith("\n"):
                 break
             raise SettingError(f"{path} line {number} must be JSON, got {line[:60]!r}") from error
-    return [in_code(record) for record in _without_undone(records)]
-
-
-def _without_undone(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     undone: Counter[tuple[Any, ...]] = Counter()
     kept = []
     for record in reversed(records):
@@ -52,7 +48,7 @@ def _without_undone(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         elif record["event"] == "round" and undone[place]:
             undone[place] -= 1
             continue
-        kept.append(record)
+        kept.append(in_code(record))
     return kept[::-1]
 
 
