@@ -17,7 +17,7 @@ from dbsl.data.transforms import Transform
 from dbsl.model import build_model
 from dbsl.optimizer import build_optimizer
 from experiments.benchmarks import operators
-from tests.helpers import run, slow
+from tests.helpers import run, short
 
 WORKERS, BATCH = 4, 4
 # What waits for a device's queue where the tensor is on one: these methods, and these operators.
@@ -105,9 +105,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=[slow] * (mode != "bsp")) for mode in MODES]
-)
+@pytest.mark.parametrize("mode", short(MODES, "bsp"))
 def test_a_round_waits_once_copies_the_weights_seldom_and_adds_few_operators_to_a_step(
     tmp_path, monkeypatch, mode
 ):
