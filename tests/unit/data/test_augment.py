@@ -9,13 +9,8 @@ import torch
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dbsl.config.image_settings import (
-    AugmentKwargs,
-    DataConfig,
-    EraseKwargs,
-    check_images,
-)
-from dbsl.config.settings import RunConfig
+from dbsl.config.image_settings import AugmentKwargs, EraseKwargs, check_images
+from dbsl.config.settings import RunConfig, TrainingConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.images import ImageLoader, PixelStore
 from dbsl.data.transforms import Transform, erase, global_streams, image_seeds, timm_transform
@@ -44,7 +39,7 @@ def images_of(*given, **more):
 
 
 def load(settings, **more):
-    return load_data(DataConfig(**settings | more))
+    return load_data(TrainingConfig(**settings | more))
 
 
 @pytest.mark.parametrize("aa", [RAND, "augmix-m5-w3", "original", "3a"])
@@ -207,10 +202,10 @@ def test_every_section_that_timm_reads_is_taken(aa):
 
 
 def test_one_of_timms_settings_chooses_its_pipeline():
-    assert DataConfig().augmentation == "crop"
-    assert DataConfig(augment="none").augmentation == "none"
-    assert DataConfig(augment_kwargs=("hflip=0.5",)).augmentation == "timm"
-    check_images(DataConfig(augment="timm"))
+    assert TrainingConfig().augmentation == "crop"
+    assert TrainingConfig(augment="none").augmentation == "none"
+    assert TrainingConfig(augment_kwargs=("hflip=0.5",)).augmentation == "timm"
+    check_images(TrainingConfig(augment="timm"))
     with pytest.raises(ValueError, match="gaussian_blur_prob must be 0 below 12 px"):
         Transform(8, "timm", True, *GREY, 0, pipeline=AugmentKwargs(gaussian_blur_prob=0.1))
 
