@@ -62,7 +62,7 @@ def build_model(
         # The mark tells the classifier's dropout modules from all others.
         model = _create(
             name,
-            _transformer_args(resolutions),
+            resolutions,
             stream_seed(seed, "initial weights"),
             pretrained=from_elsewhere and not small_stem,
             num_classes=num_classes,
@@ -94,7 +94,7 @@ def build_model(
 
 def _create(
     name: str,
-    transformer_args: Mapping[str, Any],
+    resolutions: Sequence[int],
     seed: int,
     settings: Mapping[str, Any],
     **args: Any,
@@ -106,6 +106,11 @@ def _create(
         raise SettingError(
             f"model must be a name that timm.list_models() knows, got {name!r}{hint}"
         )
+    transformer_args: dict[str, Any] = {"img_size": resolutions[-1], "dynamic_img_size": True}
+    if resolutions[-1] <= SMALL_STEM_UP_TO:  # patches of 16 px would leave 4 of 32 px
+        common, most = math.gcd(*resolutions), max(1, resolutions[-1] // 8)
+        sides = (side for side in range(1, most + 1) if common % side == 0)
+        transformer_args["patch_size"] = max(sides)
     # Not such a model, or convolutions come first. A model may raise anything over its settings.
     not_this = Exception if settings else (TypeError, AssertionError)
     for more in (transformer_args, {}):
@@ -130,14 +135,6 @@ def _create(
     raise SettingError(
         f"model must take the settings that are given, got {name} with {given} ({words_of(failed)})"
     )
-
-
-def _transformer_args(resolutions: Sequence[int]) -> dict[str, Any]:
-    args = {"img_size": resolutions[-1], "dynamic_img_size": True}
-    if resolutions[-1] <= SMALL_STEM_UP_TO:  # patches of 16 px would leave 4 of 32 px
-        common, most = math.gcd(*resolutions), max(1, resolutions[-1] // 8)
-        args["patch_size"] = max(side for side in range(1, most + 1) if common % side == 0)
-    return args
 
 
 def _shrink_stem(model: nn.Module) -> bool:

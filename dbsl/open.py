@@ -107,7 +107,18 @@ class _Opening:
         self.loss_function, self.replaced = loss_function, replaced
         self.given = replaced.named(given)
         self.stopping, self.code = Stopping(deadline_of(self.given.max_minutes)), read_code()
-        self.config = _complete(self.given, replaced)
+        self.config = with_resolved(self.given)
+        if replaced.optimizer is None:
+            check_optimizer(given.optimizer, given.optimizer_settings)
+        elif self.config.lr is None:
+            raise SettingError(
+                f"lr must be the rate that {self.given.optimizer} builds its main parameters with "
+                "(the schedule moves it, and each group keeps its proportion to it), got unset"
+            )
+        threads, lr = self.config.cpu_threads or threads_of_process(), self.config.lr
+        torch.set_num_threads(threads)  # the bits depend on them
+        lr = default_learning_rate(self.given.optimizer) if lr is None else lr
+        self.config = replace(self.config, cpu_threads=threads, lr=lr)
         self.extras = Extras.of(self.config)
 
     def meet(self) -> None:
@@ -255,24 +266,6 @@ class _Opening:
         self.accelerator.end_training()
         check_result(folder, config, self.accelerator)
         self.extras.each(Extra.finished, config, folder, self.accelerator)
-
-
-def _complete(given: RunConfig, replaced: Replaced) -> RunConfig:
-    config = with_resolved(given)
-    if replaced.optimizer is None:
-        check_optimizer(given.optimizer, given.optimizer_settings)
-    elif config.lr is None:
-        raise SettingError(
-            f"lr must be the rate that {config.optimizer} builds its main parameters with (the "
-            "schedule moves it, and each group keeps its proportion to it), got unset"
-        )
-    config = replace(
-        config,
-        cpu_threads=config.cpu_threads or threads_of_process(),  # the bits depend on it
-        lr=default_learning_rate(config.optimizer) if config.lr is None else config.lr,
-    )
-    torch.set_num_threads(config.cpu_threads)
-    return config
 
 
 def _given_now(given: RunConfig, before: RunConfig, now: RunConfig) -> RunConfig:

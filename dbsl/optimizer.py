@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dbsl.base.errors import SettingError, words_of
 from dbsl.base.machine import lazy_import
-from dbsl.config.fields import arguments, check_names
+from dbsl.config.fields import arguments, check_names, refuse
 from dbsl.config.settings import ClipMode
 
 timm, optim = lazy_import("timm"), lazy_import("timm.optim")
@@ -28,10 +28,8 @@ _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # on the CPU an
 
 def check_optimizer(name: str, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Refuse an optimizer that timm does not have, or that takes no step with its settings."""
-    if name not in optim.list_optimizers():
-        raise SettingError(
-            f"optimizer must be a name that timm.optim.list_optimizers() knows, got {name!r}"
-        )
+    text = "optimizer must be a name that timm.optim.list_optimizers() knows"
+    refuse([(name not in optim.list_optimizers(), text, repr(name))])
     try:
         if settings:  # timm would leave some out, and not say so
             known = arguments(optim.create_optimizer_v2, optimizer_class(name))
@@ -105,7 +103,6 @@ def make_clip(model: nn.Module, bound: float | None, mode: ClipMode) -> Clip:
     """Return what clips the gradients of a model right before its optimizer steps.
 
     `mode` is as timm's ``--clip-mode``. ``agc`` leaves out the last two parameters, the classifier.
-    Without a bound nothing is clipped.
     """
     if bound is None:
         return keep_whole
@@ -170,12 +167,9 @@ def keep_ratios(optimizer: torch.optim.Optimizer, lr: float) -> torch.optim.Opti
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Load an optimizer's state, but not the settings that a run's config has."""
-    current = optimizer.state_dict()["param_groups"]
-    if len(current) != len(saved["param_groups"]):
-        raise SettingError(
-            f"optimizer must have {len(current)} groups of parameters, "
-            f"got {len(saved['param_groups'])}"
-        )
+    current, number = optimizer.state_dict()["param_groups"], len(saved["param_groups"])
+    text = f"optimizer must have {len(current)} groups of parameters"
+    refuse([(len(current) != number, text, number)])
     bare = getattr(optimizer, "optimizer", optimizer)  # without Accelerate's wrapping
     settings = _SETTINGS.union(
         *(inspect.signature(type(one)).parameters for one in getattr(bare, "optimizers", [bare]))

@@ -78,9 +78,10 @@ def no_pictures():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_git():
-    """Have runs ask git nothing: two processes each. What it says has a test of its own."""
+def quick_runs():
+    """Make the digits' tables once, and ask git nothing: two processes a run, with a test apart."""
     with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(dbsl.data.dataset, "_digits", cache(dbsl.data.dataset._digits))
         if "code" in found_extras():
             patches.setattr("dbsl.extras.code.git_diff", lambda: b"")
         yield
@@ -98,14 +99,6 @@ def fresh_accelerator():
     AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def digits_once():
-    """Make the tables of the digits once for all tests."""
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(dbsl.data.dataset, "_digits", cache(dbsl.data.dataset._digits))
-        yield
 
 
 @pytest.fixture

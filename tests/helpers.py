@@ -1,7 +1,6 @@
 """What tests of whole runs share: a tiny config, a run, what it left, and runs as processes."""
 
 import gc
-import http.server
 import itertools
 import json
 import os
@@ -10,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from contextlib import contextmanager
@@ -18,14 +16,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 from PIL import Image
 
 from dbsl.base.errors import RunStopped, one_line_errors
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.config.parse import parse_config, yaml_to_argv
+from dbsl.data.transforms import Transform
 from dbsl.log.meter import MEASURED
-from dbsl.log.rows import read_metrics
+from dbsl.log.rows import read_metrics, round_row
+from dbsl.plan.types import RoundReport
 from train import Config, main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,24 +44,50 @@ TINY = {
 }
 
 
+def make_table(images, labels=2):
+    """Return a table of images, with a label each or in turn of so many classes."""
+    import datasets  # slow, and few tests need it
+
+    if isinstance(labels, int):
+        labels = [number % labels for number in range(len(images))]
+    names = [str(name) for name in range(max([1, *labels]) + 1)]
+    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}
+    columns = {"image": images, "label": labels}
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+
+
+def plain(side, augment="none"):
+    """Return a transform whose images have the values 0..255 that were stored."""
+    return Transform(side, augment, True, (0.0,) * 3, (1 / 255,) * 3, 0)
+
+
+def read(source, transform, batches=None, epoch=0):
+    """Return the images and labels of batches, or of all samples as one."""
+    batches = [range(len(source))] if batches is None else batches
+    found = source.batches(list(map(np.array, batches)), transform, epoch)
+    images, labels = zip(*found, strict=True)
+    return torch.cat(images), torch.cat(labels)
+
+
+def read_all(source, side=8, batches=None):
+    """Return the value of each sample's first pixel and its label."""
+    images, labels = read(source, plain(side), batches)
+    return images[:, 0, 0, 0].round().int().tolist(), labels.tolist()
+
+
 SHARDED = 96, 16, 8  # images to train on and to evaluate on, and those of a row group
 
 
 def write_shards(folder):
     """Write three shards of noise, and one to evaluate on; an image begins with its number."""
-    import datasets  # slow, and few tests need it
-
     train, evaluation, group = SHARDED
     noise = np.random.default_rng(0).integers(0, 256, (256, 16, 16, 3), dtype=np.uint8)
     noise[:, 0, 0] = np.arange(256)[:, None]
-    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list("abc"))}
     each = train // 3
     files = {f"train-{n:05d}-of-00003": range(n * each, n * each + each) for n in range(3)}
     files["test-00000-of-00001"] = range(200, 200 + evaluation)
     for name, numbers in files.items():
-        images = [Image.fromarray(noise[n]) for n in numbers]
-        columns = {"image": images, "label": [n % 3 for n in numbers]}
-        table = datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+        table = make_table([Image.fromarray(noise[n]) for n in numbers], [n % 3 for n in numbers])
         table.to_parquet(folder / f"{name}.parquet", batch_size=group)
     return folder
 
@@ -88,6 +115,12 @@ def metrics_of(folder):
 
 def fingerprint(folder):
     return metrics_of(folder), (folder / "model.safetensors").read_bytes()
+
+
+def a_round(worker=0, epoch=0, **values):
+    """Return a round's row, a usual one where nothing else is said."""
+    row = round_row(RoundReport(worker, epoch, 0, 8, 16, 64, 4, 1.0, 2.0, 1.0))
+    return {"event": "round", **row, **values}
 
 
 def rounds_of(folder):
@@ -159,19 +192,6 @@ def refused(capsys, command, *arguments):
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line.removeprefix("error: ")
-
-
-@contextmanager
-def serving(handler):
-    """Answer HTTP requests on this machine while in here; gives the server, which has its `url`."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def free_port():

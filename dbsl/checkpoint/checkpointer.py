@@ -116,7 +116,13 @@ class Writer:
         target, began = self._folder / copy.name, time.perf_counter()
         lower_priority()  # training goes first
         try:
-            files = self._write_files(target, copy)
+            files = write_shard(target, self._rank, *copy.packed, late=self.late)
+            if copy.model is not None:
+                data, resolution = self._run.data, self._run.config.resolutions[-1]
+                save_model(self._run.model, target, resolution, data, state=copy.model)
+            for path in (target / name for name in (MODEL_FILE, "config.json", _BEST_FILE)):
+                if self._rank == SERVER_RANK and path.exists():  # your own model has no config.json
+                    files[path.name] = describe(path)
             if self._control is not None:  # what every process has written, once all have
                 written = map(json.loads, self._control.gather_saved(json.dumps(files)))
                 files = {name: about for own in written for name, about in own.items()}
@@ -134,16 +140,6 @@ class Writer:
             spared = {name for names in extras.each(Extra.keeps) for name in names}
             prune(self._session.folder, max(1, keep), spared)
             extras.each(Extra.saved)
-
-    def _write_files(self, target: Path, copy: Copy) -> dict[str, dict[str, Any]]:
-        files = write_shard(target, self._rank, *copy.packed, late=self.late)
-        if copy.model is not None:
-            data, resolution = self._run.data, self._run.config.resolutions[-1]
-            save_model(self._run.model, target, resolution, data, state=copy.model)
-        for path in (target / name for name in (MODEL_FILE, "config.json", _BEST_FILE)):
-            if self._rank == SERVER_RANK and path.exists():  # your own model has no config.json
-                files[path.name] = describe(path)
-        return files
 
     def _failed(self, target: Path, error: Exception) -> None:
         self._failure = error
@@ -247,10 +243,7 @@ class Checkpointer:
             prune(self._session.folder, self._keep)
 
     def _finishes(self, wish: bool) -> bool:
-        """Whether the run finishes with this epoch: any process wishes it, and it was evaluated.
-
-        Where it was not, the next one is the last.
-        """
+        """Whether any process wishes it and this epoch was evaluated; else the next is the last."""
         session = self._session
         evaluated = session.log.evaluated_epoch == self._end.epoch
         wish, evaluated = self._cluster.highest(wish, evaluated)

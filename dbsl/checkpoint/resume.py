@@ -26,15 +26,8 @@ from dbsl.checkpoint.disk import (
 )
 from dbsl.cluster.weights import vector_length
 from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_text
-from dbsl.config.complete import (
-    RESOLVED,
-    follow,
-    is_as_given,
-    set_back,
-    still_true,
-    with_resolved,
-)
-from dbsl.config.fields import NODES, PROCESSES, Role, sources, with_role
+from dbsl.config.complete import RESOLVED, follow, is_as_given, set_back, still_true, with_resolved
+from dbsl.config.fields import NODES, PROCESSES, Role, refuse, sources, with_role
 from dbsl.config.hooks import found_extras
 from dbsl.config.parse import parse_config, run_folder_of
 from dbsl.config.settings import (
@@ -94,20 +87,16 @@ def find_checkpoint(config: RunConfig, accelerator: Accelerator) -> Found | None
 
 def is_finished(found: Found, config: RunConfig) -> bool:
     """Whether the run has come to its end, and is not to go on for more epochs."""
-    path = found.run_folder / "summary.json"
-    trained = 0
+    run, trained = found.run_folder, 0
+    path = run / "summary.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         trained = int(json.loads(path.read_text(encoding="utf-8"))["epochs"])
-    if trained > config.epochs:
-        raise SettingError(
-            f"epochs must be at least {trained}, which the finished run in {found.run_folder} has "
-            f"trained, got {config.epochs}"
-        )
-    if found.folder is None and trained < config.epochs and path.exists():
-        raise SettingError(  # it has ended: it must not be overwritten
-            "keep_checkpoints must be at least 1 in a run that is to be made longer, got a "
-            f"finished run without a checkpoint in {found.run_folder}"
-        )
+    text = f"epochs must be at least {trained}, which the finished run in {run} has trained"
+    refuse([(trained > config.epochs, text, config.epochs)])
+    # It has ended: it must not be overwritten.
+    is_lost = found.folder is None and trained < config.epochs and path.exists()
+    text = "keep_checkpoints must be at least 1 in a run that is to be made longer"
+    refuse([(is_lost, text, f"a finished run without a checkpoint in {run}")])
     return trained == config.epochs
 
 
@@ -148,16 +137,11 @@ def _draw_another_order(changed: Changes, cls: type[RunConfig]) -> list[str]:
 def check_changes(
     found: Found, config: RunConfig, processes: int, say: Callable[[str], object]
 ) -> None:
-    """Say what has changed since the checkpoint; refuse what changes the mathematics.
-
-    Settings that weights depend on may change with `allow_config_change`.
-    """
+    """Say what has changed since the checkpoint; refuse what changes the mathematics."""
     manifest, cls = found.manifest, type(config)
     changed = changed_settings(manifest.config, config)
-    if "epochs" in changed and config.epochs <= manifest.epoch:
-        raise SettingError(
-            f"epochs must be above the {manifest.epoch} that are complete, got {config.epochs}"
-        )
+    text = f"epochs must be above the {manifest.epoch} that are complete"
+    refuse([("epochs" in changed and config.epochs <= manifest.epoch, text, config.epochs)])
     free = {*with_role(cls, Role.FREE)}
     free |= {*with_role(cls, Role.ORDER)} - {*_draw_another_order(changed, cls)}
     if config.workers != manifest.workers:
@@ -176,11 +160,9 @@ def check_changes(
     for name, values in changed.items():
         if name not in with_role(cls, Role.COMMAND):
             say(f"changed since the checkpoint: {_change(name, *values)}{why.get(name, '')}")
-    if mathematics and not config.allow_config_change:
-        listed = ", ".join(_change(name, *values) for name, values in mathematics.items())
-        raise SettingError(
-            f"allow_config_change must be given for a change of what is trained, got {listed}"
-        )
+    listed = ", ".join(_change(name, *values) for name, values in mathematics.items())
+    text = "allow_config_change must be given for a change of what is trained"
+    refuse([(mathematics and not config.allow_config_change, text, listed)])
 
 
 def _follows(changed: Changes, now: RunConfig, found: Found, processes: int) -> dict[str, str]:
@@ -289,11 +271,9 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
         return None
     manifest, config, classes = found.manifest, run.config, run.data.num_classes
     processes, rank = accelerator.num_processes, accelerator.process_index
-    if manifest.classes != classes:
-        raise SettingError(
-            f"dataset must have the classes that the run began with, got {manifest.classes} "
-            f"classes in the checkpoint, {classes} in the data"
-        )
+    text = "dataset must have the classes that the run began with"
+    shown = f"{manifest.classes} classes in the checkpoint, {classes} in the data"
+    refuse([(manifest.classes != classes, text, shown)])
     with reading_checkpoint(found.folder):
         state, handover = found.shard(SERVER_RANK), None
         changed = changed_settings(manifest.config, config)
@@ -306,11 +286,8 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
         if accelerator.is_main_process:
             path, keep = found.run_folder / "metrics.jsonl", state["log"]["metrics_bytes"]
             size = path.stat().st_size if path.exists() else 0
-            if size < keep:
-                raise SettingError(
-                    f"metrics.jsonl must have the {keep} bytes it had at the checkpoint, got "
-                    f"{size} in {path}"
-                )
+            text = f"metrics.jsonl must have the {keep} bytes it had at the checkpoint"
+            refuse([(size < keep, text, f"{size} in {path}")])
         before = manifest.processes, manifest.workers, manifest.samples
         anew = with_role(type(config), Role.MEETING | Role.PLAN)
         if before == (processes, config.workers, len(run.data.train)) and not changed.keys() & anew:
@@ -582,11 +559,8 @@ def check_epochs_under_way(
     """
     config, before = run.config, saved.settings
     under_way = saved.under_way(at_epoch_end=at_epoch_end)
-    if under_way and config.epochs < under_way.stop:
-        raise SettingError(
-            f"epochs must be at least {under_way.stop}, as many as workers may have begun, "
-            f"got {config.epochs}"
-        )
+    text = f"epochs must be at least {under_way.stop}, as many as workers may have begun"
+    refuse([(under_way and config.epochs < under_way.stop, text, config.epochs)])
     for name in orders if under_way else ():
         advice = f"it draws the order of its samples; {saved.advice}"
         raise must_stay(name, before[name], getattr(config, name), " inside an epoch", advice)

@@ -81,13 +81,14 @@ class Pulse:
         self._heard_at, self._quiet_s = time.monotonic(), 0.0
         self._last = ""
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"pulse-{peer}", daemon=True)
-        self._thread.start()
+        # It ends when the last beat is sent.
+        self.thread = threading.Thread(target=self._run, name=f"pulse-{peer}", daemon=True)
+        self.thread.start()
 
     def reason(self, error: BaseException) -> str:
         """Return why an exchange with the other process failed."""
         if is_lost_peer(error):
-            self._thread.join(_NOTICED_S)  # it fails, too, and knows more
+            self.thread.join(_NOTICED_S)  # it fails, too, and knows more
         return self.failure or reason_of(error)
 
     def end(self, word: str = "") -> None:
@@ -95,10 +96,6 @@ class Pulse:
         if not self._ending.is_set():
             self._last = word
             self._ending.set()
-
-    def wait(self, seconds: float) -> None:
-        """Wait until the last beat is sent, at most so long."""
-        self._thread.join(seconds)
 
     def _run(self) -> None:
         try:
@@ -211,7 +208,7 @@ class Heartbeats:
             for pulse in self._pulses.values():
                 pulse.end()
             for pulse in self._pulses.values():
-                pulse.wait(max(0.0, deadline - time.monotonic()))
+                pulse.thread.join(max(0.0, deadline - time.monotonic()))
 
     def _tell(self, said: str) -> None:
         """Have rank 0 find whose fault it is, and wait until that is known."""

@@ -261,7 +261,7 @@ class Door:
         self._is_served, self._admit = is_served, admit
         if store := _join_store():
             store.set("open", self._settings)
-            _start("door", self._listen, store)
+            threading.Thread(target=self._listen, args=(store,), name="door", daemon=True).start()
 
     def close(self) -> None:
         self._closed.set()
@@ -298,7 +298,8 @@ class Door:
         if self._is_served(rank) and late < 2 * self._timeout_s:
             return  # perhaps it has died, and it is not noticed yet
         self._answered.add(question)
-        _start(f"let-in-{rank}", self._let_in, rank, number)
+        name = f"let-in-{rank}"
+        threading.Thread(target=self._let_in, args=question, name=name, daemon=True).start()
 
     def _let_in(self, rank: int, number: int) -> None:
         """Connect with a process and take it in; if it has died meanwhile, forget it."""
@@ -309,10 +310,6 @@ class Door:
             except (NothingLeft, SettingError) as reason:
                 over = isinstance(reason, NothingLeft)
                 tell(pair, Ending.FINISHED if over else Ending.STOPPED, text=str(reason))
-
-
-def _start(name: str, run: Callable[..., None], *arguments: Any) -> None:
-    threading.Thread(target=run, args=arguments, name=name, daemon=True).start()
 
 
 def _join_store(*, at_once: bool = False) -> dist.Store | None:

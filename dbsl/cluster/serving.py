@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -135,7 +135,7 @@ class ServedCluster(Cluster):
 
     def close(self) -> None:
         self._pulse.end()
-        self._pulse.wait(self._timeout_s)
+        self._pulse.thread.join(self._timeout_s)
         with self._exchange():
             tell(self._link.pair, Kind.DONE)
             self._link.wait()
@@ -152,13 +152,6 @@ class ServedCluster(Cluster):
             else:
                 said = f"the server ({rank_0}) was lost: {reason}"
             raise SyncError(said) from error
-
-
-class _Peer(NamedTuple):  # a worker of another process
-    rank: int
-    worker: int
-    link: Channel
-    pulse: Pulse
 
 
 class ServingCluster(Cluster):
@@ -307,42 +300,42 @@ class ServingCluster(Cluster):
             on_lost=self._wake,
         )
         self._heard[rank] = self._announced[0]  # one that joins takes no part in what was before
-        peer, name = _Peer(rank, self._worker_of(rank), link, pulse), f"serve-{rank}"
-        return threading.Thread(target=self._serve, args=(peer, first), name=name, daemon=True)
+        own, name = (rank, link, pulse, first), f"serve-{rank}"
+        return threading.Thread(target=self._serve, args=own, name=name, daemon=True)
 
-    def _serve(self, peer: _Peer, first: tuple[int, int] | None) -> None:
+    def _serve(self, rank: int, link: Channel, pulse: Pulse, first: tuple[int, int] | None) -> None:
         """Answer one rank's messages until it is done (runs in a thread)."""
         try:
             if first is not None:
-                tell(peer.link.pair, Ending.GOES_ON, first)
-            while self._answer(peer):
+                tell(link.pair, Ending.GOES_ON, first)
+            while self._answer(rank, link, pulse):
                 pass
             with self._changed:
-                del self._heard[peer.rank]
+                del self._heard[rank]
         except Exception as error:
-            reason = peer.pulse.reason(error)
+            reason = pulse.reason(error)
             with self._changed:
-                del self._heard[peer.rank]
+                del self._heard[rank]
                 for ranks in self._saving.values():
-                    ranks.discard(peer.rank)
-                left_out = self._lose(peer, reason)
+                    ranks.discard(rank)
+                left_out = self._lose(rank, reason)
                 self._changed.notify_all()
-            peer.pulse.end(reason if left_out else "")  # it may still be there
+            pulse.end(reason if left_out else "")  # it may still be there
 
-    def _answer(self, peer: _Peer) -> bool:
+    def _answer(self, rank: int, link: Channel, pulse: Pulse) -> bool:
         """Hear a message and do what it asks; False: it was the last."""
-        link, worker = peer.link, peer.worker
+        worker = self._worker_of(rank)
         kind, *_, text = hear(link.pair, Kind)
         if kind == Kind.PLAN:
-            tell(link.pair, Ending.GOES_ON, text=encode(self._begin(worker, peer.pulse)))
+            tell(link.pair, Ending.GOES_ON, text=encode(self._begin(worker, pulse)))
         elif kind == Kind.PUSH:
             report = link.take_push(text)
             check_report(report, worker, *self._place(worker))
             self._merge(link.vector, report)
         elif kind == Kind.PULL:
             with self._changed:
-                weights = self._pull(worker, peer.pulse)
-                announced = self._tell(peer.rank)
+                weights = self._pull(worker, pulse)
+                announced = self._tell(rank)
             if weights is not None:
                 tell(link.pair, Ending.GOES_ON, announced)
                 link.give_weights(weights)
@@ -354,15 +347,15 @@ class ServingCluster(Cluster):
                 if not self._stopping:
                     self.interrupt()
                     self._wait_for(lambda: self._stopping)
-                announced = self._tell(peer.rank)
+                announced = self._tell(rank)
             tell(link.pair, Ending.STOPPED, announced)
         return kind not in (Kind.LEAVE, Kind.DONE)
 
     # --- who comes and goes
 
-    def _lose(self, peer: _Peer, reason: str) -> bool:
+    def _lose(self, rank: int, reason: str) -> bool:
         """Go on without a worker, with the lock held; return whether others do."""
-        rank, worker = peer.rank, peer.worker
+        worker = self._worker_of(rank)
         if self._failure or self._stopping or self.server.clocks[worker] >= self._rounds:
             return False  # it has nothing more to give
         if self.server.members.active == {worker}:
@@ -379,11 +372,9 @@ class ServingCluster(Cluster):
 
     def is_served(self, rank: int) -> bool:
         """Whether a rank's worker is there, and has something left to do."""
-        worker = self._worker_of(rank)
+        worker, members = self._worker_of(rank), self.server.members
         with self._changed:
-            return (
-                worker in self.server.members.active and self.server.clocks[worker] < self._rounds
-            )
+            return worker in members.active and members.clocks[worker] < self._rounds
 
     def admit(self, rank: int, pair: dist.ProcessGroup) -> None:
         """Go on with one more worker, whose process has this connection, or refuse it."""

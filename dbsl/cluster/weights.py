@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from dbsl.base.errors import SettingError
+from dbsl.config.fields import refuse
 
 # Numbers. Kernels read tensors whose address is a multiple of 16 bytes faster, and compiled ones
 # (Inductor) take parameters to be aligned without checking; the bits of sums depend on it, too.
@@ -32,10 +32,8 @@ class FlatWeights:
     def __init__(self, model: nn.Module) -> None:
         self.tensors = tensors = list(_floating(model).values())
         kinds = {(t.dtype, t.device) for t in tensors}
-        if len(kinds) != 1:
-            raise SettingError(
-                f"model must have one dtype and one device, got {sorted(map(str, kinds))}"
-            )
+        shown = str(sorted(map(str, kinds)))
+        refuse([(len(kinds) != 1, "model must have one dtype and one device", shown)])
         dtype, device = kinds.pop()
         self.vector = torch.zeros(_padded_length(tensors), dtype=dtype, device=device)
         self._parameters = list(model.parameters())
@@ -103,16 +101,13 @@ def _views(vector: Tensor, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, 
     """Yield each tensor with its place in the vector, in the tensor's shape and memory order."""
     offset = 0
     for tensor in tensors:
-        yield tensor, _view_like(vector[offset : offset + tensor.numel()], tensor)
+        flat = vector[offset : offset + tensor.numel()]
+        if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+            n, c, h, w = tensor.shape
+            yield tensor, flat.view(n, h, w, c).permute(0, 3, 1, 2)
+        else:
+            yield tensor, flat.view(tensor.shape)
         offset += _padded(tensor.numel())
-
-
-def _view_like(flat: Tensor, tensor: Tensor) -> Tensor:
-    """View a flat vector in the tensor's shape and memory order (channels_last is kept)."""
-    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        n, c, h, w = tensor.shape
-        return flat.view(n, h, w, c).permute(0, 3, 1, 2)
-    return flat.view(tensor.shape)
 
 
 _MOST_GRAPHS = 64  # in a run; further shapes run uncompiled

@@ -21,13 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from dbsl.base.errors import SettingError
-from dbsl.plan.types import (
-    BAD_WEIGHTS,
-    RoundReport,
-    Segment,
-    plan_from_plain,
-    report_from_plain,
-)
+from dbsl.plan.types import BAD_WEIGHTS, RoundReport, Segment, plan_from_plain, report_from_plain
 
 SERVER_RANK = 0
 CPU = torch.device("cpu")

@@ -28,10 +28,7 @@ def says_unlike(config: RunConfig) -> bool:
 
 
 def follow(cls: type, found: Collection[str], changed: Collection[str]) -> dict[str, str]:
-    """Return which of the settings that were found out change with their sources: name and source.
-
-    What changes so is a source, too.
-    """
+    """Return which found settings change with their sources, and so on: name and source."""
     follows: dict[str, str] = {}
     while True:
         moved = {*changed, *follows}
@@ -96,15 +93,13 @@ def is_as_given(name: str, given: RunConfig, complete: RunConfig) -> bool:
     return whole == given_whole
 
 
-def for_workers(
-    name: str, values: Sequence[T] | None, resolutions: Sequence[int], workers: int
-) -> list[list[T | None]]:
+def for_workers(config: RunConfig, name: str, values: Sequence[T] | None) -> list[list[T | None]]:
     """Return a value for each resolution and worker: [resolution][worker].
 
     From none, one for all, one for each resolution, or one for each resolution and worker (all
     workers of the first resolution, then of the second).
     """
-    rows = len(resolutions)
+    rows, workers = len(config.resolutions), config.workers
     values = [None] if values is None else list(values)
     if len(values) not in (1, rows, rows * workers):
         each = f"one per resolution ({rows}) or one per resolution and worker ({rows * workers})"

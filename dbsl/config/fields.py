@@ -289,10 +289,7 @@ def parse_kwargs(
     elsewhere: Mapping[str, str] = MappingProxyType({}),
     bounds: Mapping[str, Within] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return the arguments of ``name=value`` texts, as Python's literals, or else texts.
-
-    Arguments in `elsewhere` are other settings'.
-    """
+    """Return ``name=value`` texts as literals, or else texts; `elsewhere` are other settings'."""
     found: dict[str, Any] = _texts(setting, pairs, elsewhere)
     for name, text in found.items():
         with contextlib.suppress(ValueError, SyntaxError):

@@ -12,7 +12,6 @@ from dbsl.base.errors import SettingError
 from dbsl.base.machine import lazy_import
 from dbsl.config.fields import (
     PAIRS,
-    Amount,
     Count,
     Excludes,
     Number,
@@ -193,42 +192,3 @@ def _check_policy(policy: str) -> None:
         must = "aa must be a policy of timm such as rand-m9-mstd0.5-inc1, augmix-m5-w4 or 3a"
         why = f" ({reason})" if reason else ""
         raise SettingError(f"{must}, got {policy!r}{why}") from None
-
-
-@dataclass(frozen=True)
-class DataConfig(ImageConfig):
-    """Which images, and what training makes of them."""
-
-    # how often an epoch has each of its images, in a row and with another augmentation each time;
-    # the number of samples stays, so that an epoch has fewer images
-    aug_repeats: Annotated[
-        Count, Role.ORDER, Excludes(augment="none", why=": copies are equal")
-    ] = 1
-    # --- mixing
-    mixup: Amount = 0.0  # alpha of mixup, say 0.2; 0: off
-    # alpha of CutMix, say 1.0; 0: off; with --mixup, each batch gets one of the two
-    cutmix: Amount = 0.0
-    # more arguments of timm's Mixup as name=value: prob=1 switch_prob=0.5 (of CutMix where both are
-    # on) mode=batch (pair, elem: what one mixing is drawn for) cutmix_minmax=0.2,0.8 (sides of
-    # CutMix's area over the image's; it replaces --cutmix); off_epoch=90: none from there on
-    mixup_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
-
-    @property
-    def mixes(self) -> bool:
-        """Whether images are mixed."""
-        return bool(self.mixup or self.cutmix or self.mixing.get("cutmix_minmax"))
-
-    @property
-    def mixing(self) -> Mapping[str, Any]:
-        """What `dbsl.data.transforms.Mixing` takes of ``mixup_kwargs``."""
-        return read_kwargs("mixup_kwargs", self.mixup_kwargs, MixupKwargs)
-
-
-def of_mixing(config: DataConfig) -> Iterator[Refusal]:
-    """Yield what does not go together in how images are mixed."""
-    text = "mixup_kwargs must be empty except with mixup, cutmix or cutmix_minmax"
-    yield config.mixup_kwargs and not config.mixes, text, config.mixup_kwargs
-    both = config.mixup and (config.cutmix or config.mixing.get("cutmix_minmax"))
-    text = "mixup_kwargs must leave out switch_prob except with mixup and CutMix"
-    given = config.mixing.get("switch_prob")
-    yield given is not None and not both, text, given

@@ -317,10 +317,7 @@ def yaml_to_argv(settings: Mapping[str, Any]) -> list[str]:
 
 
 def config_to_yaml(settings: Mapping[str, Any], resolved: Mapping[str, Any] | None = None) -> str:
-    """Return settings as YAML that `parse_config` reads back to equal ones; unset is left out.
-
-    What a run found out goes under ``resolved``.
-    """
+    """Return settings as YAML that `parse_config` reads back to equal ones; unset is left out."""
     text = _as_yaml({name: value for name, value in settings.items() if value is not None})
     if resolved:
         text += "\n# Found out by the run; dropped where a setting changes that it came from.\n"
@@ -368,6 +365,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _read_yaml(path: Path, cls: type | None) -> dict[str, Any]:
+    """Refuse what sets no field of `cls`, and true or false for one that is neither."""
     try:
         settings = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: an endless number, say
@@ -376,15 +374,8 @@ def _read_yaml(path: Path, cls: type | None) -> dict[str, Any]:
     settings = {} if settings is None else settings
     if not isinstance(settings, dict):
         raise SettingError(f"config must map settings to values, got a value or a list in {path}")
-    if cls is not None:
-        _check_file(settings, path, cls)
-    return settings
-
-
-def _check_file(settings: Mapping[Any, Any], path: Path, cls: type) -> None:
-    """Refuse names that are no settings, and true or false where a setting is neither."""
-    known, hints = _flags_of(cls)
-    for key, value in settings.items():
+    known, hints = _flags_of(cls) if cls else ({}, {})
+    for key, value in settings.items() if cls else ():
         name = _name(key)
         if {name, name.removeprefix("no_")}.isdisjoint({*known, "base", RESOLVED} - {"config"}):
             raise _unknown(cls, "config must set what --help lists", str(key), f" in {path}")
@@ -392,3 +383,4 @@ def _check_file(settings: Mapping[Any, Any], path: Path, cls: type) -> None:
             must = f"{key} must be {described(hints[name])[0]}"
             how = f"YAML's yes, no, on or off without quotes; {path} sets {key}"
             raise SettingError(f"{must}, got {as_given(value)} ({how})")
+    return settings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -35,7 +34,7 @@ from dbsl.config.fields import (
     read_kwargs,
     refuse,
 )
-from dbsl.config.image_settings import DataConfig, check_images, of_mixing
+from dbsl.config.image_settings import ImageConfig, MixupKwargs, check_images
 
 Precision = Literal["auto", "no", "bf16", "fp16"]
 Rounding = Literal["round", "truncate"]
@@ -79,9 +78,22 @@ class LrKwargs(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class TrainingConfig(DataConfig):
+class TrainingConfig(ImageConfig):
     """What is trained, in which batches and for how long, and how workers meet."""
 
+    # how often an epoch has each of its images, in a row and with another augmentation each time;
+    # the number of samples stays, so that an epoch has fewer images
+    aug_repeats: Annotated[
+        Count, Role.ORDER | Role.DATA, Excludes(augment="none", why=": copies are equal")
+    ] = 1
+    # --- mixing
+    mixup: Annotated[Amount, Role.DATA] = 0.0  # alpha of mixup, say 0.2; 0: off
+    # alpha of CutMix, say 1.0; 0: off; with --mixup, each batch gets one of the two
+    cutmix: Annotated[Amount, Role.DATA] = 0.0
+    # more arguments of timm's Mixup as name=value: prob=1 switch_prob=0.5 (of CutMix where both are
+    # on) mode=batch (pair, elem: what one mixing is drawn for) cutmix_minmax=0.2,0.8 (sides of
+    # CutMix's area over the image's; it replaces --cutmix); off_epoch=90: none from there on
+    mixup_kwargs: Annotated[tuple[str, ...], Role.DATA] = field(default=(), metadata=PAIRS)
     # --- model
     # timm name, local-dir:FOLDER or hf-hub:USER/NAME; the last two start from its weights
     model: Annotated[str, Role.STEP | Role.SOLVED] = "resnet18"
@@ -290,6 +302,16 @@ class TrainingConfig(DataConfig):
     reset_momentum: Annotated[ResetMomentum, Excludes(push="gradients")] = "never"
 
     @property
+    def mixes(self) -> bool:
+        """Whether images are mixed."""
+        return bool(self.mixup or self.cutmix or self.mixing.get("cutmix_minmax"))
+
+    @property
+    def mixing(self) -> Mapping[str, Any]:
+        """What `dbsl.data.transforms.Mixing` takes of ``mixup_kwargs``."""
+        return read_kwargs("mixup_kwargs", self.mixup_kwargs, MixupKwargs)
+
+    @property
     def model_settings(self) -> dict[str, Any]:
         """What timm's `create_model` takes besides the name and the number of classes."""
         own = {"drop_rate": "dropout", "checkpoint_path": "initial_checkpoint"}
@@ -380,11 +402,22 @@ class RunConfig(MachineConfig, TrainingConfig):
         if self.resolutions is not None:
             check_resolutions(self.resolutions)
         check_images(self)
-        refuse(itertools.chain(of_mixing(self), _of_curve(self), _of_run(self)))
+        refuse(_of_run(self))
 
 
-def _of_curve(config: TrainingConfig) -> Iterator[Refusal]:
-    """Yield what does not go together in a learning rate's course."""
+def is_url(text: str | None) -> bool:
+    """Whether a setting names something by URL, not by path."""
+    return text is not None and "://" in text
+
+
+def _of_run(config: RunConfig) -> Iterator[Refusal]:
+    """Yield what the fields' types do not say of settings that do not go together."""
+    text = "mixup_kwargs must be empty except with mixup, cutmix or cutmix_minmax"
+    yield config.mixup_kwargs and not config.mixes, text, config.mixup_kwargs
+    both = config.mixup and (config.cutmix or config.mixing.get("cutmix_minmax"))
+    text = "mixup_kwargs must leave out switch_prob except with mixup and CutMix"
+    given = config.mixing.get("switch_prob")
+    yield given is not None and not both, text, given
     given, lr_schedule = config.curve, config.lr_schedule
     without = {"step": LrKwargs.__annotations__.keys() - {"warmup_lr"}, "cosine": {"power"}}
     for name in sorted(given.keys() & without.get(lr_schedule, set())):
@@ -398,15 +431,6 @@ def _of_curve(config: TrainingConfig) -> Iterator[Refusal]:
     left = config.epochs - warmup
     below = f"lr_kwargs cooldown_epochs must be below the {left:g} epochs after the warm-up"
     yield cooldown and cooldown >= left, below, cooldown
-
-
-def is_url(text: str | None) -> bool:
-    """Whether a setting names something by URL, not by path."""
-    return text is not None and "://" in text
-
-
-def _of_run(config: RunConfig) -> Iterator[Refusal]:
-    """Yield what the fields' types do not say of settings that do not go together."""
     text = "large_batch_size must not be auto with micro_batch_size, with which any batch fits"
     micro = config.micro_batch_size is not None
     yield micro and config.large_batch_size == "auto", text, "auto"

@@ -21,15 +21,10 @@ from PIL import Image
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import cores_of_process, hub_or_cache, lazy_import
 from dbsl.base.seeds import generator
+from dbsl.config.fields import refuse
 from dbsl.config.hooks import Extra, Extras
 from dbsl.config.image_settings import Augment, ImageConfig, Interpolation
-from dbsl.data.images import (
-    Decoded,
-    ImageLoader,
-    ImageSplit,
-    PixelStore,
-    decode_cached,
-)
+from dbsl.data.images import Decoded, ImageLoader, ImageSplit, PixelStore, decode_cached
 from dbsl.data.sources import Batch, image_batch
 from dbsl.data.transforms import EVAL_CROP, Means, Transform
 from dbsl.plan.solve import largest_remainder
@@ -200,10 +195,8 @@ def _cut(
     if config.holdout is not None:
         evaluation, eval_split = None, f"{config.holdout:.3g} of train, held out"
     if evaluation is None:
-        if len(train) < 2:
-            raise SettingError(
-                f"dataset must have 2 images or more to hold some out, got {len(train)}"
-            )
+        text = "dataset must have 2 images or more to hold some out"
+        refuse([(len(train) < 2, text, len(train))])
         share = 0.2 if config.holdout is None else config.holdout
         size = min(math.ceil(round(share * len(train), 6)), len(train) - 1)
         rng = generator(seed, "evaluation split")
@@ -294,8 +287,7 @@ def choose_columns(config: ImageConfig, features: datasets.Features) -> tuple[st
     image_column, label_column = config.image_column, config.label_column
     columns = ", ".join(f"{name!r} ({_kind(feature)})" for name, feature in features.items())
     images = [name for name, feature in features.items() if _is_image(feature)]
-    if not images:
-        raise SettingError(f"dataset must have a column of images, got columns {columns}")
+    refuse([(not images, "dataset must have a column of images", f"columns {columns}")])
     if image_column is None and len(images) == 1:
         image_column = images[0]
     if image_column not in images:
@@ -306,10 +298,8 @@ def choose_columns(config: ImageConfig, features: datasets.Features) -> tuple[st
             sizes[name] = feature.num_classes
         elif isinstance(feature, datasets.Value) and feature.dtype.startswith(_LABEL_TYPES):
             sizes[name] = 0
-    if not sizes:
-        raise SettingError(
-            f"dataset must have a column of labels, whole numbers or text, got columns {columns}"
-        )
+    text = "dataset must have a column of labels, whole numbers or text"
+    refuse([(not sizes, text, f"columns {columns}")])
     if label_column is None and any(sizes.values()) and "label" not in sizes:
         label_column = max(sizes, key=sizes.get)
     if label_column is None:
@@ -332,20 +322,14 @@ def label_splits(
     `split` makes a split of its name and the class of each row, int64 [N].
     """
     values = _read_labels(tables[train_name], label_column)
-    if values is None:
-        raise SettingError(
-            f"label_column must have a label in every row, got {label_column!r} with null or -1 "
-            f"in split {train_name!r}"
-        )
+    shown = f"{label_column!r} with null or -1 in split {train_name!r}"
+    refuse([(values is None, "label_column must have a label in every row", shown)])
     feature = tables[train_name].features[label_column]
     is_encoded = isinstance(feature, datasets.ClassLabel)
     classes = np.arange(feature.num_classes) if is_encoded else np.unique(values)
     class_names = feature.names if is_encoded else [str(value) for value in classes]
-    if len(class_names) < 2:
-        raise SettingError(
-            f"dataset must have two classes or more, got {class_names[0]!r} alone in column "
-            f"{label_column!r}"
-        )
+    shown = f"{class_names[0]!r} alone in column {label_column!r}"
+    refuse([(len(class_names) < 2, "dataset must have two classes or more", shown)])
     train = split(train_name, _encode_labels(values, classes, train_name))
     if unused := set(class_names) - {class_names[label] for label in np.unique(train.labels)}:
         logger.warning("classes of %r without a training image: %s", dataset, listed(unused))
@@ -565,9 +549,7 @@ def _with_labels(path: str, images: Mapping[str, Sequence[Path]]) -> list[str]:
 
 def _check_metadata(files: Iterable[Path]) -> None:
     """Raise ``SettingError`` for a metadata.csv whose first row names no image next to it."""
-    for file in files:
-        if file.name != "metadata.csv":
-            continue
+    for file in (file for file in files if file.name == "metadata.csv"):
         with file.open(newline="", encoding="utf-8-sig", errors="replace") as text:
             row = next(csv.DictReader(text), {})
         names = [value for column, value in row.items() if str(column).endswith("file_name")]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dbsl.base.errors import SettingError
+from dbsl.config.fields import refuse
 from dbsl.config.settings import NO_SIDE
 from dbsl.data.transforms import to_device
 
@@ -109,8 +110,7 @@ class TensorData:
     resolutions: tuple[int, ...] = field(default=(NO_SIDE,), init=False)
 
     def __post_init__(self) -> None:
-        if self.num_classes < 2:
-            raise SettingError(f"num_classes must be at least 2, got {self.num_classes}")
+        refuse([(self.num_classes < 2, "num_classes must be at least 2", self.num_classes)])
         first = None
         for split in ("train", "evaluation"):
             samples = getattr(self, split)
@@ -159,11 +159,9 @@ def _read(
 ) -> TensorSource:
     """Return the samples of a dataset; all must be like `first`, or else like the first of them."""
     inputs, labels = [], []
-    if not (hasattr(dataset, "__len__") and len(dataset)):
-        raise SettingError(
-            f"{split} must be a map-style dataset with samples, got {type(dataset).__name__} "
-            "without any"
-        )
+    has_some = hasattr(dataset, "__len__") and len(dataset)
+    shown = f"{type(dataset).__name__} without any"
+    refuse([(not has_some, f"{split} must be a map-style dataset with samples", shown)])
     for number in range(len(dataset)):
         try:
             sample, label = dataset[number]

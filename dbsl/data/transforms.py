@@ -95,7 +95,12 @@ class Transform:
         `samples` are int64 [B].
         """
         if self.augment == "none":
-            return self._normalise(self._resize(images if prepared else self._centre(images)))
+            if not prepared:  # the central square, the nearest whole pixels
+                side = images.shape[-1]
+                cut = max(1, round(side * self.crop_pct))
+                first = (side - cut) // 2
+                images = images[:, :, first : first + cut, first : first + cut]
+            return self._normalise(self._resize(images))
         if prepared and self.augment in ("crop", "timm"):
             images = self._normalise(self._resize(images))
         else:
@@ -143,13 +148,6 @@ class Transform:
     @property
     def _mode(self) -> Interpolation:
         return self.interpolation if self.augment == "none" else "bilinear"
-
-    def _centre(self, images: Tensor) -> Tensor:
-        """Return the central square of images [B, 3, S, S], the nearest whole pixels."""
-        side = images.shape[-1]
-        cut = max(1, round(side * self.crop_pct))
-        first = (side - cut) // 2
-        return images[:, :, first : first + cut, first : first + cut]
 
     def _resize(self, images: Tensor) -> Tensor:
         side, mode = self.resolution, self._mode

@@ -275,7 +275,14 @@ class RunLog:
         """Record the plan in force in a round, if it is another than before."""
         if not self.enabled:
             return
-        self._look_at_batches(plan)
+        sizes = [worker.local_batch_size or math.inf for worker in plan.workers]
+        least = min(sizes)
+        if self._normalises and least < min(_FEW, max(s for s in sizes if s < math.inf)):
+            self._normalises = False
+            self._say(
+                f"warning: worker {sizes.index(least)} has batches of {least}, of which batch norm "
+                "has no good statistics; --min-batch-size 8 plans larger ones"
+            )
         stage, before = self._run.stage_at(epoch), self._plan_at(epoch)
         resolution = stage.resolution
         # Without a barrier, a slow worker may still be in a round with an earlier plan.
@@ -290,16 +297,6 @@ class RunLog:
         self.write("plan", rows.plan_row(stage, plan) | {"from_epoch": epoch})
         where = px(resolution, " at ")
         self._say(f"from epoch {epoch + 1} on{where}: {plan_changes(before, plan)}")
-
-    def _look_at_batches(self, plan: Plan) -> None:
-        sizes = [worker.local_batch_size or math.inf for worker in plan.workers]
-        least = min(sizes)
-        if self._normalises and least < min(_FEW, max(s for s in sizes if s < math.inf)):
-            self._normalises = False
-            self._say(
-                f"warning: worker {sizes.index(least)} has batches of {least}, of which batch norm "
-                "has no good statistics; --min-batch-size 8 plans larger ones"
-            )
 
     def epoch_end(
         self,
@@ -325,9 +322,12 @@ class RunLog:
         self._so_far.train_time_s, self._so_far.epochs = train_time_s, epoch + 1
         config, resolution = self._config, self._run.stage_at(epoch).resolution
         place = {"epoch": epoch, "resolution": resolution}
+        # A worker's pushes of an epoch are one round: its first report, with their sums.
         for worker, values in workers.items() if config.push == "gradients" else ():
             first = next(report for report in reports if report.worker == worker)
-            self.write("round", rows.pushes_row(first, values))
+            names = {**asdict(first), **first.figures}
+            own = {name: value for name, value in values.items() if name in names}
+            self.write("round", rows.round_row(first) | own | {"round": 0})
         times = rows.times_row(workers, plan) | figures | clocks | {"images_per_s": speed}
         self.write("times", place | times)
         if evaluation is not None:

@@ -39,10 +39,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if number == len(lines) and not line.endswith("\n"):
                 break
             raise SettingError(f"{path} line {number} must be JSON, got {line[:60]!r}") from error
-    return [in_code(record) for record in _without_undone(records)]
-
-
-def _without_undone(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     undone: Counter[tuple[Any, ...]] = Counter()
     kept = []
     for record in reversed(records):
@@ -52,7 +48,7 @@ def _without_undone(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         elif record["event"] == "round" and undone[place]:
             undone[place] -= 1
             continue
-        kept.append(record)
+        kept.append(in_code(record))
     return kept[::-1]
 
 
@@ -151,13 +147,6 @@ def of_workers(reports: Sequence[RoundReport]) -> dict[int, dict[str, float]]:
         values["share"] = values["samples"] / max(samples, 1)
         values["idle_time_share"] = 1 - values["compute_time_s"] / longest if longest else 0.0
     return workers
-
-
-def pushes_row(first: RoundReport, values: Mapping[str, float]) -> dict[str, Any]:
-    """Return a worker's pushes of an epoch as one round: its first report, with their sums."""
-    names = {**asdict(first), **first.figures}
-    own = {name: value for name, value in values.items() if name in names}
-    return round_row(first) | own | {"round": 0}
 
 
 def times_row(workers: Mapping[int, Mapping[str, float]], plan: Plan) -> dict[str, Any]:

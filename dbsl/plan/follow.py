@@ -307,7 +307,7 @@ class PlanMaker:
             drop_last=config.drop_last,
         )
         resolutions, workers = config.resolutions, config.workers
-        small = for_workers("small_batch_size", config.small_batch_size, resolutions, workers)
+        small = for_workers(config, "small_batch_size", config.small_batch_size)
         self._small = {r: row[0] for r, row in zip(resolutions, small, strict=True)}
         by_hand = config.local_batch_sizes or ()
         unlike = len(by_hand) not in (0, workers, workers * len(resolutions))

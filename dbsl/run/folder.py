@@ -32,7 +32,7 @@ from dbsl.base.files import write_text
 from dbsl.base.machine import launched_precision, remember
 from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_from, share_text
 from dbsl.config.complete import RESOLVED
-from dbsl.config.fields import Role, with_role
+from dbsl.config.fields import Role, refuse, with_role
 from dbsl.config.hooks import defaults_of_extras
 from dbsl.config.parse import RUN_FOLDER, config_to_yaml
 from dbsl.config.settings import RunConfig
@@ -127,16 +127,11 @@ class RunFolder:
         if not self.path.is_dir():
             raise SettingError(f"output_dir must be a folder, got file {self.path}")
         inside = {entry.name for entry in self.path.iterdir()} - {LOCK}
-        if new and inside:
-            hint = "; --resume auto goes on with the run in it" * ("config.yaml" in inside)
-            raise SettingError(
-                f"output_dir must be a new folder, got {self.path}, which exists{hint}"
-            )
-        self._take_lock()
-
-    def _take_lock(self) -> None:
-        path = self.path / LOCK
-        self._lock = FileLock(path)  # before it is taken: a full disk may leave an empty file
+        hint = "; --resume auto goes on with the run in it" * ("config.yaml" in inside)
+        got = f"{self.path}, which exists{hint}"
+        refuse([(new and inside, "output_dir must be a new folder", got)])
+        lock = self.path / LOCK
+        self._lock = FileLock(lock)  # before it is taken: a full disk may leave an empty file
         try:
             self._lock.acquire(blocking=False)
         except Timeout:
@@ -146,7 +141,7 @@ class RunFolder:
                 f"{holder_of(self.path)}"
             ) from None
         started = time.strftime("%Y-%m-%d %H:%M:%S")
-        path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {started}\n")
+        lock.write_text(f"process {os.getpid()} on {socket.gethostname()} since {started}\n")
 
 
 def holder_of(path: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -19,9 +20,9 @@ from dbsl.base.seeds import stream_seed
 from dbsl.cluster.merges import MergeRule
 from dbsl.cluster.steps import takes_fractions
 from dbsl.config.complete import says_unlike
-from dbsl.config.fields import Role, with_role
+from dbsl.config.fields import Role, refuse, with_role
 from dbsl.config.hooks import Extra, Extras, Machine
-from dbsl.config.image_settings import DataConfig
+from dbsl.config.image_settings import ImageConfig
 from dbsl.config.parse import read_settings, run_folder_of
 from dbsl.config.settings import NO_SIDE, RunConfig, steps_in_parts, takes_joint_steps
 from dbsl.data.dataset import load_data
@@ -63,7 +64,7 @@ OptimizerBuilder = Callable[
 ]
 
 # Settings that say which data, model or optimizer; with your own they have nothing to say.
-_OF_DATA = (*(field.name for field in fields(DataConfig) if field.name != "dataset"), "resolutions")
+_OF_DATA = (*(f.name for f in fields(ImageConfig) if f.name != "dataset"), "resolutions")
 # A function may read momentum and weight_decay of the settings that it is given.
 _OF_OPTIMIZER = ("opt_kwargs",)
 _OF_MERGE = ("merge", "push", "wire")
@@ -163,11 +164,9 @@ class Replaced:
         Building may freeze parameters, which all that follows is to know.
         """
         optimizer = self.build_optimizer(config, model)
-        if not any(p.requires_grad for p in model.parameters()):
-            raise SettingError(
-                "optimizer must leave parameters that are trained, got all frozen by "
-                f"{config.optimizer}"
-            )
+        frozen = not any(p.requires_grad for p in model.parameters())
+        text = "optimizer must leave parameters that are trained"
+        refuse([(frozen, text, f"all frozen by {config.optimizer}")])
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
         if left:
@@ -191,17 +190,12 @@ class Replaced:
         """Return the further evaluation sets, by name."""
         sources = {}
         for name, given in (self.evaluate_also or {}).items():
-            if not re.fullmatch(r"\w+", str(name)) or name in OF_EVALUATIONS:
-                raise SettingError(
-                    f"evaluate_also must have words for names, not {' or '.join(OF_EVALUATIONS)}, "
-                    f"got {name!r}"
-                )
+            text = f"evaluate_also must have words for names, not {' or '.join(OF_EVALUATIONS)}"
+            taken = not re.fullmatch(r"\w+", str(name)) or name in OF_EVALUATIONS
+            refuse([(taken, text, repr(name))])
             if isinstance(given, str | Path):
-                if self.data is not None:
-                    raise SettingError(
-                        "evaluate_also must have sources or datasets of tensors with your own "
-                        f"data, got {given}"
-                    )
+                text = "evaluate_also must have sources or datasets of tensors with your own data"
+                refuse([(self.data is not None, text, given)])
                 changes = {"dataset": str(given), "train_samples": None, "eval_samples": None}
                 given = self.load_data(replace(config, **changes), accelerator)
             sources[name] = as_source(given, data, config.resolutions[-1], f"evaluate_also {name}")
@@ -290,33 +284,28 @@ def count_workers(config: ConfigT, processes: int, device: str) -> ConfigT:
     otherwise one process has 4 workers where something is said of unlike ones, else 1: on equal
     samples several workers cost accuracy. A ratio above 0 makes at least one small worker.
     """
-    total, small_workers, ratio = config.workers, config.small_workers, config.small_ratio
-    if processes > 1:
-        total = processes - config.dedicated_server
-        if config.workers not in (None, total):
-            what = f"processes{' less the dedicated server' * config.dedicated_server}"
-            raise SettingError(
-                f"workers must equal the number of {what} ({total}), got {config.workers}"
-            )
-    elif config.dedicated_server:
-        raise SettingError("dedicated_server must have at least 2 processes, got 1")
-    elif total is None:
-        total = 4 if says_unlike(config) else 1
+    alone, small_workers, ratio = processes == 1, config.small_workers, config.small_ratio
+    total = processes - config.dedicated_server
+    if alone:
+        total = config.workers or (4 if says_unlike(config) else 1)
     if small_workers is None:
         small_workers = max(1, round_half_up(ratio * total)) if ratio > 0 else 0
-    if small_workers > total:
-        raise SettingError(
-            f"small_workers must be at most the workers ({total}), got {small_workers}"
-        )
-    if config.wire != "float32" and processes == 1:
-        raise SettingError(
-            f"wire must be float32 in one process, where nothing is sent, got {config.wire}"
-        )
-    if config.sync_batch_norm and (processes == 1 or device != "cuda"):
-        raise SettingError(
-            "sync_batch_norm must be false except with a process per worker on CUDA devices, got "
-            f"true in {processes} processes on {device}"
-        )
+    other, less = config.workers not in (None, total), " less the dedicated server"
+    number = f"workers must equal the number of processes{less * config.dedicated_server} ({total})"
+    served = "dedicated_server must have at least 2 processes"
+    most = f"small_workers must be at most the workers ({total})"
+    sent = "wire must be float32 in one process, where nothing is sent"
+    joined = "sync_batch_norm must be false except with a process per worker on CUDA devices"
+    unjoined = config.sync_batch_norm and (alone or device != "cuda")
+    refuse(
+        [
+            (other, number, config.workers),
+            (alone and config.dedicated_server, served, processes),
+            (small_workers > total, most, small_workers),
+            (alone and config.wire != "float32", sent, config.wire),
+            (unjoined, joined, f"true in {processes} processes on {device}"),
+        ]
+    )
     return replace(config, workers=total, small_workers=small_workers)
 
 
@@ -404,12 +393,9 @@ def plan_run(
 
     `least` is the fewest samples that the model trains on, `blocks` draws the order of epochs.
     """
-    sizes = [size for row in (known.micro_batch_sizes or {}).values() for size in row]
-    if sizes and min(sizes) < least:
-        raise SettingError(
-            f"micro_batch_size must be at least {least}, since batch norm sees one value a "
-            f"channel of a single sample, got {min(sizes)}"
-        )
+    fewest = min(itertools.chain(*(known.micro_batch_sizes or {}).values()), default=least)
+    why = "since batch norm sees one value a channel of a single sample"
+    refuse([(fewest < least, f"micro_batch_size must be at least {least}, {why}", fewest)])
     maker = PlanMaker(config, known, samples, least)
     plans = {r: with_notes(maker.first(r, say), known, r) for r in config.resolutions}
     for plan in plans.values() if config.sync_batch_norm else ():
@@ -434,19 +420,17 @@ def plan_run(
 def _rounds_of_epoch(plans: Mapping[int, Plan], config: RunConfig) -> int:
     """Return the rounds of an epoch: as configured, or a round for each push of gradients."""
     steps = {p.workers[0].steps for p in plans.values() if p.global_batch_size is not None}
-    if config.push != "gradients":
-        if steps and config.rounds_per_epoch > min(steps):
-            raise SettingError(
-                f"rounds_per_epoch must be at most the {min(steps)} joint steps of an epoch, "
-                f"got {config.rounds_per_epoch}"
-            )
-        return config.rounds_per_epoch
-    if len(steps) > 1:
-        sizes = ", ".join(str(plan.global_batch_size) for plan in plans.values())
-        raise SettingError(
-            f"global_batch_size must be one for all resolutions with push gradients, got {sizes}"
-        )
-    return -(-steps.pop() // config.push_every)
+    pushes, rounds = config.push == "gradients", config.rounds_per_epoch
+    fewest, sizes = min(steps, default=rounds), (str(p.global_batch_size) for p in plans.values())
+    most = f"rounds_per_epoch must be at most the {fewest} joint steps of an epoch"
+    unlike = "global_batch_size must be one for all resolutions with push gradients"
+    refuse(
+        [
+            (not pushes and rounds > fewest, most, rounds),
+            (pushes and len(steps) > 1, unlike, ", ".join(sizes)),
+        ]
+    )
+    return -(-fewest // config.push_every) if pushes else rounds
 
 
 def _make_mixing(config: RunConfig, data: TrainingData) -> Mixing | None:
@@ -454,11 +438,8 @@ def _make_mixing(config: RunConfig, data: TrainingData) -> Mixing | None:
         return None
     ends = config.mixing.get("cutmix_minmax")
     for side in config.resolutions if ends else ():
-        if int(side * ends[0]) == int(side * ends[1]):
-            raise SettingError(
-                f"mixup_kwargs cutmix_minmax must be a pixel or more apart at {side} px, got "
-                f"{','.join(map(str, ends))}"
-            )
+        text = f"mixup_kwargs cutmix_minmax must be a pixel or more apart at {side} px"
+        refuse([(int(side * ends[0]) == int(side * ends[1]), text, ends)])
     kept = {"num_classes": data.num_classes, "seed": config.seed, **config.mixing}
     return Mixing(config.mixup, config.cutmix, **kept)
 
@@ -480,11 +461,8 @@ def prepare_evaluation(
     else:
         model, statistics, trained_at = load_timm_weights(name, pretrained=config.pretrained)
         side = config.resolutions[-1] if config.resolutions else trained_at
-        if model.num_classes != data.num_classes:
-            raise SettingError(
-                f"dataset must have the {model.num_classes} classes of {name} with eval_only, got "
-                f"{data.num_classes}"
-            )
+        text = f"dataset must have the {model.num_classes} classes of {name} with eval_only"
+        refuse([(model.num_classes != data.num_classes, text, data.num_classes)])
         _check_names(model, data, name, accelerator)
         data = data.normalised_as(statistics)
         model = model.to(accelerator.device, memory_format=torch.channels_last)
@@ -495,20 +473,21 @@ def prepare_evaluation(
 
 def _check_weights(config: RunConfig, replaced: Replaced, folder: Path | None, name: str) -> None:
     """Refuse an evaluation without weights, or with those of another model."""
-    if replaced.model is not None and folder is None:
-        raise SettingError("resume must name the run whose weights are evaluated, got none")
+    own, trained = replaced.model is not None, None
     if folder is not None:
         trained = read_settings(run_folder_of(str(folder), None) / "config.yaml").get("model")
-        if replaced.model is None and config.model != (trained or config.model):
-            raise SettingError(
-                f"model must be left out with resume and eval_only, got {config.model} and the "
-                f"run's {trained}"
-            )
-    if ":" not in name and not config.pretrained:
-        raise SettingError(
-            "model must have weights with eval_only (local-dir:FOLDER, hf-hub:USER/NAME, "
-            f"--pretrained, or a run's by --resume), got {name}"
-        )
+    other = not own and config.model != (trained or config.model)
+    without = "resume must name the run whose weights are evaluated"
+    some = "local-dir:FOLDER, hf-hub:USER/NAME, --pretrained, or a run's by --resume"
+    none = ":" not in name and not config.pretrained
+    got = f"{config.model} and the run's {trained}"
+    refuse(
+        [
+            (own and folder is None, without, "none"),
+            (other, "model must be left out with resume and eval_only", got),
+            (none, f"model must have weights with eval_only ({some})", name),
+        ]
+    )
 
 
 def _check_names(model: nn.Module, data: TrainingData, name: str, accelerator: Accelerator) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 
 from dbsl.base.errors import SettingError, plural, px
 from dbsl.config.complete import for_workers, from_workers
+from dbsl.config.fields import refuse
 from dbsl.config.settings import RunConfig, takes_joint_steps
 from dbsl.data.sources import TrainingData
 from dbsl.loss import LossOf, digest_of
@@ -31,7 +31,6 @@ _SMALLEST_AUTO = 16  # samples: below them fewer steps do
 _SAME_MACHINE = 0.10  # relative difference of step times up to which workers count as equal
 _SECONDS, _SECONDS_OF_ONE = 30.0, 3.0  # to measure for; what one worker alone predicts is rough
 _OF_MODELS = ("slope", "intercept", "floor")
-T = TypeVar("T")
 
 
 def largest_auto_batch(round_samples: int) -> int:
@@ -54,7 +53,7 @@ def know_workers(
     joint = takes_joint_steps(config)
     share = max(1, len(data.train) // config.workers // config.rounds_per_epoch)
     auto, measured = config.large_batch_size == "auto", config.slope is None
-    given = _by_worker(config, "large_batch_size", None if auto else config.large_batch_size)
+    given = for_workers(config, "large_batch_size", None if auto else config.large_batch_size)
     # The power of two nearest to a tenth of a round: many fewer than ten steps a round would leave
     # a small data set with next to no updates.
     usual = min(max(_SMALLEST_AUTO, 2 ** round(math.log2(max(1, share / 10)))), 128, share)
@@ -81,7 +80,7 @@ def know_workers(
         words = {"what": "micro-batch", "why_most": "whole batches fit"}
         micro = measure.largest_batches(at_most, **words)
     elif config.micro_batch_size is not None:
-        micro = _by_worker(config, "micro_batch_size", config.micro_batch_size)
+        micro = for_workers(config, "micro_batch_size", config.micro_batch_size)
     models, fits = measure.models(large, micro) if measured else (_given_models(config), None)
 
     def by_resolution(rows: Sequence | None) -> dict | None:
@@ -98,10 +97,6 @@ def know_workers(
     return known, _with_known(config, known)
 
 
-def _by_worker(config: RunConfig, name: str, values: Sequence[T] | None) -> list[list[T]]:
-    return for_workers(name, values, config.resolutions, config.workers)
-
-
 def _check_large_batches(
     config: RunConfig, large: list[list[int]], data: TrainingData, *, alike: bool
 ) -> None:
@@ -109,26 +104,21 @@ def _check_large_batches(
         return
     samples, rounds = len(data.train), config.rounds_per_epoch
     if takes_joint_steps(config):
-        total = max(sum(row) for row in large)
-        if config.global_batch_size is None and total > samples:
-            raise SettingError(
-                f"large_batch_size must come to at most the {samples} training {data.unit}s over "
-                f"{plural(config.workers, 'worker')} that share each step, got {total}"
-            )
-        return
-    equal = alike and not config.small_workers and all(len(set(row)) == 1 for row in large)
-    most, size = samples // rounds // (config.workers if equal else 1), max(map(max, large))
-    if size > most:
+        most = samples if config.global_batch_size is None else math.inf
+        size = max(sum(row) for row in large)
+        who = f"over {plural(config.workers, 'worker')} that share each step"
+        text = f"come to at most the {samples} training {data.unit}s {who}"
+    else:
+        equal = alike and not config.small_workers and all(len(set(row)) == 1 for row in large)
+        most, size = samples // rounds // (config.workers if equal else 1), max(map(max, large))
         whose = " of each worker" if equal and config.workers > 1 else ""
-        raise SettingError(
-            f"large_batch_size must be at most {most}, the training {data.unit}s of a "
-            f"round{whose}, got {size}"
-        )
+        text = f"be at most {most}, the training {data.unit}s of a round{whose}"
+    refuse([(size > most, f"large_batch_size must {text}", size)])
 
 
 def _given_models(config: RunConfig) -> list[TimeModel]:
     given = (config.slope, config.intercept, config.floor or (0.0,))
-    columns = (_by_worker(config, *column) for column in zip(_OF_MODELS, given, strict=True))
+    columns = (for_workers(config, *column) for column in zip(_OF_MODELS, given, strict=True))
     return [TimeModel(*map(np.array, rows)) for rows in zip(*columns, strict=True)]
 
 
@@ -303,7 +293,7 @@ def _largest_of(config: RunConfig, row: Sequence[int], number: int) -> int:
     if sizes := config.local_batch_sizes:
         if len(sizes) == config.workers:  # they hold for all resolutions
             sizes = sizes * len(config.resolutions)
-        row = _by_worker(config, "local_batch_sizes", sizes)[number]
+        row = for_workers(config, "local_batch_sizes", sizes)[number]
     if takes_joint_steps(config):
         return config.global_batch_size or sum(row)
     return max(row)

@@ -215,12 +215,13 @@ def test_an_outer_step_in_processes_is_that_of_one_process(tmp_path):
     assert eval_losses(tmp_path / "mean") != pytest.approx(eval_losses(tmp_path / "one"), 1e-4)
 
 
-def test_learning_rates_follow_the_workers_batch(tmp_path):
-    run(tmp_path / "run", lr_scaling="sqrt", warmup_epochs=0, small_batch_size=(4,))
+@pytest.mark.parametrize(("scaling", "power"), [("sqrt", 0.5), ("linear", 1)])
+def test_learning_rates_follow_the_workers_batch(tmp_path, scaling, power):
+    run(tmp_path / "run", lr_scaling=scaling, warmup_epochs=0, small_batch_size=(4,))
     rounds = rounds_of(tmp_path / "run")
     for event in rounds:
         rate = 0.02 * (0.2 if event["epoch"] == 2 else 1.0)
-        expected = rate * (event["local_batch_size"] / 10) ** 0.5
+        expected = rate * (event["local_batch_size"] / 10) ** power
         assert event["learning_rate"] == pytest.approx(expected)
     assert {event["local_batch_size"] for event in rounds} == {4, 10}
 
@@ -391,15 +392,11 @@ MICRO_4 = ("--micro-batch-size", "4")
 COSINE = ("--lr-schedule", "cosine")
 HELP = "flag must be one that --help lists"
 REFUSED = [
-    (["--small-ratio", "1.5"], "small_ratio must be in [0, 1], got 1.5"),
     (["--sync", "asp", "--merge", "delta"], "merge must be ratio or half with sync"),
-    (["--outer-momentum", "1"], "outer_momentum must be in [0, 1), got 1"),
-    (["--mixup", "-1"], "mixup must be at least 0, got -1"),
     ([*STEP, "--lr-scaling", "sqrt"], "lr_scaling must be none with sync step"),
     (["--resolutions", "32,16"], "resolutions must ascend, got 32,16"),
     (["--resolutions", "0"], "resolutions must be positive for images, got 0"),
     (["--resolutions"], "resolutions must have a value, got none"),
-    (["--time-ratio", "nan"], "time_ratio must be above 1, got nan"),
     (["--dataset", "./no-such-folder"], "dataset must be"),
     (["--dataset", "no-such-name-on/the-hub"], "dataset must be"),
     (["--train-samples", "5000"], "train_samples must be in [1, 1437], got 5000"),
@@ -438,9 +435,7 @@ REFUSED = [
     # no value of the flag's type
     (["--lr"], "--lr must be a number, got nothing"),
     (["--small_workers", "x"], "--small-workers must be a whole number, got 'x'"),
-    (["--sync", "bps"], "--sync must be bsp, ssp, asp or step, got 'bps'"),
     (["--resolutions", "24,x"], "--resolutions must be whole numbers, got '24,x'"),
-    (["--large-batch-size", "big"], "--large-batch-size must be whole numbers or auto, got 'big'"),
     (["--compile", "yes"], "values must come behind a flag that takes them, got 'yes'"),
     (["--batch-size=3"], f"{HELP}, got --batch-size, which is --large-batch-size or --local-b"),
     (["--class_weights", "1"], f"{HELP}, got --class-weights, which is a line of loss_function"),

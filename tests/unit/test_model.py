@@ -1,5 +1,6 @@
 import json
 import resource
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -215,36 +216,34 @@ def test_weights_for_other_classes_get_a_new_classifier_and_that_is_said(tmp_pat
 
 
 def test_weights_normalise_as_the_config_beside_them_says_else_as_timm(tmp_path, accelerator):
-    said = []
     for folder, name in (("run", "test_vit"), ("other", "test_resnet")):
         save_model(build_model(name, 3, (16,)), tmp_path / folder, 16, DATA)
-    weights = (tmp_path / "run/model.safetensors").read_bytes()
-    for folder in ("alone", "other"):  # the other's config.json is of another architecture
-        (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / "best.safetensors").write_bytes(weights)
-
-    def lines(file, **more):
-        changes = {"model": "test_vit", "initial_checkpoint": file and str(tmp_path / file)}
-        config = Config(**TINY | changes | more)
-        run = prepare(config, accelerator, lambda model, images, *_: model(images).sum())
-        said.append(run.data.normalisation)
-        assert (run.transforms[16].mean, run.transforms[16].std) == (run.data.mean, run.data.std)
-        return run.data.mean, run.data.std
-
-    assert lines("run/model.safetensors") == (DATA.mean, DATA.std)
-    timms = build_model("test_vit", 3, (16,)).pretrained_cfg
-    for file in ("alone/best.safetensors", "other/best.safetensors"):
-        assert lines(file) == (tuple(timms["mean"]), tuple(timms["std"]))
-    assert lines("run/model.safetensors", mean=(0.1,)) == ((0.1,) * 3, DATA.std)
-    assert lines(None, model=f"local-dir:{tmp_path}/run") == (DATA.mean, DATA.std)
-    timms = "0.500 and std 0.500, timm's of test_vit, as no config.json of it is beside"
-    assert [line.removeprefix("images normalised by mean ") for line in said] == [
-        f"0.500, 0.400, 0.300 and std 0.200, of {tmp_path}/run/config.json",
-        f"{timms} {tmp_path}/alone/best.safetensors",
-        f"{timms} {tmp_path}/other/best.safetensors",
-        f"0.100 and std 0.200, by --mean, the rest of {tmp_path}/run/config.json",
-        f"0.500, 0.400, 0.300 and std 0.200, of local-dir:{tmp_path}/run",
+    (tmp_path / "alone").mkdir()
+    files = [str(tmp_path / name / "model.safetensors") for name in ("run", "alone", "other")]
+    for file in files[1:]:  # the other's config.json is of another architecture
+        shutil.copy(files[0], file)
+    own, halves, run = (DATA.mean, DATA.std), ((0.5,) * 3, (0.5,) * 3), f"{tmp_path}/run"
+    said, timms = "0.500, 0.400, 0.300 and std 0.200", "0.500 and std 0.500, timm's of test_vit"
+    cases = [
+        (files[0], {}, own, f"{said}, of {run}/config.json"),
+        *(
+            (file, {}, halves, f"{timms}, as no config.json of it is beside {file}")
+            for file in files[1:]
+        ),
+        (
+            files[0],
+            {"mean": (0.1,)},
+            ((0.1,) * 3, DATA.std),
+            f"0.100 and std 0.200, by --mean, the rest of {run}/config.json",
+        ),
+        (None, {"model": f"local-dir:{run}"}, own, f"{said}, of local-dir:{run}"),
     ]
+    for file, more, expected, line in cases:
+        config = Config(**TINY | {"model": "test_vit", "initial_checkpoint": file} | more)
+        built = prepare(config, accelerator, lambda model, images, *_: model(images).sum())
+        assert built.data.normalisation == f"images normalised by mean {line}"
+        assert (built.data.mean, built.data.std) == expected
+        assert (built.transforms[16].mean, built.transforms[16].std) == expected
 
 
 @pytest.mark.parametrize("name", ["resnet18", "vit_base_patch16_siglip_224"])

@@ -4,13 +4,44 @@ import math
 import operator
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, get_type_hints
 
 import pytest
 
 from dbsl.base.errors import SettingError
-from dbsl.config.fields import Excludes, Needs, Within, check_fields, check_needs, markers
+from dbsl.config.fields import (
+    Excludes,
+    Needs,
+    Within,
+    check_fields,
+    check_needs,
+    described,
+    markers,
+)
+from dbsl.config.parse import parse_config
 from train import Config
+
+# Every setting that has bounds, and values beyond them.
+BOUNDS = {
+    ("at least 0", "-1"): "loader_workers max_bad_images mixup cutmix weight_decay small_workers "
+    "small_batch_size staleness warmup_epochs min_lr log_every keep_checkpoints max_bad_rounds "
+    "time_noise link_ms",
+    ("at least 1", "0"): "train_samples eval_samples aug_repeats workers large_batch_size "
+    "local_batch_sizes global_batch_size micro_batch_size min_batch_size balance_every push_every "
+    "rounds_per_epoch lr_batch_size eval_batch_size eval_every shuffle_block",
+    ("above 0", "0"): "clip_grad small_share memory_limit profile_seconds outer_lr lr lr_gamma "
+    "max_minutes cache_gib",
+    ("above 1", "1"): "time_ratio",
+    ("at least 1e-06", "0"): "link_gbps",
+    ("in [0, 1]", "-0.1 1.1"): "reprob mean small_ratio link_overlap",
+    ("in [0, 1)", "-0.1 1"): "momentum outer_momentum dropout ema_decay label_smoothing",
+    ("in (0, 1]", "0 1.1"): "crop_pct std",
+    ("in (0, 1)", "0 1"): "holdout",
+    ("in (0, 1e+09]", "0 2e+09"): "worker_timeout",
+    ("in [1, 1000000]", "0 1000001"): "epochs",
+    ("in [1, 1024]", "0 1025"): "cpu_threads",
+    ("in [0, 9223372036854775807]", "-1 9223372036854775808"): "seed",
+}
 
 
 @dataclass
@@ -21,13 +52,28 @@ class Settings:
     ends: Annotated[tuple[float, ...] | None, Within(0, lengths=(2,), order=operator.lt)] = None
 
 
+@pytest.mark.parametrize(("bound", "beyond"), BOUNDS)
+def test_every_bound_of_a_setting_is_held_and_named_with_the_value(bound, beyond):
+    for name in BOUNDS[bound, beyond].split():
+        for value in beyond.split():
+            message = re.escape(f"{name} must be {bound}, got {value}")
+            with pytest.raises(SettingError, match=f"^{message}$"):
+                parse_config(Config, [f"--{name}={value}"])
+
+
+def test_every_setting_with_bounds_is_among_those_and_every_choice_is_held():
+    assert {name for name, _ in markers(Config, Within)} == {*" ".join(BOUNDS.values()).split()}
+    choices = {n: hint for n, hint in get_type_hints(Config).items() if "Literal[" in str(hint)}
+    assert len(choices) == 17
+    for name, hint in choices.items():
+        must = f"--{name.replace('_', '-')} must be {described(hint)[0]}, got 'nonsense'"
+        with pytest.raises(SettingError, match=f"^{re.escape(must)}$"):
+            parse_config(Config, [f"--{name}", "nonsense"])
+
+
 def test_whole_numbers_are_held_against_their_bounds_exactly():
-    seed = Within(0, 2**63 - 1)
-    seed.check("seed", 2**63 - 1)
-    seed.check("seed", 1_700_000_000_123_456_789)  # of date +%s%N
-    message = r"^seed must be in \[0, 9223372036854775807\], got 9223372036854775808$"
-    with pytest.raises(SettingError, match=message):
-        seed.check("seed", 2**63)
+    for seed in (2**63 - 1, 1_700_000_000_123_456_789):  # the latter of date +%s%N
+        assert Config(seed=seed).seed == seed
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from dbsl.data.transforms import Transform
 from dbsl.model import build_model
 from dbsl.optimizer import build_optimizer
 from experiments.benchmarks import operators
-from tests.helpers import run, slow
+from tests.helpers import run, short
 
 WORKERS, BATCH = 4, 4
 # What waits for a device's queue where the tensor is on one: these methods, and these operators.
@@ -68,16 +68,9 @@ def count_rounds(folder, monkeypatch, steps, **settings):
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "train_round", counted)
-        run(
-            folder / f"{steps}",
-            train_samples=WORKERS * BATCH * steps,
-            eval_every=9,
-            epochs=2,
-            local_batch_sizes=(BATCH,) * WORKERS,
-            mixed_precision="no",
-            checkpoint_every=0,
-            **settings,
-        )
+        settings |= {"train_samples": WORKERS * BATCH * steps, "epochs": 2, "eval_every": 9}
+        settings |= {"local_batch_sizes": (BATCH,) * WORKERS, "checkpoint_every": 0}
+        run(folder / f"{steps}", mixed_precision="no", **settings)
     return found
 
 
@@ -105,9 +98,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=[slow] * (mode != "bsp")) for mode in MODES]
-)
+@pytest.mark.parametrize("mode", short(MODES, "bsp"))
 def test_a_round_waits_once_copies_the_weights_seldom_and_adds_few_operators_to_a_step(
     tmp_path, monkeypatch, mode
 ):

@@ -68,8 +68,8 @@ def stub(tmp_path, monkeypatch):
     def make(
         stage, function="work", limit_s=60.0, expected_s=0.0, needs=(), alone=True, **arguments
     ):
-        call, limits = f"stub_stages:{function}", (expected_s, limit_s)
-        return Stage(stage, call, arguments, *limits, needs, alone=alone)
+        call = f"stub_stages:{function}"
+        return Stage(stage, call, arguments, expected_s, limit_s, needs, alone=alone)
 
     return make
 

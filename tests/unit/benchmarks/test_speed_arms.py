@@ -35,13 +35,9 @@ class Enough(Exception):
 
 @pytest.mark.parametrize("arm", ["bare", "plain", "forward", "evaluation"])
 def test_each_arm_computes(arm):
-    done = []
-
     def stop(images):
-        done.append(images)
-        if sum(done):
+        if images:
             raise Enough
 
     with pytest.raises(Enough):
         arms.ARMS[arm](SETTINGS, stop)
-    assert done[-1] > 0

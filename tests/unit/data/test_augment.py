@@ -9,19 +9,16 @@ import torch
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dbsl.config.image_settings import (
-    AugmentKwargs,
-    DataConfig,
-    EraseKwargs,
-    check_images,
-)
-from dbsl.config.settings import RunConfig
+from dbsl.config.image_settings import AugmentKwargs, EraseKwargs, check_images
+from dbsl.config.settings import RunConfig, TrainingConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.images import ImageLoader, PixelStore
 from dbsl.data.transforms import Transform, erase, global_streams, image_seeds, timm_transform
+from tests.helpers import make_table, read
 
 RAND = "rand-m9-mstd0.5-inc1"
 GREY = ((0.5,) * 3, (0.25,) * 3)
+NINE = [range(9)]
 PIXELS = np.random.default_rng(0).integers(0, 256, (24, 40, 48, 3), dtype=np.uint8)
 
 
@@ -29,9 +26,7 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (24, 40, 48, 3), dtype=np.uin
 def photos(tmp_path_factory):
     """Return the settings of a data set of 24 colourful images, 40x48 px, in 2 classes."""
     folder = tmp_path_factory.mktemp("photos")
-    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])}
-    table = {"image": [Image.fromarray(each) for each in PIXELS], "label": [0, 1] * 12}
-    table = datasets.Dataset.from_dict(table, features=datasets.Features(features))
+    table = make_table([Image.fromarray(each) for each in PIXELS])
     for split in ("train", "test"):
         table.to_parquet(folder / f"{split}.parquet")
     with pytest.MonkeyPatch.context() as patch:
@@ -39,12 +34,12 @@ def photos(tmp_path_factory):
         yield {"dataset": str(folder), "loader_workers": 0}
 
 
-def read(source, transform, *batches, epoch=0):
-    return torch.cat([x for x, _ in source.batches(map(np.array, batches), transform, epoch)])
+def images_of(*given, **more):
+    return read(*given, **more)[0]
 
 
 def load(settings, **more):
-    return load_data(DataConfig(**settings | more))
+    return load_data(TrainingConfig(**settings | more))
 
 
 @pytest.mark.parametrize("aa", [RAND, "augmix-m5-w3", "original", "3a"])
@@ -52,12 +47,12 @@ def test_an_image_looks_the_same_in_whichever_batch_worker_or_process(photos, aa
     settings = {"aa": aa, "reprob": 0.5, "augment_kwargs": ("remode=pixel", "recount=2")}
     data = load(photos, **settings)
     transform = data.transform(16, "timm", 7)
-    whole = read(data.train, transform, range(24))
+    whole = images_of(data.train, transform)
     there = load(photos, **settings, loader_workers=2 * (aa == RAND))
-    assert torch.equal(whole, read(there.train, transform, range(5), range(5, 24)))
-    assert torch.equal(whole.flip(0), read(data.train, transform, range(23, -1, -1)))
-    assert not torch.equal(whole, read(data.train, transform, range(24), epoch=1))
-    assert not torch.equal(whole, read(data.train, replace(transform, seed=8), range(24)))
+    assert torch.equal(whole, images_of(there.train, transform, [range(5), range(5, 24)]))
+    assert torch.equal(whole.flip(0), images_of(data.train, transform, [range(23, -1, -1)]))
+    assert not torch.equal(whole, images_of(data.train, transform, epoch=1))
+    assert not torch.equal(whole, images_of(data.train, replace(transform, seed=8)))
 
 
 def test_the_images_are_those_of_timms_own_pipeline(photos):
@@ -72,7 +67,7 @@ def test_the_images_are_those_of_timms_own_pipeline(photos):
         **given | {"color_jitter": 0.3},
         interpolation="bicubic",
     )
-    images = read(data.train, transform, range(24)).permute(0, 2, 3, 1)
+    images = images_of(data.train, transform).permute(0, 2, 3, 1)
     for number, image in enumerate(images):
         # Anything may have been drawn before: the seed of the sample is what counts.
         with global_streams(image_seeds(3, "timm", 0, np.array([number]))[0]):
@@ -98,7 +93,7 @@ def test_small_images_are_augmented_by_loaders_and_evaluated_as_before():
     assert (small.mean, small.std, small.crop_pct) == (plain.mean, plain.std, 1.0)
     for source in ("train", "evaluation"):  # evaluated: whole, not cropped to 87.5 %
         found = [
-            read(getattr(d, source), d.transform(8, "none", 0), range(9)) for d in (small, plain)
+            images_of(getattr(d, source), d.transform(8, "none", 0), NINE) for d in (small, plain)
         ]
         assert torch.equal(*found)
 
@@ -108,20 +103,20 @@ def test_digits_are_not_mirrored_unless_asked():
     kept, turned = (
         load({"loader_workers": 0}, augment_kwargs=given + more) for more in ((), ("hflip=1",))
     )
-    plain = read(kept.train, kept.transform(8, "none", 0), range(9))
-    assert torch.equal(plain, read(kept.train, kept.transform(8, "timm", 0), range(9)))
-    assert torch.equal(plain.flip(3), read(turned.train, turned.transform(8, "timm", 0), range(9)))
+    plain = images_of(kept.train, kept.transform(8, "none", 0), NINE)
+    assert torch.equal(plain, images_of(kept.train, kept.transform(8, "timm", 0), NINE))
+    assert torch.equal(plain.flip(3), images_of(turned.train, turned.transform(8, "timm", 0), NINE))
 
 
 @pytest.mark.parametrize("augment", ["crop", "paper", "timm"])
 def test_erasing_sets_a_share_of_the_images_to_the_mean(augment, photos):
     data = load(photos, augment=augment, reprob=0.5)
-    erased = read(data.train, data.transform(32, augment, 0), range(24))
-    whole = read(data.train, replace(data.transform(32, augment, 0), erasing=None), range(24))
+    erased = images_of(data.train, data.transform(32, augment, 0))
+    whole = images_of(data.train, replace(data.transform(32, augment, 0), erasing=None))
     changed = (erased != whole).flatten(1).any(1)
     assert 4 < changed.sum() < 20
     assert (erased[erased != whole] == 0).all()
-    assert not read(data.train, data.transform(32, "none", 0), range(24)).eq(0).any()
+    assert not images_of(data.train, data.transform(32, "none", 0)).eq(0).any()
 
 
 class OnDevice(TorchDispatchMode):
@@ -159,13 +154,13 @@ def test_what_a_device_gets_is_what_the_cpu_erases_in_place(mode):
 
 def test_evaluation_crops_and_resizes_as_asked(photos):
     wide = load(photos, crop_pct=1.0, interpolation="bicubic", mean=(0.0,), std=(1 / 255,))
-    image = read(wide.train, wide.transform(20, "none", 0), [3])[0].permute(1, 2, 0)
+    image = images_of(wide.train, wide.transform(20, "none", 0), [[3]])[0].permute(1, 2, 0)
     middle = Image.fromarray(PIXELS[3]).resize((20, 20), Image.Resampling.BICUBIC, (4, 0, 44, 40))
     assert np.array_equal(image.round().byte().numpy(), np.asarray(middle))
     half = load({"loader_workers": 0}, crop_pct=0.5, mean=(0.0,), std=(1 / 255,))
     whole = load({"loader_workers": 0}, mean=(0.0,), std=(1 / 255,))
     found, plain = (
-        read(d.train, d.transform(s, "none", 0), [0]) for d, s in ((half, 4), (whole, 8))
+        images_of(d.train, d.transform(s, "none", 0), [[0]]) for d, s in ((half, 4), (whole, 8))
     )
     assert torch.equal(found, plain[:, :, 2:6, 2:6])
 
@@ -207,10 +202,10 @@ def test_every_section_that_timm_reads_is_taken(aa):
 
 
 def test_one_of_timms_settings_chooses_its_pipeline():
-    assert DataConfig().augmentation == "crop"
-    assert DataConfig(augment="none").augmentation == "none"
-    assert DataConfig(augment_kwargs=("hflip=0.5",)).augmentation == "timm"
-    check_images(DataConfig(augment="timm"))
+    assert TrainingConfig().augmentation == "crop"
+    assert TrainingConfig(augment="none").augmentation == "none"
+    assert TrainingConfig(augment_kwargs=("hflip=0.5",)).augmentation == "timm"
+    check_images(TrainingConfig(augment="timm"))
     with pytest.raises(ValueError, match="gaussian_blur_prob must be 0 below 12 px"):
         Transform(8, "timm", True, *GREY, 0, pipeline=AugmentKwargs(gaussian_blur_prob=0.1))
 
@@ -221,7 +216,7 @@ def test_copies_of_an_image_are_augmented_each_on_its_own(photos):
     (images, labels), *_ = data.train.batches([np.array([5, 5 + 24, 5 + 48])], transform, 0)
     assert labels.tolist() == [data.train.labels[5]] * 3
     assert not torch.equal(images[0], images[1])
-    assert torch.equal(images[0], read(data.train, transform, [5])[0])
+    assert torch.equal(images[0], images_of(data.train, transform, [[5]])[0])
     small = load({"loader_workers": 0}, augment="crop")
     crop, n = small.transform(8, "crop", 0), len(small.train)
     (images, labels), *_ = small.train.batches([np.array([2 + n * c for c in range(4)])], crop, 0)

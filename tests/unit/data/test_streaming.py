@@ -21,13 +21,12 @@ from PIL import Image
 from dbsl.base.errors import ReadError
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
-from dbsl.data.transforms import Transform
 from dbsl.extras.streaming import Prefetch, StreamSettings
 from dbsl.extras.streaming import groups as group_cache
 from dbsl.extras.streaming.groups import GroupCache
 from dbsl.extras.streaming.shards import Shards
 from dbsl.plan.sampler import EpochSampler
-from tests.helpers import SHARDED, wait_until, write_shards
+from tests.helpers import SHARDED, plain, read, read_all, wait_until, write_shards
 
 TRAIN, EVALUATION, GROUP = SHARDED
 LITTLE = 50e3 / 2**30  # GiB: of fourteen row groups of 8 kB
@@ -48,19 +47,6 @@ def shards(tmp_path_factory):
 def load(dataset, gib=1.0, block=16, seed=0, **settings):
     settings = {"cache_gib": gib, "shuffle_block": block, "loader_workers": 0} | settings
     return load_data(StreamSettings(dataset=str(dataset), **settings), seed)
-
-
-def plain(augment="none"):
-    return Transform(16, augment, False, (0.0,) * 3, (1 / 255,) * 3, 0, crop_pct=1.0)
-
-
-def read(source, batches, transform=None):
-    images, labels = zip(*source.batches(batches, transform or plain()), strict=True)
-    return torch.cat(images), torch.cat(labels)
-
-
-def numbers_of(images):
-    return images[:, 0, 0, 0].round().int().tolist()
 
 
 def epoch_of(data, rounds=1, shares=(60, 36), epoch=0, size=7):
@@ -87,7 +73,7 @@ def test_images_are_those_that_are_read_without_a_cache(shards):
         ours, theirs = getattr(streamed, name), getattr(stored, name)
         np.testing.assert_array_equal(ours.labels, theirs.labels)
         batches = np.array_split(np.arange(count), 5)
-        assert all(map(torch.equal, read(ours, batches), read(theirs, batches)))
+        assert all(map(torch.equal, *(read(split, plain(16), batches) for split in (ours, theirs))))
     for name in ("image_side", "class_names", "eval_split", "crop_pct"):
         assert getattr(streamed, name) == getattr(stored, name)
     assert stored.train.blocks is None
@@ -119,7 +105,7 @@ def test_a_cache_that_holds_little_gives_the_bits_of_one_that_holds_all(shards, 
         data, most, seen = load(shards, gib, loader_workers=workers), 0, []
         for epoch in range(1 if workers else 2):
             for batches in epoch_of(data, epoch=epoch, size=3):
-                for images, labels in data.train.batches(batches, plain("crop"), epoch):
+                for images, labels in data.train.batches(batches, plain(16, "crop"), epoch):
                     most = max(most, on_disk(cache))
                     seen.append((images, labels))
         results.append(seen)
@@ -140,25 +126,25 @@ def test_uneven_shares_meet_each_image_once_through_a_little_cache(
     data = load(shards, LITTLE * 2, block)
     rest = epoch_of(data, rounds, shares, size=size)
     order = draw.draw(st.permutations(range(len(rest))))  # workers take turns in any order
-    met = [n for turn in order for n in numbers_of(read(data.train, rest[turn])[0])]
+    met = [n for turn in order for n in read_all(data.train, 16, rest[turn])[0]]
     assert sorted(met) == list(range(TRAIN))
 
 
 def test_what_is_held_out_or_left_out_takes_no_room(shards, cache):
     data = load(shards, train_samples=24, eval_samples=3)
-    assert sorted(read(data.train, [np.arange(24)])[1].tolist()) == [0] * 8 + [1] * 8 + [2] * 8
+    assert sorted(read_all(data.train, 16)[1]) == [0] * 8 + [1] * 8 + [2] * 8
     few = on_disk(cache)
     shutil.rmtree(cache)
     data = load(shards)
-    read(data.train, [np.arange(TRAIN)])
+    read_all(data.train, 16)
     assert few < 0.6 * on_disk(cache)  # a third of the images, and what a file has beside them
 
 
 def test_row_groups_that_are_there_are_not_read_again(shards, monkeypatch):
-    read(load(shards).train, [np.arange(TRAIN)])
+    read_all(load(shards).train, 16)
     written = count_writes(monkeypatch)
     data = load(shards)
-    read(data.train, [np.arange(TRAIN)])
+    read_all(data.train, 16)
     assert written == []
     assert load(shards, seed=3).train._split.names == data.train._split.names
 
@@ -170,7 +156,7 @@ def test_loader_processes_read_what_only_the_main_process_can_reach(shards, monk
     memory.pipe("/bucket/README.md", b"# no shard")
     data = load("memory://bucket", LITTLE, loader_workers=1)
     batches = np.array_split(np.arange(TRAIN), 8)
-    assert numbers_of(read(data.train, batches)[0]) == list(range(TRAIN))
+    assert read_all(data.train, 16, batches)[0] == list(range(TRAIN))
     one = load("memory://bucket/train-00000-of-00003.parquet", holdout=0.25)
     assert (len(one.train), len(one.evaluation)) == (24, 8)
 
@@ -189,12 +175,12 @@ def test_a_hub_id_is_read_from_the_files_that_the_hub_names(shards, monkeypatch)
 def test_a_row_group_that_fails_is_tried_again_and_then_named_in_one_line(shards, monkeypatch):
     fail_often(monkeypatch, 2)
     data = load(shards)
-    assert numbers_of(read(data.train, [np.arange(TRAIN)])[0]) == list(range(TRAIN))
+    assert read_all(data.train, 16)[0] == list(range(TRAIN))
     data = load(shards, seed=1, train_samples=90)
     fail_often(monkeypatch, 99)
     line = r"row group \d of .*train-0.*.parquet cannot be read, tried 3 times \(no route\)"
     with pytest.raises(ReadError, match=line):
-        read(data.train, [np.arange(90)])
+        read_all(data.train, 16)
 
 
 def test_shards_that_are_not_alike_are_refused_at_once(shards, tmp_path, monkeypatch):
@@ -223,10 +209,10 @@ def fail_often(monkeypatch, times):
 def test_half_of_a_file_is_never_taken_for_whole(shards, cache):
     data = load(shards)
     name = data.train._split.names[3]
-    read(data.train, [np.arange(TRAIN)])
+    read_all(data.train, 16)
     whole = (cache / name).read_bytes()
     (cache / name).write_bytes(whole[: len(whole) // 2])
-    assert numbers_of(read(load(shards).train, [np.arange(TRAIN)])[0]) == list(range(TRAIN))
+    assert read_all(load(shards).train, 16)[0] == list(range(TRAIN))
     assert (cache / name).read_bytes() == whole
 
 
@@ -240,7 +226,7 @@ def test_what_a_killed_process_left_is_used_or_removed(shards, cache):
     data = load(shards, LITTLE)
     assert not half.exists()
     assert not list(cache.glob(f"{gone}*"))
-    assert len(read(data.train, [np.arange(8)])[1]) == 8
+    assert len(read(data.train, plain(16), [range(8)])[1]) == 8
 
 
 def test_files_that_another_process_holds_stay_and_the_rest_goes_by_its_use(tmp_path):
@@ -292,21 +278,21 @@ def test_a_cache_that_is_too_small_is_refused_with_the_least_that_is_enough(shar
         data.train.check_room(7)
     least = float(re.search(r"at least ([\d.e-]+)", str(found.value))[1])
     with pytest.raises(ValueError, match="cache_gib must be at least"):
-        read(load(shards, 12e3 / 2**30).train, [np.arange(TRAIN)])
+        read_all(load(shards, 12e3 / 2**30).train, 16)
     data = load(shards, least, block=16)
     data.train.check_room(7)
     for epoch in range(6):
         for batches in epoch_of(data, epoch=epoch):
-            read(data.train, batches)
+            read(data.train, plain(16), batches)
 
 
 def test_a_later_call_ends_an_earlier_one(shards):
     data = load(shards, LITTLE)
     batches = epoch_of(data)[0]
     for later in (data.train, data.evaluation):
-        first = data.train.batches(batches, plain())
+        first = data.train.batches(batches, plain(16))
         next(first)
-        assert len(list(later.batches([np.arange(4)] * 3, plain()))) == 3
+        assert len(list(later.batches([np.arange(4)] * 3, plain(16)))) == 3
         with pytest.raises(RuntimeError, match="a later call"):
             list(first)
 
@@ -361,7 +347,7 @@ def test_a_bad_image_is_left_out_and_one_that_lies_elsewhere_is_not_read(shards,
     )
     data = load(folder, holdout=0.25, max_bad_images=2)
     for source in (data.train, data.evaluation):
-        read(source, [np.arange(len(source))])
+        read_all(source, 16)
     bad = data.train.bad | data.evaluation.bad
     assert sorted(bad) == [2, 9]
     assert bad[9] == "its bytes must lie in the shard"
@@ -386,7 +372,7 @@ def test_the_line_of_a_run_tells_how_well_it_is_shuffled(shards):
 
 def test_nothing_is_left_running_once_data_are_gone(shards, cache):
     data = load(shards, LITTLE)
-    next(data.train.batches(epoch_of(data)[0], plain()))
+    next(data.train.batches(epoch_of(data)[0], plain(16)))
     assert list(cache.glob("*.alive"))
     del data
     wait_until(lambda: gc.collect() < 0 or not list(cache.glob("*.alive")), 10)

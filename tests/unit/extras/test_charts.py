@@ -1,10 +1,12 @@
 import json
 import re
 import shlex
+import threading
 import time
-from http.server import BaseHTTPRequestHandler
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate.state import PartialState
@@ -16,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dbsl.extras import charts
 from dbsl.extras.charts import Charts, tracker_names
 from dbsl.log.rows import PLAN_TOTALS
-from tests.helpers import run, serving
+from tests.helpers import a_round, run
 
 WORKERS = [
     {"worker": 0, "local_batch_size": 4, "samples": 40},
@@ -36,12 +38,8 @@ def step(worker, progress, loss, **figures):
 
 
 def epoch(number=0):
-    rows = [
-        {"event": "round", "epoch": number, "round": 0, "resolution": 24, "steps": 5}
-        | {"time_s": 1.0, "loss": 2.0 + own["worker"], "merge_weight": 1.0, "compute_time_s": 1.0}
-        | {"learning_rate": 0.1, "predicted_time_s": 1.5, **own}
-        for own in WORKERS
-    ]
+    usual = {"epoch": number, "resolution": 24, "learning_rate": 0.1}
+    rows = [a_round(loss=2.0 + own["worker"], **usual | own) for own in WORKERS]
     times = {"event": "times", "epoch": number, "resolution": 24, "images_per_s": 10.0}
     times |= {"large_workers_time_s": 1.0, "workers_wait_time_s": {"0": 0.0}, "train_time_s": 10.0}
     return [*rows, times]
@@ -56,9 +54,6 @@ class Recorder(GeneralTracker):
     def __init__(self, project, **own):
         super().__init__()
         self.records, self.own, self.stored, self.tables, self.pictures = [], own, None, [], []
-
-    def start(self):
-        pass
 
     def store_init_configuration(self, values):
         self.stored = values
@@ -231,37 +226,28 @@ def test_wandb_whose_server_is_not_there_or_refuses_the_key_runs_offline(
     folder, no_login, monkeypatch, capsys, there
 ):
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    with serving(RefusesKeys) as server:
-        monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        if not there:
+    with ThreadingHTTPServer(("127.0.0.1", 0), RefusesKeys) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+        if there:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        else:
             server.server_close()
         shown = show(folder, "wandb")
-        said = "wandb: offline (" + f"no answer from {server.url})" * (not there)
+        if there:
+            server.shutdown()
+        said = "wandb: offline (" + f"no answer from {url})" * (not there)
         assert said in capsys.readouterr().out
         assert shown._shown[0].tracker.tracker.offline
         shown.close(None)
 
 
-class Wandb(Recorder):
-    """As much of W&B as charts use."""
-
-    id = "own"
-
-    def __init__(self):
-        super().__init__("dbsl")
-        self.defined = {}
-
-    @property
-    def tracker(self):
-        return self
-
-    def define_metric(self, name, **settings):
-        self.defined[name] = settings
-
-
 @pytest.fixture
 def wandb(monkeypatch):
-    tracker = Wandb()
+    """As much of W&B as charts use."""
+    tracker, defined = Recorder("dbsl"), {}
+    define_metric = lambda name, **settings: defined.update({name: settings})  # noqa: E731
+    tracker.tracker = SimpleNamespace(id="own", define_metric=define_metric, defined=defined)
     monkeypatch.setattr(charts, "start_wandb", lambda *_: tracker)
     return tracker
 
@@ -269,9 +255,9 @@ def wandb(monkeypatch):
 def test_wandb_hides_figures_of_single_workers_and_draws_all_in_one_chart(folder, wandb):
     before = [PLAN, step(0, 0.25, 2.0), step(1, 0.25, 3.0)]
     shown = show(folder, "wandb", before=before, rows=[step(1, 0.5, 4.0, kd=0.5), *epoch()])
-    hidden = {name for name, settings in wandb.defined.items() if settings.get("hidden")}
+    hidden = {name for name, settings in wandb.tracker.defined.items() if settings.get("hidden")}
     assert {"epoch", "steps/loss/1", "workers/share/0", "workers/samples/1"} <= hidden
-    assert wandb.defined["eval/accuracy"]["summary"] == "max,last"
+    assert wandb.tracker.defined["eval/accuracy"]["summary"] == "max,last"
     assert not any("all " in name for _, values in wandb.records for name in values)
     shown.close(None)
     _, values = wandb.records[-2]

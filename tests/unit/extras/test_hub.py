@@ -1,95 +1,47 @@
-import base64
-import hashlib
-import http.server
+import inspect
 import json
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 import yaml
 from accelerate.state import AcceleratorState
-from huggingface_hub import constants
+from huggingface_hub.utils import filter_repo_objects
 
 import train
 from dbsl.base.errors import SettingError
 from dbsl.config.parse import parse_config
 from dbsl.model import load_model
-from tests.helpers import run, serving
-
-# huggingface_hub 2.4 with httpx2 2.16
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-
-
-class FakeHub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub's protocol as an upload takes; files end up in `server.files`."""
-
-    def do_POST(self):
-        server, body = self.server, self.rfile.read(int(self.headers["Content-Length"]))
-        server.calls.append(self.path)
-        if self.headers.get("Authorization") != "Bearer secret" or server.broken in self.path:
-            return self.answer({"error": "no"}, status=403)
-        if self.path == "/api/repos/create":
-            server.repos.add(json.loads(body)["name"])
-            return self.answer({"url": f"{server.url}/someone/model"})
-        if "/preupload/" in self.path:
-            names = [file["path"] for file in json.loads(body)["files"]]
-            kinds = {True: "lfs", False: "regular"}
-            modes = {name: kinds[name.endswith(".safetensors")] for name in names}
-            usual = {"shouldIgnore": False}
-            files = [{"path": n, "uploadMode": mode} | usual for n, mode in modes.items()]
-            return self.answer({"files": files})
-        if self.path.endswith("/info/lfs/objects/batch"):
-            objects = [
-                one | {"actions": {"upload": {"href": f"{server.url}/store/{one['oid']}"}}}
-                for one in json.loads(body)["objects"]
-            ]
-            return self.answer({"transfer": "basic", "objects": objects})
-        if self.path == "/api/validate-yaml":
-            return self.answer({"errors": [], "warnings": []})
-        assert "/commit/main" in self.path, self.path
-        for line in map(json.loads, body.splitlines()):
-            value = line["value"]
-            if line["key"] == "file":
-                server.files[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                server.files[value["path"]] = server.store[value["oid"]]
-        return self.answer(
-            {"commitUrl": f"{server.url}/someone/model/commit/{'1' * 40}", "commitOid": "1" * 40}
-        )
-
-    def do_PUT(self):
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.store[hashlib.sha256(content).hexdigest()] = content
-        self.answer({})
-
-    def do_GET(self):
-        if self.headers.get("Authorization") != "Bearer secret":
-            return self.answer({"error": "no"}, status=401)
-        if self.path == "/api/whoami-v2":
-            return self.answer({"name": "someone", "orgs": [{"name": "us"}]})
-        return self.answer({"sha": "0" * 40, "id": "someone/model", "siblings": []})
-
-    def answer(self, value, status=200):
-        text = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_):
-        pass
+from tests.helpers import run
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    with serving(FakeHub) as server:
-        server.repos, server.files, server.store, server.calls = set(), {}, {}, []
-        server.broken = "nothing"
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_TOKEN", "secret")
-        yield server
+    """As much of the hub as an upload takes: `files` are those uploaded, by path."""
+    hub = SimpleNamespace(repos=set(), files={}, calls=[], broken=None)
+
+    def answers(name, answer):
+        takes = inspect.signature(getattr(huggingface_hub.HfApi, name))
+
+        def call(api, *given, **named):
+            takes.bind(api, *given, **named)  # as the library's own would
+            hub.calls.append(name)
+            if name == hub.broken:
+                raise OSError("403 Forbidden")
+            return answer(*given, **named)
+
+        monkeypatch.setattr(huggingface_hub.HfApi, name, call)
+
+    def upload(repo_id, folder_path, allow_patterns, commit_message):
+        names = [str(path.relative_to(folder_path)) for path in folder_path.rglob("*.*")]
+        for name in filter_repo_objects(names, allow_patterns=allow_patterns):
+            hub.files[name] = (folder_path / name).read_bytes()
+        return SimpleNamespace(commit_url=f"hub/{repo_id}/commit/111")
+
+    answers("whoami", lambda: {"name": "someone", "orgs": [{"name": "us"}]})
+    answers("create_repo", lambda repo_id, exist_ok: hub.repos.add(repo_id))
+    answers("upload_folder", upload)
+    return hub
 
 
 WANTED = {"train_samples": 64, "eval_samples": 40, "epochs": 1, "mixed_precision": "no"}
@@ -111,10 +63,9 @@ def push_again(hub, tmp_path):
 def test_a_finished_run_is_pushed_with_a_card_that_has_its_numbers(hub, tmp_path, capsys):
     push(tmp_path, ema_decay=0.5, checkpoint_every=1)
     folder = tmp_path / "run"
-    assert hub.repos == {"model"}
-    assert f"pushed: {hub.url}/someone/model/commit/111" in capsys.readouterr().out
-    pushed = {name: content for name, content in hub.files.items() if "/" not in name}
-    assert set(pushed) == {
+    assert hub.repos == {"someone/model"}
+    assert "pushed: hub/someone/model/commit/111" in capsys.readouterr().out
+    assert {name for name in hub.files if "/" not in name} == {
         *("README.md", "model.safetensors", "model_ema.safetensors", "config.json"),
         "model_best.safetensors",
         *("config.yaml", "plan.json", "summary.json", "metrics.jsonl"),
@@ -137,14 +88,14 @@ def test_a_finished_run_is_pushed_with_a_card_that_has_its_numbers(hub, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("token", "name", "why"),
+    ("broken", "name", "why"),
     [
-        ("wrong", "someone/model", r"that can be made, got someone/model \("),
-        ("secret", "google/vit", r".*, got google/vit \(this user writes to someone, us\)"),
+        ("create_repo", "someone/model", r"that can be made, got someone/model \("),
+        (None, "google/vit", r".*, got google/vit \(this user writes to someone, us\)"),
     ],
 )
-def test_a_hub_that_refuses_is_met_before_training(hub, tmp_path, monkeypatch, token, name, why):
-    monkeypatch.setenv("HF_TOKEN", token)
+def test_a_hub_that_refuses_is_met_before_training(hub, tmp_path, broken, name, why):
+    hub.broken = broken
     with pytest.raises(SettingError, match=f"^push_to_hub must be a repository {why}"):
         push(tmp_path, push_to_hub=name)
     assert not (tmp_path / "run").exists()
@@ -152,23 +103,19 @@ def test_a_hub_that_refuses_is_met_before_training(hub, tmp_path, monkeypatch, t
 
 
 def test_a_push_that_fails_leaves_the_run_whole_and_says_how_to_go_on(hub, tmp_path):
-    hub.broken = "/commit/"
+    hub.broken = "upload_folder"
     line = r"push_to_hub failed for someone/model .* --resume .*run --push-to-hub some"
     with pytest.raises(ValueError, match=line):
         push(tmp_path)
     assert (tmp_path / "run/summary.json").exists()
     assert load_model(tmp_path / "run") is not None
-    hub.broken = "nothing"
+    hub.broken = None
     push_again(hub, tmp_path)
 
 
-def test_a_run_that_finished_without_a_push_is_pushed_to_a_new_repository(hub, tmp_path):
+def test_a_plan_alone_makes_no_repository_and_a_run_without_a_push_is_pushed_later(hub, tmp_path):
+    push(tmp_path / "plan", plan_only=True)
     push(tmp_path, push_to_hub=None)
     assert not hub.calls
     push_again(hub, tmp_path)
-    assert hub.repos == {"model"}
-
-
-def test_a_plan_alone_makes_no_repository(hub, tmp_path):
-    push(tmp_path, plan_only=True)
-    assert not hub.calls
+    assert hub.repos == {"someone/model"}

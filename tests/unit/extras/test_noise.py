@@ -22,7 +22,7 @@ from dbsl.plan.sampler import Part, Step
 from dbsl.plan.solve import PlanRules, plan_dual_batch
 from dbsl.plan.types import RoundReport, TimeModel, Turn
 from experiments.benchmarks.operators import Operators
-from tests.helpers import rows, run, slow, summary_of
+from tests.helpers import rows, run, short, slow, summary_of
 
 REPORT = RoundReport(0, 0, 0, 8, 16, 64, 4, 1.0, 2.0, 1.0)
 ENDLESS = 10**12  # training samples, of which every batch is a new draw
@@ -292,26 +292,29 @@ def test_probe_leaves_everything_as_it_was(monkeypatch):
     assert [*tried, torch.backends.cudnn.benchmark] == [True, False, True]
 
 
-def test_a_batch_taken_in_micro_batches_is_measured_as_the_whole():
+def after_backward(factor=1.0):
+    """Return a model of |G| = 2, which has a factor times its gradient, and three samples."""
     model = Quadratic(4, 2.0).double()
-    samples, labels = torch.zeros(16, 4, dtype=torch.float64), torch.zeros(16, dtype=torch.int64)
-    quadratic_loss(model, samples, labels).backward()
-    last = (samples[-3:], labels[-3:])  # of the last micro-batch: no more are on the device
+    data = torch.zeros(3, 4, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
+    (quadratic_loss(model, *data) * factor).backward()
+    return model, data
+
+
+def test_a_batch_taken_in_micro_batches_is_measured_as_the_whole():
+    model, last = after_backward()  # the last micro-batch: no more are on the device
     for kind, micro in (("micro", 3), ("joined", None)):
         found = probed(make_probe(model, kind, workers=2), 16, last, quadratic_loss)
         assert (found["gradient_batch"], found.get("micro_batch")) == (16, micro)
 
 
 def test_joint_gradients_are_of_the_whole_batch_once_they_are_summed():
-    model = Quadratic(4, 2.0).double()
-    samples, labels = torch.zeros(3, 4, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
-    (quadratic_loss(model, samples, labels) * 0.25).backward()
+    model, data = after_backward(0.25)
     probe, turn = make_probe(model, "joined", workers=2), Turn((0,), 0, 0)
     step = Step((Part(0, np.arange(3), 0.25),), 0.0)
-    found = probe.measure(turn, step, True, samples, labels, quadratic_loss)
+    found = probe.measure(turn, step, True, *data, quadratic_loss)
     assert (found["gradient_batch"], float(found["gradient_square"])) == (12, pytest.approx(0.25))
     odd = replace(step, odd=True)  # not summed over the processes yet
-    assert probe.measure(turn, odd, True, samples, labels, quadratic_loss) == {}
+    assert probe.measure(turn, odd, True, *data, quadratic_loss) == {}
 
 
 @pytest.mark.parametrize("steps", [1, 3, 10, 30, 100])
@@ -337,12 +340,9 @@ def test_a_run_whose_noise_scale_is_known_says_it_next_to_its_batch():
     advice = noise_summary(scale, plan)["noise_advice"]
     assert advice == "gradient noise scale 100 (95 %: 80 to 130); B_L is 16"
     assert "80 or more" in noise_summary(replace(scale, high=math.inf), plan)["noise_advice"]
-    for known, of in (
-        (replace(scale, b_simple=math.inf), plan),
-        (replace(scale, pairs=5), plan),
-        (scale, None),
-    ):
-        assert "noise_advice" not in noise_summary(known, of)
+    for unknown in (replace(scale, b_simple=math.inf), replace(scale, pairs=5)):
+        assert "noise_advice" not in noise_summary(unknown, plan)
+    assert "noise_advice" not in noise_summary(scale, None)
 
 
 DUAL = {"rounds_per_epoch": 2, "small_workers": 2, "small_batch_size": (4,)}
@@ -358,9 +358,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=[slow] * (n > 1)) for n, mode in enumerate(MODES)]
-)
+@pytest.mark.parametrize("mode", short(MODES, "dual batch", "asp"))
 def test_noise_is_measured_and_changes_no_bit(mode, tmp_path):
     settings, largest, expected = MODES[mode]
     settings = {"train_samples": 240, "epochs": 4, "intercept": (0.0001,), "lr": 0.01} | settings

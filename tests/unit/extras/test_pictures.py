@@ -18,13 +18,13 @@ from dbsl.extras.pictures import (
     worker_marks,
     worker_values,
 )
-from dbsl.log.rows import plan_row, read_metrics, round_row
+from dbsl.log.rows import plan_row, read_metrics
 from dbsl.plan.solve import TimeModel, plan_dual_batch, plan_steps
 from dbsl.plan.stages import make_stages
-from dbsl.plan.types import Plan, RoundReport, WorkerPlan
+from dbsl.plan.types import Plan, WorkerPlan
+from tests.helpers import a_round
 
 STAGES = make_stages(4, [24, 32], milestones=(2,), learning_rate=0.1, gamma=0.5)
-ROUND = {"event": "round", **round_row(RoundReport(0, 0, 0, 8, 16, 64, 4, 1.0, 2.0, 1.0))}
 
 
 def dual_batch_plans(workers=4, small_workers=1):
@@ -45,8 +45,8 @@ def metrics_of(stages, epochs, *, eval_every=1, virtual=False):
     rows = [{"event": "plan"} | {n: getattr(stage, n) for n in names} for stage in stages]
     for epoch in range(epochs):
         for worker, samples in enumerate((30, 10)):
-            own = {"worker": worker, "epoch": epoch, "samples": samples}
-            rows.append(ROUND | own | {"loss": 4.0 - epoch * 0.01 + worker})
+            loss = 4.0 - epoch * 0.01 + worker
+            rows.append(a_round(worker, epoch, samples=samples, loss=loss))
         if eval_every and (epoch + 1) % eval_every == 0:
             row = {"event": "eval", "epoch": epoch, "accuracy": 0.5 + epoch / 1000}
             row |= {"loss": 3.0 - epoch * 0.01, "train_time_s": 10.0 * (epoch + 1)}
@@ -250,7 +250,7 @@ def rounds(workers, epochs, per_epoch=1):
         for w in range(workers)
     ]
     return [
-        ROUND | {"worker": worker, "epoch": epoch, "round": number, "wait_time_s": 0.5} | own
+        a_round(worker, epoch, round=number, wait_time_s=0.5, **own)
         for epoch in range(epochs)
         for worker, own in enumerate(of_worker)
         for number in range(per_epoch)

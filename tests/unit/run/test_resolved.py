@@ -113,6 +113,7 @@ def test_what_follows_from_other_settings_is_planned_and_nothing_is_measured_ane
     assert sum(worker.small for worker in run.plans[32].workers) == 3
     assert (run.config.lr_milestones, run.config.warmup_epochs) == ((6, 9), 1.0)
     assert list(run.config.slope) == slope
+    assert planned(*file, "--epochs", "40").config.warmup_epochs == 2.0  # at most
     run = planned(*file, "--resolutions", "24", "--slope", "0.001", "--intercept", "0.01")
     assert (run.config.slope, set(run.plans)) == ((0.001,), {24})
 

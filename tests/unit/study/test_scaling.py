@@ -74,10 +74,9 @@ def test_goal_is_strict_and_budgets_cut(workload):
     assert steps_to_result(study, 0.29).trial.trial_id == 2
     assert steps_to_result(study, 0.28).steps == 400  # trial 10, at 0.2
     assert steps_to_result(study, 0.2) is None
-    assert steps_to_result(study, 0.3, step_budget=299) is None
-    assert steps_to_result(study, 0.3, step_budget=300).steps == 300
-    assert steps_to_result(study, 0.3, example_budget=16 * 300).steps == 300
-    assert steps_to_result(study, 0.3, example_budget=16 * 300 - 1) is None
+    for name, least in (("step_budget", 300), ("example_budget", 16 * 300)):
+        assert steps_to_result(study, 0.3, **{name: least - 1}) is None
+        assert steps_to_result(study, 0.3, **{name: least}).steps == 300
     assert steps_to_result(study, 1.3, objective="val/cross_entropy_error").steps == 100
 
     with pytest.raises(ValueError, match=r"objective must be a column .*val/class.* got test/x"):
