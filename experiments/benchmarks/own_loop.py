@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import dbsl
 from dbsl.tools.compare.statistics import interval
@@ -40,8 +40,11 @@ BATCH = 32  # of a process, where batches are equal
 BURDEN = "while True: pass"
 
 
-def overhead(turns: int, steps: int = 50, width: int = 1100) -> dict[str, Any]:
-    """Return milliseconds of a step with and without the library, medians of epochs in turns."""
+def overhead(turns: int, steps: int = 25, width: int = 720) -> dict[str, Any]:
+    """Return milliseconds of a step with and without the library, by epochs in turns.
+
+    `added_us` is what the library's calls take of the host where nothing else is computed.
+    """
     with _process_group():
         data = TensorDataset(
             torch.randn(2 * BATCH * steps, width), torch.randint(10, (2 * BATCH * steps,))
@@ -61,6 +64,7 @@ def overhead(turns: int, steps: int = 50, width: int = 1100) -> dict[str, Any]:
                 seconds = _epoch(models[place], loaders[place], scales[place])
                 if turn:  # the first warms up
                     times_ms[place].append(1e3 * seconds / steps)
+        added_us = 1e6 * _added(data, 20)
         ratio = interval([b / a for a, b in zip(*times_ms, strict=True)])
         plain, ours = (interval(times) for times in times_ms)
     return {
@@ -68,8 +72,30 @@ def overhead(turns: int, steps: int = 50, width: int = 1100) -> dict[str, Any]:
         "library_ms": f"{ours.mean:.2f}",
         "ratio": f"{ratio.mean:.4f}",
         "half_interval": f"{ratio.half:.4f}",
+        "added_us": f"{added_us:.0f}",
         "epochs": turns,
     }
+
+
+def _added(data: TensorDataset, turns: int) -> float:
+    """Return seconds a step of the sampler, `scale` and `watch` above torch's own samplers."""
+    sampler = dbsl.UnevenBatchSampler(len(data), 2 * BATCH)
+    batches = BatchSampler(DistributedSampler(data), BATCH, drop_last=False)
+    bare, watched = nn.Linear(1, 1), nn.Linear(1, 1)
+    sampler.watch(watched)
+    x, steps = torch.ones(1, 1), turns * len(sampler)
+    began = time.perf_counter()
+    for _ in range(turns):
+        for _ in batches:
+            bare(x).backward()
+    plain_s = time.perf_counter() - began
+    began = time.perf_counter()
+    for epoch in range(turns):
+        sampler.set_epoch(epoch)
+        for batch in sampler:
+            watched(x).backward()
+            sampler.scale(len(batch))
+    return (time.perf_counter() - began - plain_s) / steps
 
 
 def _perceptron(width: int) -> nn.Module:
@@ -91,7 +117,7 @@ def _epoch(model: nn.Module, loader: DataLoader, scale: Callable[[int], float]) 
     return time.perf_counter() - began
 
 
-def burden(balance: str | None, seed: int, epochs: int = 8, samples: int = 960) -> dict[str, float]:
+def burden(balance: str | None, seed: int, epochs: int = 5, samples: int = 640) -> dict[str, float]:
     """Return seconds of an epoch of BERT: of all, and of those after the second."""
     from accelerate import Accelerator
     from accelerate.utils import set_seed
@@ -226,9 +252,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run what is asked for in two processes, and write experiments/results/own_loop/."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("overhead", "burden", "merges"))
-    parser.add_argument("--turns", type=int, help="default 20 of overhead, 5 of the others")
+    parser.add_argument("--turns", type=int, help="default 60 of overhead, 5 of the others")
     arguments = parser.parse_args(argv)
-    what, turns = arguments.what, arguments.turns or (20 if arguments.what == "overhead" else 5)
+    what, turns = arguments.what, arguments.turns or (60 if arguments.what == "overhead" else 5)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         parser.error(f"cores must be at least 2, got {len(cores)}")

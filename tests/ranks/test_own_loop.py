@@ -106,7 +106,10 @@ def test_uneven_batches_train_as_one_process_on_all(run, joined, example, sizes)
 @pytest.mark.parametrize(
     ("call", "columns"),
     [
-        (("overhead", 2, 3, 8), {"plain_ms", "library_ms", "ratio", "half_interval", "epochs"}),
+        (
+            ("overhead", 2, 3, 8),
+            {"plain_ms", "library_ms", "ratio", "half_interval", "added_us", "epochs"},
+        ),
         (("burden", "dynamic", 0, 3, 160), {"all_s", "epoch_s", "loss", "batch_0", "batch_1"}),
         (("merges", "Rounds", 8, 3), {"merge_s", "weights"}),
         (("merges", "LocalSGD", 8, 3), {"merge_s", "weights"}),
