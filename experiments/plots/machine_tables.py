@@ -385,3 +385,32 @@ def _in_millions(row: dict[str, str]) -> str:
 
 def _as_code(text: str) -> str:
     return f"`{text}`" if text.startswith("--") else text or "no"
+
+
+def own_loop(up: str) -> list[str]:
+    """Return what the library costs and gains in loops other than train.py's."""
+    folder = f"{up}results/own_loop"
+    burden, merges = (read(RESULTS / f"own_loop/{name}.csv") for name in ("burden", "merges"))
+    (cost,) = read(RESULTS / "own_loop/overhead.csv")
+    dynamic, equal = (
+        with_interval([float(row["epoch_s"]) for row in burden if row["arm"] == arm], 2)
+        for arm in ("dynamic", "equal")
+    )
+    merge_ms = {
+        way: with_interval([1e3 * float(row["merge_s"]) for row in merges if row["way"] == way], 0)
+        for way in ("Rounds", "Rounds, outer", "LocalSGD", "DiLoCo")
+    }
+    half = 100 * float(cost["half_interval"])
+    return [
+        "| two processes, 95 % | with `dbsl` | without |",
+        "|---|---|---|",
+        f"| [a step of DDP]({folder}/overhead.csv), ms: sampler, `scale` and `watch` "
+        f"({float(cost['added_us']) / 1e3:.3f} ms by themselves; noise ± {half:.1f} %) "
+        f"| {fixed(cost['library_ms'], 1)} | {fixed(cost['plain_ms'], 1)} |",
+        f"| [an epoch of BERT]({folder}/burden.csv), s, one core shared with another program: "
+        f'`balance="dynamic"`, equal batches | {dynamic} | {equal} |',
+        f"| [a merge]({folder}/merges.csv) of {int(merges[0]['weights']) / 1e6:.1f} M weights, ms: "
+        f"`Rounds`, Accelerate's `LocalSGD` | {merge_ms['Rounds']} | {merge_ms['LocalSGD']} |",
+        f"| the same with an outer step: `Rounds(outer=...)`, torchft's `DiLoCo` "
+        f"| {merge_ms['Rounds, outer']} | {merge_ms['DiLoCo']} |",
+    ]

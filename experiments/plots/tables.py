@@ -48,6 +48,7 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
         machine_tables.gpu,
         machine_tables.timm_options,
         machine_tables.streaming,
+        machine_tables.own_loop,
     )
 }
 
