@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -42,7 +41,7 @@ class Cluster(ABC):
 
     `weights` are this process's model, as one vector, and `workers` its workers, none on a
     dedicated server. `outgoing` is what a push hands over, in the layout of the weights; None: the
-    weights. It travels as `wire`; None: in its own dtype. In the server's process there is a
+    weights. It travels as `wire`, a format of rounds. In the server's process there is a
     `server`, and the `planner` may change its mind. Processes that meet agree by `control` on what
     to do. Where workers are simulated, `times` gives the seconds that a worker's round takes to
     compute and to exchange, from (worker, epoch, round).
@@ -65,7 +64,7 @@ class Cluster(ABC):
         epochs: int,
         times: Callable[[int, int, int], tuple[float, float]] | None = None,
         outgoing: Tensor | None = None,
-        wire: torch.dtype | None = None,
+        wire: str = "float32",
         control: ControlGroup | None = None,
     ) -> None:
         self.weights, self.server, self.workers = weights, server, tuple(workers)

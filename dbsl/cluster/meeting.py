@@ -19,10 +19,13 @@ from torch import Tensor
 
 from dbsl.base.errors import SettingError, SyncError
 from dbsl.cluster.cluster import Cluster
+from dbsl.cluster.formats import RoundedSum, SimulatedLink
+from dbsl.cluster.merges import Delta
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import SERVER_RANK
 from dbsl.plan.types import (
+    BAD_WEIGHTS,
     NO_FAULT,
     Action,
     EpochEnd,
@@ -156,6 +159,9 @@ class SimulatedCluster(Cluster):
 
     def __init__(self, weights: FlatWeights, server: Server, **common: Any) -> None:
         super().__init__(weights, server, **common)
+        # Of workers whose pulls and pushes are rounded one by one; worker 0 is with the server.
+        one_by_one = self.wire != "float32" and server.joins is None
+        self._links = {w: self._link() for w in self.workers[1:]} if one_by_one else {}
         self._pulled: dict[int, Tensor] = {}
         # A worker's present round: seconds of computing, exchanging, and waiting before it, which
         # do not count at a barrier.
@@ -193,6 +199,8 @@ class SimulatedCluster(Cluster):
         self._queue = [entry for entry in self._queue if entry[1] != worker]  # its round is lost
         heapq.heapify(self._queue)
         self._pulled.pop(worker, None)
+        if worker in self._links:
+            self._links[worker] = self._link()  # should it come back, in a new process
         try:
             self._drop(worker, worker, "simulated")
         except SettingError as error:
@@ -210,6 +218,9 @@ class SimulatedCluster(Cluster):
         (worker,) = turn.workers
         self.weights.load(self._pulled.pop(worker))
 
+    def _link(self) -> SimulatedLink:
+        return SimulatedLink(self.wire, self.weights)
+
     def push(self, reports: Sequence[RoundReport]) -> bool:
         """Hand the worker's weights, or gradients, to the server; True: they were refused."""
         (report,) = reports
@@ -220,7 +231,10 @@ class SimulatedCluster(Cluster):
             ends_s = [end_s for end_s, w in self._queue if w in self.server.members.active]
             wait_s = max(ends_s, default=self.time_s) - self.time_s
         report = replace(report, compute_time_s=compute_s, wait_time_s=wait_s + exchange_s)
-        self.server.push(self.outgoing, report)
+        link, pushed = self._links.get(worker), self.outgoing
+        if link is not None and not report.refused:
+            pushed = link.push(pushed)
+        self.server.push(pushed, report)
         return report.refused
 
     def state_dict(self) -> dict[str, Any]:
@@ -230,6 +244,7 @@ class SimulatedCluster(Cluster):
             "spent": dict(self._spent),
             "ended": list(self._ended),
             "queue": list(self._queue),
+            "links": {worker: link.state_dict() for worker, link in self._links.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -239,6 +254,8 @@ class SimulatedCluster(Cluster):
         self._pulled = {worker: w.to(device) for worker, w in state["pulled"].items()}
         self._spent, self._ended = dict(state["spent"]), list(state["ended"])
         self._queue = [(time_s, worker) for time_s, worker in state["queue"]]
+        for worker, link in self._links.items():
+            link.load_state_dict(state["links"][worker], device)
 
     def take_over(self, start: Handover) -> None:
         super().take_over(start)
@@ -257,7 +274,8 @@ class SimulatedCluster(Cluster):
             and server.may_start(worker)
         ]
         for worker in waiting:
-            self._pulled[worker] = server.pull(worker)  # which a newcomer begins with
+            pulled, link = server.pull(worker), self._links.get(worker)  # a newcomer begins with it
+            self._pulled[worker] = pulled if link is None else link.pull(pulled)
             compute_s, exchange_s = self._times(worker, *self._place(worker))
             self._spent[worker] = compute_s, exchange_s, self.time_s - self._ended[worker]
             heapq.heappush(self._queue, (self.time_s + compute_s + exchange_s, worker))
@@ -267,24 +285,25 @@ class BarrierCluster(Cluster):
     """Bulk synchronous rounds: a weighted sum over all ranks, which is how `mean` is taken here.
 
     The server's optimizer, where gradients are pushed, is on one rank: weights then come back in a
-    broadcast, as they do before the first round and where a whole round was refused. With
-    `at_server` they always do: the server's rule makes other weights of the mean. With `gathers`
-    the server gets every worker's weights, for a fork's own merge rule.
+    broadcast, as they do before the first round and where a whole round was refused. With `gathers`
+    the server gets every worker's weights, for a fork's own merge rule, and so do they. A rank
+    without the server takes the step of `delta` as the server does.
 
-    Where `wire` is less than the weights' dtype, gradients are rounded to it, and of weights their
-    change since the pull.
+    Where `wire` is not float32, gradients are rounded to it, and of weights their change since the
+    pull.
     """
 
     def __init__(
-        self, *both: Any, at_server: bool = False, gathers: bool = False, **common: Any
+        self, *both: Any, delta: Delta | None = None, gathers: bool = False, **common: Any
     ) -> None:
         super().__init__(*both, **common)
-        self._at_server, self._gathers, self._has_global = at_server, gathers, False
-        dtype = self.wire or self.outgoing.dtype
-        summed = self.outgoing[:0] if gathers else self.outgoing
-        self._sum = torch.empty_like(summed, dtype=dtype)  # this rank's share, then all ranks'
-        # What the workers' changes count from; only where changes are what travels.
-        changes = self.pushes_weights and dtype != self.outgoing.dtype
+        self._gathers, self._has_global = gathers, False
+        self._at_server = delta is not None and self.server is not None
+        self._delta = None if self._at_server else delta
+        rounds = self.wire != "float32"
+        self._rounded = RoundedSum(self.wire, self.weights) if rounds else None
+        # What was pulled, where changes count from it.
+        changes = self.pushes_weights and (rounds or delta is not None)
         self._pulled = self.weights.vector.clone() if changes else None
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
@@ -318,68 +337,88 @@ class BarrierCluster(Cluster):
         return Action(*self.control.highest(action))
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"has_global": self._has_global, "pulled": self._pulled}
+        return super().state_dict() | {
+            "has_global": self._has_global,
+            "pulled": self._pulled,
+            "rounded": self._rounded and self._rounded.state_dict(),
+            "delta": self._delta and self._delta.state_dict(),  # the server has its own, the same
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._has_global = state["has_global"]
         if self._pulled is not None:
-            if state["pulled"] is None:
-                raise SettingError("wire must be as it was when the checkpoint was made, got bf16")
             self._pulled.copy_(state["pulled"])
+        if self._rounded is not None:
+            self._rounded.load_state_dict(state["rounded"])
+        if self._delta is not None:
+            self._delta.load_state_dict(state["delta"])
+
+    def take_over(self, start: Handover) -> None:
+        super().take_over(start)
+        if self._delta is not None and start.outer is not None:
+            self._delta.load_state_dict(start.outer)
 
     @torch.no_grad()
     def _hand_over(self, report: RoundReport | None) -> None:
         """Merge what all workers push; `report` is None on a dedicated server."""
-        total = sum(w.merge_weight for w in self._segment.plan.workers)
+        reports = self.control.gather_reports(report)
+        self.control.enter()
         if self._gathers:
             count = 0 if self.server is None else dist.get_world_size()
             pushed = [torch.empty_like(self.outgoing) for _ in range(count)]
-            self.control.enter()
             dist.gather(self.outgoing, pushed or None, dst=SERVER_RANK)
             self._has_global = False
-        else:
-            self._weigh(report, total)
-            self.control.enter()
-            dist.all_reduce(self._sum)
-        reports = self.control.gather_reports(report)
-        self._refused += sum(r.refused for r in reports)
-        if not self._gathers:
-            self._take(reports, total)
-        elif self.server is not None:
-            for each in reports:
-                self.server.pull(each.worker)  # all began with these weights
-            # A dedicated server comes first.
-            for weights, each in zip(pushed[-len(reports) :], reports, strict=True):
+            self._refused += sum(r.refused for r in reports)
+            # All began with the same weights. A dedicated server comes first.
+            for weights, each in zip(pushed[-len(reports) :], reports, strict=False):
+                self.server.pull(each.worker)
                 self.server.push(weights, each)
+        else:
+            taken = [r for r in reports if not r.refused]
+            self._take(self._summed(report, taken) if taken else None, reports)
         if self.server is not None:
             self.server.finished.clear()  # turns() says when an epoch ends, on every rank alike
 
-    def _weigh(self, report: RoundReport | None, total: float) -> None:
-        if report is None or report.refused:
-            self._sum.zero_()  # zero times what is not finite would not be
-        elif not self.pushes_weights:
-            self._sum.copy_(self.outgoing)
-        elif self._pulled is None:
-            torch.mul(self.outgoing, report.merge_weight / total, out=self._sum)
-        else:
-            change = self.outgoing - self._pulled
-            self._sum.copy_(change.mul_(report.merge_weight / total))
+    def _summed(self, report: RoundReport | None, taken: Sequence[RoundReport]) -> Tensor | None:
+        """Return the new weights, or the sum of gradients, the same on every rank.
 
-    def _take(self, reports: Sequence[RoundReport], total: float) -> None:
-        """Take the sum of all ranks, to which refused work has added nothing."""
-        summed = self._sum
-        taken = [r.merge_weight for r in reports if not r.refused]
-        if self.pushes_weights and taken:
-            if len(taken) < len(reports):
-                summed.mul_(total / sum(taken))
-            if self._pulled is not None:
-                summed = self._pulled.add_(summed)
-        self._has_global = self.pushes_weights and bool(taken) and not self._at_server
-        if self._has_global:
-            self.weights.load(summed)
+        None: changes are too large to be rounded, and nothing is left of them.
+        """
+        if report is None or report.refused:
+            share = torch.zeros_like(self.outgoing)  # zero times what is not finite would not be
+        elif self.pushes_weights:
+            change = self.outgoing if self._rounded is None else self.outgoing - self._pulled
+            share = change * (report.merge_weight / sum(r.merge_weight for r in taken))
+        else:
+            share = self.outgoing.clone()
+        if self._rounded is None:
+            dist.all_reduce(share)
+            return share
+        summed = self._rounded(share)
+        if not summed.isfinite().all():
+            self._rounded.forget()
+            return None
+        return summed.add_(self._pulled) if self.pushes_weights else summed
+
+    def _take(self, summed: Tensor | None, reports: list[RoundReport]) -> None:
+        """Take what `_summed` gives, and what `delta` makes of it; None: the round is refused."""
+        if summed is None:
+            bad = {"refused": True, "fault": BAD_WEIGHTS}
+            reports = [report if report.refused else replace(report, **bad) for report in reports]
+        self._refused += sum(r.refused for r in reports)
         if self.server is not None:
-            self.server.push_joined(summed.to(self.outgoing.dtype) if taken else None, reports)
+            self.server.push_joined(summed, reports)
+        self._has_global = self.pushes_weights and summed is not None
+        if not self._has_global:
+            return
+        if self._at_server:
+            summed = self.server.snapshot()
+        elif self._delta is not None:
+            summed = self._delta(self._pulled, summed[None], torch.ones(1))
+        if self._pulled is not None:
+            self._pulled.copy_(summed)
+        self.weights.load(summed)
 
     @torch.no_grad()
     def _receive(self) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from dbsl.base.errors import NothingLeft, SettingError, SyncError
 from dbsl.cluster.alive import Pulse
 from dbsl.cluster.cluster import Cluster
+from dbsl.cluster.formats import Packing
 from dbsl.cluster.launch import Admission, Door
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
@@ -85,7 +86,8 @@ class ServedCluster(Cluster):
         self._clock, self._announced = admission.clock, (admission.sequence, -1)
         self._timeout_s = timeout_s
         self._asks_to_stop = False
-        self._link = Channel(admission.pair, weights.vector, self.wire, self.pushes_weights)
+        packing = Packing.of(self.wire, weights)
+        self._link = Channel(admission.pair, weights.vector, packing, weights=self.pushes_weights)
         self._pulse = Pulse(
             *(SERVER_RANK, admission.pair, timeout_s),
             asks=True,
@@ -118,6 +120,15 @@ class ServedCluster(Cluster):
     def _hand_over(self, report: RoundReport) -> None:
         with self._exchange():
             self._link.push(report, self.outgoing)
+
+    def state_dict(self) -> dict[str, Any]:
+        packing = self._link.packing
+        return super().state_dict() | {"left": packing and packing.rounding.left}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if state["left"] is not None:
+            self._link.packing.rounding.left = state["left"].to(self.weights.vector.device)
 
     def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
         return self._announced
@@ -292,7 +303,8 @@ class ServingCluster(Cluster):
     ) -> threading.Thread:
         """Return what serves a rank; one that joins hears its clock and the save `first`."""
         vector = torch.empty_like(self.weights.vector, device=CPU)
-        link = Channel(pair, vector, self.wire, self.pushes_weights)
+        packing = Packing.of(self.wire, self.weights)
+        link = Channel(pair, vector, packing, weights=self.pushes_weights)
         pulse = Pulse(
             *(rank, pair, self._timeout_s),
             asks=False,

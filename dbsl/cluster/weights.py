@@ -39,6 +39,12 @@ class FlatWeights:
         self._parameters = list(model.parameters())
         self.buffers = self.vector[_padded_length(self._parameters) :]
         self.counters = [b for b in model.buffers() if not b.is_floating_point()]
+        self._lengths = [_padded(tensor.numel()) for tensor in tensors]
+        self._matrices = [
+            isinstance(tensor, nn.Parameter) and tensor.dim() > 1 for tensor in tensors
+        ]
+        # Numbers of `vector` that are in no matrix.
+        self.rest = sum(n for n, m in zip(self._lengths, self._matrices, strict=True) if not m)
         with torch.no_grad():
             for tensor, view in _views(self.vector, tensors):
                 view.copy_(tensor)
@@ -53,6 +59,22 @@ class FlatWeights:
         """Return the number of the first tensor that is not finite in a vector of this layout."""
         finite = [bool(view.isfinite().all()) for _, view in _views(vector, self.tensors)]
         return None if all(finite) else finite.index(False)
+
+    def split(self, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """Return copies of a vector's matrices, in a row, and of what else it has, `rest`."""
+        kinds: tuple[list[Tensor], ...] = ([vector[:0]], [vector[:0]])
+        for piece, matrix in zip(vector.split(self._lengths), self._matrices, strict=True):
+            kinds[not matrix].append(piece)
+        return torch.cat(kinds[0]), torch.cat(kinds[1])
+
+    def join(self, matrices: Tensor, rest: Tensor) -> Tensor:
+        """Return the vector that `split` was given."""
+        pieces, taken = [], [0, 0]
+        for length, matrix in zip(self._lengths, self._matrices, strict=True):
+            start = taken[matrix]
+            pieces.append((matrices if matrix else rest)[start : start + length])
+            taken[matrix] += length
+        return torch.cat(pieces)
 
     @contextmanager
     def kept(self) -> Iterator[None]:

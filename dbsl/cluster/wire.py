@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from dbsl.base.errors import SettingError
+from dbsl.cluster.formats import Packing
 from dbsl.plan.types import BAD_WEIGHTS, RoundReport, Segment, plan_from_plain, report_from_plain
 
 SERVER_RANK = 0
@@ -158,7 +159,7 @@ def check_report(report: RoundReport, worker: int, epoch: int, round_: int) -> N
 
 # --- vectors
 
-CHUNK = 1 << 20  # numbers, 4 MiB of float32: cache-sized, and few enough messages
+CHUNK = 1 << 22  # bytes: cache-sized, and few enough messages
 # Timeout of an exchange, which ends earlier: a `Pulse` closes the connection after silence.
 _EVER = timedelta(days=10_000)
 
@@ -179,22 +180,28 @@ def irecv(tensor: Tensor, pair: dist.ProcessGroup, tag: int = 0) -> dist.Work:
 class Channel:
     """A worker's connection with the server, at either end: what travels on it, in which order.
 
-    What comes is received into `vector`. Pushes travel as `wire`, if that is given: gradients are
-    rounded to it. Weights lose less as their change since the pull, which both ends count from what
-    was pulled.
+    What comes is received into `vector`. Where there is a `packing`, gradients are rounded by it.
+    Of `weights` their change is: of pushes since the pull, of pulls since the one before, which
+    both ends keep. The first pull of a session is whole, and so is a push before it.
 
-    A vector in host memory and in the dtype that travels is sent from, and received into, where it
-    is; others pass a buffer, which is pinned for a CUDA device.
+    What is in host memory is sent from, and received into, where it is; a CUDA device's passes a
+    pinned buffer.
     """
 
     def __init__(
-        self, pair: dist.ProcessGroup, vector: Tensor, wire: torch.dtype | None, weights: bool
+        self,
+        pair: dist.ProcessGroup,
+        vector: Tensor,
+        packing: Packing | None = None,
+        *,
+        weights: bool = True,
     ) -> None:
-        self.pair, self.vector, self._wire = pair, vector, wire or vector.dtype
-        self._changes = weights and self._wire != vector.dtype
-        self._pulled: Tensor | None = None  # not before the first pull of a resumed run
+        self.pair, self.vector, self.packing = pair, vector, packing
+        self._changes = weights and packing is not None
+        self._pulled: Tensor | None = None
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._pending: list[dist.Work] = []
+        self._sent: Tensor | None = None  # which is there until it has left
 
     def ask(self, kind: Kind) -> tuple[Ending, int, int, str]:
         """Ask the server; return its answer, as the last push has left this process."""
@@ -206,47 +213,61 @@ class Channel:
     def push(self, report: RoundReport, vector: Tensor) -> None:
         """Begin to push a vector, which is there before the next pull ends."""
         tell(self.pair, Kind.PUSH, text=encode(report))
-        self.send(vector, *self._way_of_push())
+        if self._packs_push():
+            change = vector - self._pulled if self._changes else vector
+            vector = self.packing.pack(change)
+        self.send(vector)
 
     def take_push(self, text: str) -> RoundReport:
         """Receive a push; return its report, refused if the vector is not finite."""
         report = read_report(text)
-        if self.receive(*self._way_of_push(), check=True) or report.refused:
+        if self._packs_push():
+            self._take_packed(self._pulled)
+            finite = bool(self.vector.isfinite().all())
+        else:
+            finite = self.receive(self.vector, check=True)
+        if finite or report.refused:
             return report
         return replace(report, refused=True, fault=BAD_WEIGHTS)
 
     def give_weights(self, weights: Tensor) -> None:
         """Send the weights that were pulled."""
-        self.send(weights, weights.dtype)
-        self._keep(weights)  # meanwhile
+        if self._pulled is None:
+            self.send(weights)
+            self._pulled = weights.clone() if self._changes else None  # meanwhile
+        else:
+            message = self.packing.pack(weights - self._pulled, keep=False)
+            self.send(message)
+            self._pulled += self.packing.unpack(message)
         self.wait()
 
     def take_weights(self) -> None:
-        self.receive(self.vector.dtype)
-        self._keep(self.vector)
+        if self._pulled is None:
+            self.receive(self.vector)
+            self._pulled = self.vector.clone() if self._changes else None
+        else:
+            self._take_packed(self._pulled)
+            self._pulled.copy_(self.vector)
 
-    def send(self, vector: Tensor, dtype: torch.dtype, minus: Tensor | None = None) -> None:
-        """Begin to send a vector, or its difference to `minus`; until `wait` it must stay."""
+    def send(self, vector: Tensor) -> None:
+        """Begin to send a vector; until `wait` it must stay."""
         self.wait()
-        for chunk, staged, before in self._chunks(vector, dtype, minus):
+        for chunk, staged in self._chunks(vector):
             if staged is not chunk:  # while the chunks before it are on their way
-                staged.copy_(chunk if before is None else chunk - before)
+                staged.copy_(chunk)
             self._pending.append(isend(staged, self.pair))
+        self._sent = vector
 
-    def receive(
-        self, dtype: torch.dtype, plus: Tensor | None = None, *, check: bool = False
-    ) -> bool:
-        """Receive a vector, and add `plus`; with `check` return whether all is finite."""
+    def receive(self, vector: Tensor, *, check: bool = False) -> bool:
+        """Receive into a vector; with `check` return whether all is finite."""
         self.wait()
-        chunks, sums = self._chunks(self.vector, dtype, plus), []
-        works = [irecv(staged, self.pair) for _, staged, _ in chunks]
-        for work, (chunk, staged, added) in zip(works, chunks, strict=True):
+        chunks, sums = self._chunks(vector), []
+        works = [irecv(staged, self.pair) for _, staged in chunks]
+        for work, (chunk, staged) in zip(works, chunks, strict=True):
             work.wait(_EVER)
             # All of this while the next chunk comes.
             if staged is not chunk:
                 chunk.copy_(staged)
-            if added is not None:
-                chunk.add_(added)
             if check:
                 sums.append(chunk.sum())  # finite ones do not overflow
         return not sums or bool(torch.stack(sums).sum().isfinite())
@@ -256,27 +277,29 @@ class Channel:
         pending, self._pending = self._pending, []
         for work in pending:
             work.wait(_EVER)
+        self._sent = None
 
-    def _way_of_push(self) -> tuple[torch.dtype, Tensor | None]:
-        whole = self._changes and self._pulled is None
-        return self.vector.dtype if whole else self._wire, self._pulled
+    def _packs_push(self) -> bool:
+        return self.packing is not None and (self._pulled is not None or not self._changes)
 
-    def _keep(self, pulled: Tensor) -> None:
-        if self._changes:
-            self._pulled = pulled.clone() if self._pulled is None else self._pulled.copy_(pulled)
+    def _take_packed(self, plus: Tensor | None) -> None:
+        device = self.vector.device
+        message = torch.empty(self.packing.size, dtype=torch.uint8, device=device)
+        self.receive(message)
+        vector = self.packing.unpack(message)
+        self.vector.copy_(vector if plus is None else vector + plus)
 
-    def _chunks(
-        self, vector: Tensor, dtype: torch.dtype, other: Tensor | None
-    ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-        """Return chunks of a vector, each with what of it travels and the chunk of another."""
-        chunks = staged = vector.split(CHUNK)
-        if other is not None or vector.dtype != dtype or vector.device.type != "cpu":
-            if dtype not in self._buffers:
-                pinned = self.vector.is_cuda
-                self._buffers[dtype] = torch.empty(len(vector), dtype=dtype, pin_memory=pinned)
-            staged = self._buffers[dtype].split(CHUNK)
-        others = [None] * len(chunks) if other is None else other.split(CHUNK)
-        return list(zip(chunks, staged, others, strict=True))
+    def _chunks(self, vector: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return chunks of a vector, each with what travels of it."""
+        length = CHUNK // vector.itemsize
+        chunks = staged = vector.split(length)
+        if vector.device.type != "cpu":
+            buffer = self._buffers.get(vector.dtype)
+            if buffer is None or len(buffer) < len(vector):
+                buffer = torch.empty(len(vector), dtype=vector.dtype, pin_memory=vector.is_cuda)
+                self._buffers[vector.dtype] = buffer
+            staged = buffer[: len(vector)].split(length)
+        return list(zip(chunks, staged, strict=True))
 
 
 # --- collectives

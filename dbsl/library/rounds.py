@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dbsl.base.errors import SettingError
+from dbsl.cluster.formats import ROUND_FORMATS, RoundedSum
 from dbsl.cluster.merges import Delta
 from dbsl.cluster.weights import FlatWeights
 from dbsl.config.fields import refuse
@@ -42,6 +43,8 @@ class Rounds:
             merge; None: the same for all. In train.py it is the share of the samples.
         outer: Learning rate and Nesterov momentum of a step that takes the place of the mean, as in
             DiLoCo (arXiv 2311.08105); None: the mean.
+        wire: What matrices travel as: float32, bf16, int8, int4 or int2. Less than float32 sends
+            their change since the last merge; what rounding leaves of it counts in the next round.
         group: The processes; None: all.
 
     Raises:
@@ -56,6 +59,7 @@ class Rounds:
         weight: float | Callable[[], float] | None = None,
         outer: tuple[float, float] | None = None,
         *,
+        wire: str = "float32",
         group: dist.ProcessGroup | None = None,
     ) -> None:
         bad = every is not None and not (isinstance(every, int) and every >= 1)
@@ -67,6 +71,7 @@ class Rounds:
                 lr = momentum = math.nan
             must = "outer must be a learning rate above 0 and a momentum in [0, 1)"
             refuse([(not (lr > 0 and 0 <= momentum < 1), must, outer)])
+        refuse([(wire not in ROUND_FORMATS, f"wire must be of {', '.join(ROUND_FORMATS)}", wire)])
         if any(isinstance(module, FSDPModule) for module in model.modules()):
             raise SettingError("model must have its parameters whole, got one that FSDP2 shards")
         self.every = every
@@ -80,14 +85,18 @@ class Rounds:
         self._outer_step = outer or (0.0, 0.0)
         self._outer = outer and Delta(trained, *outer)
         self._merged = self._weights.vector.clone()
+        rounds = wire != "float32" and self._processes > 1
+        self._rounded = RoundedSum(wire, self._weights, group) if rounds else None
+        self._wire = wire
         self._inside: ExitStack | None = None
         self._loaded = False
 
     def __enter__(self) -> Rounds:
         """Take the weights of process 0, or go on from a state."""
         inside = self._loaded or self.steps > 0  # of a round: each process has its own weights
-        of_all = (inside, len(self._weights.vector), self.every or 0, *self._outer_step)
-        names = ("load_state_dict", "size of model", "every", "outer", "outer")
+        number = ROUND_FORMATS.index(self._wire)
+        of_all = (inside, len(self._weights.vector), self.every or 0, *self._outer_step, number)
+        names = ("load_state_dict", "size of model", "every", "outer", "outer", "wire")
         for name, values in zip(names, zip(*self._exchange(*of_all), strict=True), strict=True):
             refuse([(len({*values}) > 1, f"{name} must be the same on every process", values)])
         if not inside:
@@ -133,15 +142,20 @@ class Rounds:
         except (TypeError, ValueError):
             weight = math.nan  # all processes are to hear of it
         finite = bool(vector.isfinite().all())
-        _, _, given, all_finite, _ = zip(*self._meet(False, weight, finite), strict=True)
+        _, _, given, all_finite, *_ = zip(*self._meet(False, weight, finite), strict=True)
         fits = all(0 < each < math.inf for each in given)
         refuse([(not fits, "weight must be above 0 and finite on every process", given)])
         weights = [each if fine else 0.0 for each, fine in zip(given, all_finite, strict=True)]
         total = sum(weights)
         if not total:
             raise FloatingPointError("no process has finite weights: nothing is left to merge")
-        part = torch.mul(vector, weight / total) if finite else torch.zeros_like(vector)
-        if self._processes > 1:
+        change = vector if self._rounded is None else vector - self._merged
+        part = change * (weight / total) if finite else torch.zeros_like(vector)
+        if self._rounded is not None:
+            part = self._rounded(part) + self._merged
+            if not part.isfinite().all():
+                raise FloatingPointError("changes are too large to be rounded: not finite")
+        elif self._processes > 1:
             dist.all_reduce(part, group=self._group)
         if self._outer is not None:
             part = self._outer(self._merged, part[None], torch.ones(1))
@@ -162,6 +176,7 @@ class Rounds:
             "merges": self.merges,
             "merged": self._merged.clone(),
             "outer": self._outer and copy.deepcopy(self._outer.state_dict()),
+            "rounded": self._rounded and self._rounded.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -172,16 +187,21 @@ class Rounds:
         if (self._outer is None) != (state["outer"] is None):
             must = "None" if state["outer"] is None else "a learning rate and a momentum"
             raise SettingError(f"outer must be {must}, as in the state, got the other")
+        if (self._rounded is None) != (state["rounded"] is None):
+            must = "float32" if state["rounded"] is None else "less than float32"
+            raise SettingError(f"wire must be {must}, as in the state, got {self._wire}")
         self.steps, self.merges = state["steps"], state["merges"]
         self._merged.copy_(state["merged"])
         if self._outer is not None:
             self._outer.load_state_dict(copy.deepcopy(state["outer"]))
+        if self._rounded is not None:
+            self._rounded.load_state_dict(copy.deepcopy(state["rounded"]))
         self._loaded = True
 
     def _meet(self, leaving: bool, weight: float = 0, finite: float = 0) -> list[list[float]]:
         """Return every process's row; all must be at the same place of the loop."""
         steps = self.steps if self.every else min(self.steps, leaving)
-        rows = self._exchange(leaving, steps, weight, finite, 0)
+        rows = self._exchange(leaving, steps, weight, finite, 0, 0)
         if len({row[0] for row in rows}) > 1 or (self.every and len({row[1] for row in rows}) > 1):
             raise SettingError(
                 "step and merge must be called equally often on every process, got (whether the "

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from dbsl.base.errors import one_of_several
 from dbsl.cluster.alive import ControlGroup, Heartbeats
 from dbsl.cluster.cluster import Cluster
+from dbsl.cluster.formats import SimulatedSum
 from dbsl.cluster.launch import Door, RunningJob
 from dbsl.cluster.meeting import BarrierCluster, JointCluster, SimulatedCluster
 from dbsl.cluster.merges import MergeRule, choose_rule
@@ -55,7 +56,7 @@ def connect(
     control = ControlGroup(timeout_s, Heartbeats(timeout_s)) if meets else None
     weights, server = FlatWeights(run.model), None
     if rank == SERVER_RANK and config.sync != "step":
-        server = _server(run, weights, accelerator.device if alone or meets else CPU, merge)
+        server = _server(run, weights, accelerator.device if alone or meets else CPU, merge, alone)
     if config.compile or torch.backends.cudnn.benchmark:  # only now: graphs keep weights' addresses
         make_ready(run, weights, workers, accelerator)
     timer = ComputeTimer(accelerator.device, None if alone else run.machine)
@@ -67,7 +68,7 @@ def connect(
         "workers": workers,
         "outgoing": stepper.vector if config.push == "gradients" else None,
         "control": control,
-        "wire": wire,
+        "wire": config.wire,
         "times": SimulatedTimes(run) if alone else None,
     }
     if config.sync == "step":
@@ -78,8 +79,9 @@ def connect(
     if alone:
         return SimulatedCluster(weights, server, **common), stepper
     if meets:
-        at_server = config.merge not in (None, "mean")  # the sum of all ranks is the mean alone
-        common |= {"at_server": at_server, "gathers": merge is not None}
+        if config.merge == "delta":
+            common["delta"] = choose_rule(config, weights, None)
+        common["gathers"] = merge is not None
         return BarrierCluster(weights, server, **common), stepper
     common["timeout_s"] = timeout_s
     if job is not None:
@@ -92,7 +94,7 @@ def connect(
 
 
 def _server(
-    run: Run, weights: FlatWeights, device: torch.device, merge: MergeRule | None
+    run: Run, weights: FlatWeights, device: torch.device, merge: MergeRule | None, alone: bool
 ) -> Server:
     config, members = run.config, run.planner.members
     staleness = {"bsp": 0, "ssp": config.staleness, "asp": None}[config.sync]
@@ -102,6 +104,8 @@ def _server(
         common["build_clip"] = build_clip
         return GradientServer(run.model, device, run.build_optimizer, members, **common)
     rule, together = choose_rule(config, weights, merge), config.sync == "bsp"
+    if alone and together and config.wire != "float32":
+        common["joins"] = SimulatedSum(config.wire, weights, config.workers)
     return Server(weights.vector.to(device), members, rule, together=together, **common)
 
 

@@ -155,7 +155,7 @@ def served_cluster(
     rounds: int,
     *,
     timeout_s: float,
-    wire: torch.dtype | None = None,
+    wire: str = "float32",
 ) -> Cluster:
     """Return this rank's side of a dedicated server, rank 0, and a worker on each other rank.
 

@@ -7,7 +7,6 @@ import time
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from dbsl.base.errors import NothingLeft, SettingError, SyncError
@@ -39,7 +38,7 @@ def take_rounds(cluster, plan, *, rounds=None, pause_s=0.0, until=None):
     return taken, seen
 
 
-def first(rank, sync, epochs, wire=None, door_s=TIMEOUT_S, **how):
+def first(rank, sync, epochs, wire="float32", door_s=TIMEOUT_S, **how):
     """Be launched with the others."""
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     dist.init_process_group(
@@ -86,7 +85,7 @@ def start(launcher):
         process.kill()
 
 
-@pytest.mark.parametrize(("sync", "wire"), [("asp", torch.bfloat16), ("ssp", None)])
+@pytest.mark.parametrize(("sync", "wire"), [("asp", "int4"), ("ssp", "float32")])
 def test_a_worker_that_died_joins_from_the_first_epoch_that_nobody_has_begun(start, sync, wire):
     ready = mp.get_context("fork").Event()
     server = start(first, 0, sync, 60, wire, pause_s=0.05)

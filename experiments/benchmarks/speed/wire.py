@@ -67,10 +67,9 @@ def measure(wire: str) -> dict[str, Any]:
     rank = dist.get_rank()
     weights = FlatWeights(build_model("resnet18", 100, (32,)))
     rounds = TURNS * (1 + TRANSFERS)
-    sent_as = torch.bfloat16 if wire == "bf16" else None
-    sync = served_cluster(weights, 1, rounds, timeout_s=60.0, wire=sent_as)
+    sync = served_cluster(weights, 1, rounds, timeout_s=60.0, wire=wire)
     pair = dist.new_group([0, 1], backend="gloo")
-    there = weights.vector.clone().to(sent_as or torch.float32)
+    there = weights.vector.clone().to(torch.bfloat16 if wire == "bf16" else torch.float32)
     back = weights.vector.clone()
 
     def bare() -> None:

@@ -109,7 +109,7 @@ def test_pulled_weights_do_not_change_under_the_worker():
 
 def serving(weights, owner):
     common = {"planner": SimpleNamespace(members=owner.members), "workers": (0,), "epochs": 1}
-    return ServingCluster(weights, owner, pairs={}, timeout_s=1.0, wire=None, **common)
+    return ServingCluster(weights, owner, pairs={}, timeout_s=1.0, **common)
 
 
 def test_others_may_push_while_rank_0_copies_what_it_has_pulled(monkeypatch):

@@ -1,0 +1,106 @@
+"""Rounded sums of real processes are those of simulated workers, and lose nothing in the end."""
+
+import pytest
+import torch
+from torch import nn
+
+from dbsl.cluster import formats
+from dbsl.cluster.formats import RoundedSum, SimulatedSum
+from dbsl.cluster.weights import FlatWeights
+from dbsl.plan.types import BAD_WEIGHTS, RoundReport
+from tests.ranks.test_sync import make
+
+
+def make_weights():
+    return FlatWeights(nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30)).double())
+
+
+def change_of(worker, number, length):
+    draw = torch.Generator().manual_seed(100 * number + worker)
+    return torch.randn(length, generator=draw, dtype=torch.float64) * 2.0 ** -(number % 5)
+
+
+def summing_rank(rank, wire, rounds, block):
+    formats.BLOCK = block
+    weights = make_weights()
+    add = RoundedSum(wire, weights)
+    sums = [add(change_of(rank, number, len(weights.vector))) for number in range(rounds)]
+    resumed = RoundedSum(wire, weights)
+    resumed.load_state_dict(add.state_dict())
+    after = [each(change_of(rank, rounds, len(weights.vector))) for each in (add, resumed)]
+    return torch.stack([*sums, *after]).tolist(), add.state_dict()["added"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("processes", "wire"), [(2, "int2"), (3, "int4"), (4, "int8"), (2, "bf16")]
+)
+def test_sums_are_alike_on_all_ranks_those_of_simulated_workers_and_resumed_to_the_bit(
+    run_ranks, processes, wire
+):
+    results = run_ranks(summing_rank, wire, 50, 256, world_size=processes)
+    assert all(sums == results[0][0] for sums, _ in results)
+    *sums, again, resumed = torch.tensor(results[0][0], dtype=torch.float64)
+    assert torch.equal(again, resumed)
+    weights = make_weights()
+    simulated, length = SimulatedSum(wire, weights, processes), len(weights.vector)
+    for number, summed in enumerate([*sums, again]):
+        expected = simulated({w: change_of(w, number, length) for w in range(processes)})
+        torch.testing.assert_close(summed, expected, rtol=0, atol=1e-12)
+    total = sum(change_of(w, n, length) for w in range(processes) for n in range(51))
+    left = sum(row[0] for row in simulated.state_dict() if row is not None)
+    matrices, expected = weights.split(sum(sums) + again)[0], weights.split(total)[0]
+    torch.testing.assert_close(matrices + left[: len(matrices)], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("processes", "wire"), [(2, "int2"), (3, "int8")])
+def test_with_a_scale_for_each_number_sums_are_those_of_float32(run_ranks, processes, wire):
+    results = run_ranks(summing_rank, wire, 3, 1, world_size=processes)
+    length = len(make_weights().vector)
+    for number, found in enumerate(results[0][0][:3]):
+        total = sum(change_of(w, number, length) for w in range(processes))
+        torch.testing.assert_close(
+            torch.tensor(found, dtype=torch.float64), total, rtol=1e-6, atol=1e-6
+        )
+
+
+HUGE = 1e300  # of which the scale, float32, is infinite
+
+
+def refusing_rank(rank, wire):
+    weights, cluster, plan = make(rank, "bsp", 4, wire=wire)
+    reports, ends = [], []
+    for turn in cluster.turns():
+        if not hasattr(turn, "round"):
+            ends.append(weights.vector.tolist())
+            continue
+        cluster.segment(turn)
+        cluster.pull(turn)
+        refused = (rank, turn.epoch) == (1, 1)
+        size = HUGE if (rank, turn.epoch) == (1, 2) else 1.0
+        weights.vector.add_(change_of(rank, turn.epoch, len(weights.vector)) * size)
+        weight = plan.workers[rank].merge_weight
+        report = RoundReport(rank, turn.epoch, 0, 8, 1, 1, 1, 0.0, 0.5, weight, refused=refused)
+        cluster.push([report])
+        reports += [(r.worker, r.epoch, r.refused, r.fault) for r in cluster.reports()]
+    cluster.close()
+    return ends, reports, cluster.refused, [w.merge_weight for w in plan.workers]
+
+
+def test_refused_rounds_and_sums_that_are_not_finite_leave_the_others_and_the_remainders_right(
+    run_ranks,
+):
+    results = run_ranks(refusing_rank, "int4", world_size=3)
+    ends, reports, refused, factors = results[0]
+    assert all(result[0] == ends for result in results)
+    ends = torch.tensor(ends, dtype=torch.float64)
+    assert torch.equal(ends[2], ends[1])  # the third round's sum was refused
+    assert refused == 1 + 3
+    assert [fault for _, epoch, bad, fault in reports if bad and epoch == 2] == [BAD_WEIGHTS] * 3
+    simulated = SimulatedSum("int4", FlatWeights(nn.Linear(3, 2).double()), 3)
+    for number in (0, 1):  # the second without worker 1, whose first remainder stays
+        taken = [w for w in range(3) if (w, number) != (1, 1)]
+        total = sum(factors[w] for w in taken)
+        moved = simulated(
+            {w: change_of(w, number, ends.shape[1]) * (factors[w] / total) for w in taken}
+        )
+    torch.testing.assert_close(ends[1] - ends[0], moved, rtol=0, atol=1e-12)

@@ -1,0 +1,156 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from dbsl.cluster import formats
+from dbsl.cluster.formats import (
+    BLOCK,
+    Packing,
+    Rounding,
+    SimulatedLink,
+    SimulatedSum,
+    decode,
+    encode,
+    message_bytes,
+)
+from dbsl.cluster.weights import FlatWeights
+
+FORMATS = ("bf16", "int8", "int4", "int2")
+# Of numbers with a normal distribution: mean squared error over their mean square.
+ERRORS = {"bf16": 5e-6, "int8": 1e-4, "int4": 0.025, "int2": 0.25}
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@pytest.fixture
+def weights():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(72, 30))
+    return FlatWeights(model.to(memory_format=torch.channels_last))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("wire", FORMATS)
+def test_numbers_come_back_with_the_error_that_their_format_has(wire, dtype):
+    numbers = normal(3, 4 * BLOCK, dtype=dtype) * torch.tensor([[1e-6], [1.0], [1e6]])
+    message = encode(numbers, wire)
+    back = decode(message, wire, dtype)
+    assert message.dtype == torch.uint8
+    assert message.shape == (3, message_bytes(wire, 4 * BLOCK, 0))
+    assert back.dtype == dtype
+    errors = (back - numbers).square().mean(1) / numbers.square().mean(1)
+    assert (errors < ERRORS[wire]).all()
+    assert (errors > 0).all()
+
+
+@pytest.mark.parametrize("wire", FORMATS)
+def test_blocks_of_zeros_and_of_the_smallest_numbers_come_back_finite(wire):
+    numbers = torch.zeros(1, 2 * BLOCK)
+    numbers[0, BLOCK] = 1e-45
+    back = decode(encode(numbers, wire), wire, torch.float32)
+    assert not back[0, :BLOCK].any()
+    assert (back.abs() <= 1e-44).all()
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4", "int2"])
+def test_a_scale_for_each_number_gives_the_numbers_themselves(monkeypatch, wire):
+    monkeypatch.setattr(formats, "BLOCK", 1)
+    numbers = normal(2, 64, dtype=torch.float64)
+    back = decode(encode(numbers, wire), wire, torch.float64)
+    torch.testing.assert_close(back, numbers, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("wire", FORMATS)
+def test_what_is_sent_and_what_is_left_come_to_the_sum_of_what_there_was(wire):
+    rounding, sent, total = Rounding(wire), 0.0, 0.0
+    for number in range(50):
+        change = normal(1, 2 * BLOCK, seed=number, dtype=torch.float64) * 2.0**-number
+        sent, total = sent + rounding.round(change), total + change
+    torch.testing.assert_close(sent + rounding.left, total, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("feeds_back", [True, False])
+def test_small_changes_arrive_late_and_without_what_was_left_never(feeds_back):
+    change = torch.full((1, BLOCK), 0.01)
+    change[0, 0] = 1.0  # which an int4 of a hundredth is 0 beside
+    rounding, sent = Rounding("int4"), torch.zeros(1, BLOCK)
+    for _ in range(100):
+        sent += rounding.round(change)
+        if not feeds_back:
+            rounding.left = None
+    assert sent[0, 0] == pytest.approx(100, rel=0.01)
+    expected = pytest.approx(1.0, abs=0.15) if feeds_back else 0.0
+    assert sent[0, 1].item() == expected
+
+
+def test_matrices_and_the_rest_of_a_vector_make_it_again(weights):
+    matrices, rest = weights.split(weights.vector)
+    sizes = [t.numel() for t in weights.tensors if t.dim() > 1]
+    assert len(matrices) == sum(-(-size // 64) * 64 for size in sizes)
+    assert len(rest) == weights.rest == len(weights.vector) - len(matrices)
+    assert torch.equal(weights.join(matrices, rest), weights.vector)
+
+
+@pytest.mark.parametrize("wire", FORMATS)
+def test_a_message_rounds_matrices_and_carries_vectors_and_buffers_whole(weights, wire):
+    packing = Packing(wire, weights)
+    message = packing.pack(weights.vector)
+    assert len(message) == packing.size < weights.vector.nbytes
+    matrices, rest = weights.split(packing.unpack(message))
+    own_matrices, own_rest = weights.split(weights.vector)
+    assert torch.equal(rest, own_rest)
+    assert not torch.equal(matrices, own_matrices)
+    left = packing.rounding.left[0, : len(matrices)]
+    torch.testing.assert_close(matrices + left, own_matrices)
+
+
+def test_a_model_without_a_matrix_travels_whole():
+    weights = FlatWeights(nn.LayerNorm(10))
+    packing = Packing("int4", weights)
+    assert torch.equal(packing.unpack(packing.pack(weights.vector)), weights.vector)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_changes_sum_to_what_is_applied_and_left_also_where_one_is_refused(
+    weights, workers
+):
+    joins, applied, total = SimulatedSum("int2", weights, workers), 0.0, 0.0
+    for number in range(50):
+        changes = {
+            w: normal(len(weights.vector), seed=10 * number + w) * 0.1 ** (number % 3)
+            for w in range(workers)
+            if (number, w) != (7, 1)
+        }
+        applied, total = applied + joins(changes), total + sum(changes.values())
+    left = sum(row[0] for row in joins.state_dict() if row is not None)
+    matrices, rest = weights.split(applied)
+    expected, expected_rest = weights.split(total)
+    torch.testing.assert_close(matrices + left[: len(matrices)], expected, rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(rest, expected_rest, rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("wire", FORMATS)
+def test_what_a_worker_pulls_follows_the_server_and_its_pushes_lose_nothing(weights, wire):
+    link, server = SimulatedLink(wire, weights), normal(len(weights.vector))
+    assert torch.equal(link.pull(server), server)  # whole at first
+    pushed, moved, held = 0.0, 0.0, server
+    for number in range(30):
+        change = normal(len(server), seed=number) * 0.01
+        pushed, moved = pushed + link.push(held + change) - held, moved + change
+        server = server + normal(len(server), seed=99 + number) * (0.01 if number < 20 else 0)
+        held = link.pull(server)
+    assert (held - server).norm() < 0.005 * len(server) ** 0.5  # it has stayed for ten pulls
+    left = link.state_dict()["left"][0]
+    matrices, expected = weights.split(pushed)[0], weights.split(moved)[0]
+    torch.testing.assert_close(matrices + left[: len(matrices)], expected, rtol=0, atol=1e-4)
+
+
+def test_bytes_count_scales_and_what_stays_whole():
+    assert message_bytes("float32", 1000, 24) == 4 * 1024
+    assert message_bytes("bf16", 1024, 10) == 2 * 1024 + 40
+    blocks = math.ceil(1000 / BLOCK)
+    assert message_bytes("int4", 1000, 24) == blocks * (BLOCK // 2 + 4) + 96
+    assert message_bytes("int2", 1000, 24) == blocks * (BLOCK // 4 + 4) + 96
