@@ -14,7 +14,8 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from dbsl.base.errors import plural, short_loss, steadier
-from dbsl.config.settings import RunConfig
+from dbsl.cluster.formats import joint_messages, trained_shapes
+from dbsl.config.settings import FLOAT32, RunConfig, wire_of
 from dbsl.plan.stages import Stage, learning_rate_at
 from dbsl.plan.text import format_run, nodes_in_words
 from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, JoinedWorker, LostWorker, Plan, RoundReport
@@ -67,9 +68,21 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
         "",
         plans,
         *_on_rate(run),
+        *_on_wire(run),
         "",
     ]
     accelerator.print("\n".join(lines))
+
+
+def _on_wire(run: Run) -> list[str]:
+    """Return a line on what joint steps send, where it is not float32."""
+    config, wire = run.config, wire_of(run.config)
+    if config.sync != "step" or wire == FLOAT32:
+        return []
+    shapes = trained_shapes(run.model)
+    sent, whole = (sum(joint_messages(one, shapes)) / 1e6 for one in (wire, FLOAT32))
+    after = f", after {plural(wire.steps, 'step')} in float32" if wire.steps else ""
+    return [f"a joint step sends {sent:.3g} MB (float32: {whole:.3g} MB){after}"]
 
 
 def _on_rate(run: Run) -> list[str]:

@@ -14,6 +14,7 @@ from timm.utils import dispatch_clip_grad
 from torch import nn
 
 from dbsl.cluster.alive import ControlGroup
+from dbsl.cluster.formats import DTYPES
 from dbsl.cluster.meeting import BarrierCluster, JointCluster, SimulatedCluster
 from dbsl.cluster.server import GradientServer
 from dbsl.cluster.serving import through_server
@@ -25,6 +26,7 @@ from dbsl.cluster.steps import (
     take_step,
 )
 from dbsl.cluster.weights import FlatWeights
+from dbsl.config.settings import parse_wire
 from dbsl.optimizer import make_clip
 from dbsl.plan.follow import Planner
 from dbsl.plan.ledger import Members
@@ -49,11 +51,12 @@ class Case:
     sizes: tuple[int, ...] = (6, 2)
     samples: int = 43  # with a last global batch of another size
     weighted: bool = True
-    wire: torch.dtype | None = None
+    wire: str = "float32"
     clip: tuple = (None, "norm")
     micro: list | None = None  # the most samples at once, by worker
     begin: Callable = lambda model, epoch: None  # of an epoch
     staleness: int | None = 0
+    change: Callable = lambda stepper: None
 
 
 HOW = ["step", "gradients"]
@@ -177,15 +180,17 @@ def trained(model, case, rank=None):
         if alone:
             cluster = SimulatedCluster(weights, server, **common)
         elif case.staleness == 0:
-            cluster = BarrierCluster(weights, server, wire=case.wire, **common)
+            cluster = BarrierCluster(weights, server, wire=DTYPES.get(case.wire), **common)
         else:
             cluster = through_server(weights, server, timeout_s=20.0, **common)
         return train(cluster, stepper, case)
     common_of = (model, weights, timer, {workers[0]: build(model)})
     if alone:
-        stepper = Stepper(*common_of, joint=True)
+        stepper = Stepper(*common_of, joint=True, wire=parse_wire(case.wire))
     else:
-        stepper = DistributedSteps(*common_of, example_loss=example_loss, wire=case.wire)
+        wire = parse_wire(case.wire)
+        stepper = DistributedSteps(*common_of, example_loss=example_loss, wire=wire)
+    case.change(stepper)
     stepper.clip = make_clip(model, *case.clip)
     cluster = JointCluster(weights, **common)
     if not alone:
@@ -257,7 +262,7 @@ def test_without_the_weights_uneven_processes_are_wrong(train_ranks, tiny_model,
 @pytest.mark.parametrize("how", HOW)
 def test_gradients_on_a_narrow_wire_differ_by_their_rounding_alone(train_ranks, tiny_model, how):
     wide, narrow = (
-        train_ranks(tiny_model, Case(how, wire=wire))[0] for wire in (None, torch.bfloat16)
+        train_ranks(tiny_model, Case(how, wire=wire))[0] for wire in ("float32", "bf16")
     )
     change = (wide - vector_of(tiny_model)).norm()
     assert 0 < (wide - narrow).norm() < 0.02 * change
