@@ -2,9 +2,10 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from timm.models import model_parameters
 from timm.utils import dispatch_clip_grad
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.formats import DTYPES
@@ -264,6 +266,99 @@ def test_gradients_on_a_narrow_wire_differ_by_their_rounding_alone(train_ranks, 
     wide, narrow = (
         train_ranks(tiny_model, Case(how, wire=wire))[0] for wire in ("float32", "bf16")
     )
+    change = (wide - vector_of(tiny_model)).norm()
+    assert 0 < (wide - narrow).norm() < 0.02 * change
+
+
+# --- gradients of a low rank
+
+RANKED = [{"sizes": (3, 5)}, {"sizes": (1, 7)}, {"sizes": (2, 7, 1), "samples": 41}]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *RANKED,
+        {"sizes": (3, 5), "micro": [2, 3], "clip": CLIPS[0]},
+        {"sizes": (3, 5), "begin": freeze},
+    ],
+)
+def test_a_rank_that_is_high_enough_is_exact(train_ranks, tiny_model, monkeypatch, settings):
+    monkeypatch.setattr("dbsl.cluster.formats._LEAST_SAVING", 1e-9)
+    case = Case("step", wire="powersgd:8", **settings)
+    expected = joined_weights(tiny_model, case)
+    for found in (trained(tiny_model, case), *train_ranks(tiny_model, case)):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("wire", ["powersgd:1", "powersgd:3:4"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *RANKED,
+        {"sizes": (5, 2, 1), "micro": [3, 2, 1], "clip": CLIPS[0]},
+        {"sizes": (3, 5), "begin": freeze},
+    ],
+)
+def test_uneven_processes_send_the_joint_batchs_gradient_in_a_low_rank(
+    train_ranks, tiny_model, wire, settings
+):
+    """One process with the sum of the weighted gradients is the joint batch; see above."""
+    case = Case("step", wire=wire, **settings)
+    expected = trained(tiny_model, case)
+    ranks = train_ranks(tiny_model, case)
+    assert all(torch.equal(ranks[0], other) for other in ranks[1:])
+    torch.testing.assert_close(ranks[0], expected, rtol=1e-6, atol=1e-9)
+    whole = joined_weights(tiny_model, case)
+    assert (expected - whole).norm() > 1e-2 * (whole - vector_of(tiny_model)).norm()
+
+
+def test_processes_that_drop_their_remainders_are_wrong(train_ranks, tiny_model, monkeypatch):
+    case = Case("step", (3, 5), wire="powersgd:1")
+    expected = trained(tiny_model, case)
+    dropping = partial(PowerSGDState, use_error_feedback=False)
+    monkeypatch.setattr("dbsl.cluster.formats.PowerSGDState", dropping)
+    found, _ = train_ranks(tiny_model, case)
+    assert (found - expected).norm() > 1e-2 * (expected - vector_of(tiny_model)).norm()
+
+
+def convolutions(memory_format):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.Tanh(), nn.Conv2d(12, 12, 3)]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(12 * 16, 3)).double()
+    return model.to(memory_format=memory_format)
+
+
+def test_convolutions_in_either_memory_order_are_compressed_alike(train_ranks):
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        model = convolutions(memory_format)
+        case = Case("step", (3, 5), wire="powersgd:1:1")
+        expected = trained(model, case)
+        for found in train_ranks(model, case):
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+        whole = trained(model, replace(case, wire="float32"))
+        assert (expected - whole).norm() > 1e-3 * whole.norm()
+
+
+def train_wide(rank):
+    """Train more numbers than DDP has in a bucket, three ranks at once."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(192, 700), *(nn.Linear(700, 700) for _ in range(3)), nn.Linear(700, 3)]
+    model = nn.Sequential(nn.Flatten(), *layers).double()
+    assert sum(p.nbytes for p in model.parameters()) > 10 * 2**20
+    return float(trained(model, Case("step", (3, 2, 1), 60, wire="powersgd:2"), rank).norm())
+
+
+def test_sums_of_several_buckets_do_not_meet(run_ranks, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 2**20)
+    first, *others = run_ranks(train_wide, world_size=3)
+    assert np.isfinite(first)
+    assert others == [first] * 2
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+def test_in_one_process_joint_gradients_are_rounded_once(tiny_model, wire):
+    wide, narrow = (trained(tiny_model, Case("step", wire=name)) for name in ("float32", wire))
     change = (wide - vector_of(tiny_model)).norm()
     assert 0 < (wide - narrow).norm() < 0.02 * change
 
