@@ -19,11 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
     bf16_compress_hook,
+    fp16_compress_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from dbsl.cluster.formats import DTYPES, LowRank
 from dbsl.cluster.weights import FlatWeights, uncompiled
 from dbsl.config.hooks import Machine
+from dbsl.config.settings import FLOAT32, Wire
 from dbsl.optimizer import Clip, keep_whole, load_optimizer
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.types import Turn
@@ -196,6 +199,9 @@ class Stepper:
     Several passes of a step (micro-batches, workers) normalise by their own statistics each, and
     move the running ones once, by the mean of what each makes of the same start.
 
+    Joint gradients become what real processes would receive by `wire`: each of these rounds its own
+    to 16 bits, here it is done once, to the sum.
+
     Without `weights` there are no micro-batches. While gradients are whole, `step` calls
     `on_gradients` with the weight of their loss, and then, right before an optimizer of this
     process steps, `clip`.
@@ -212,6 +218,7 @@ class Stepper:
         optimizers: Mapping[int, torch.optim.Optimizer],
         *,
         joint: bool = False,
+        wire: Wire = FLOAT32,
     ) -> None:
         self.model, self.timer, self.optimizers = model, timer, optimizers
         self.joint = self._together = joint
@@ -220,6 +227,8 @@ class Stepper:
         self._mean: Tensor | None = None  # of the buffers that passes have made of `_start`
         self._weight = 0.0  # of the loss behind this process's gradients
         self.vector = torch.zeros_like(weights.vector) if joint else None
+        self._dtype = DTYPES.get(wire.name)
+        self.low_rank = LowRank(wire) if wire.name == "powersgd" else None
 
     def begin(self, turn: Turn, *, anew: bool = True) -> None:
         """Note which epoch it is, for emulated slowness; not `anew`: inside a resumed round."""
@@ -228,6 +237,8 @@ class Stepper:
             begin_thawed(optimizer)
         if self.vector is not None:
             self._weights.attach_gradients(self.vector)  # of what is trained now
+        if self.low_rank is not None:
+            self.low_rank.begin([p.requires_grad for p in self.model.parameters()])
 
     @contextmanager
     def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
@@ -252,6 +263,7 @@ class Stepper:
         """Take the optimizer step, or leave it to the server."""
         if self._together:
             self._end_passes()
+            self._compress(step)
         self.on_gradients(1.0)
         workers = tuple(part.worker for part in step.parts)
         optimizer = self.optimizers[workers[0]]
@@ -266,7 +278,8 @@ class Stepper:
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizers' state, and what else lasts from step to step inside a round."""
         optimizers = {worker: own.state_dict() for worker, own in self.optimizers.items()}
-        return {"optimizers": optimizers, "weight": self._weight}
+        low_rank = None if self.low_rank is None else self.low_rank.state_dict()
+        return {"optimizers": optimizers, "weight": self._weight, "low_rank": low_rank}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned; workers that are not in it have nothing yet."""
@@ -274,13 +287,28 @@ class Stepper:
             if worker in self.optimizers:
                 load_optimizer(self.optimizers[worker], saved)
         self._weight = state["weight"]
+        if self.low_rank is not None and state["low_rank"] is not None:
+            self.low_rank.load_state_dict(state["low_rank"], self._weights.vector.device)
 
     def forget(self, worker: int) -> None:
         """Clear a worker's optimizer state."""
         if worker in self.optimizers:
             self.optimizers[worker].state.clear()
 
+    def drop_remainders(self) -> None:
+        """Begin without what earlier steps have not sent: after a refused round it may be NaN."""
+        if self.low_rank is not None:
+            self.low_rank.reset()
 
+    def _compress(self, step: Step) -> None:
+        if self.low_rank is not None and not step.odd:
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            self.low_rank(self.vector, gradients).wait()
+        elif self._dtype is not None:
+            self.vector.copy_(self.vector.to(self._dtype))
+
+
+_ONE_BUCKET_MB = 2**20  # more than any gradients
 # Older and newer versions of torch name it differently.
 _SYNC_BUFFERS = "broadcast_buffers"
 if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
@@ -297,7 +325,8 @@ class DistributedSteps(Stepper):
     is linear: averaging later gives the same).
 
     `example_loss` is that of a model, as in training; `on_exchange` is called before each exchange,
-    and gradients are rounded to `wire` on their way.
+    and gradients travel as `wire`. Those of an odd step are not made smaller by PowerSGD, whose
+    remainders wait for the next.
     """
 
     def __init__(
@@ -305,12 +334,13 @@ class DistributedSteps(Stepper):
         *arguments: Any,
         example_loss: Callable[[nn.Module], Tensor],
         on_exchange: Callable[[], object] = lambda: None,
-        wire: torch.dtype | None = None,
+        wire: Wire = FLOAT32,
     ) -> None:
-        super().__init__(*arguments)
+        super().__init__(*arguments, wire=wire)
         self.joint = True
         self._raw, self._example_loss, self._on_exchange = self.model, example_loss, on_exchange
-        self._wire, self._reduce = wire, allreduce_hook if wire is None else bf16_compress_hook
+        hooks = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
+        self._reduce = hooks.get(wire.name, allreduce_hook)
         self._world_size = dist.get_world_size()
         self._weight = 1 / self._world_size  # this worker's, in an average
         self._wrap()
@@ -361,12 +391,17 @@ class DistributedSteps(Stepper):
         self._trained = [p.requires_grad for p in self._raw.parameters()]
         weights, device = self._weights, self._weights.vector.device
         devices = [device] if device.type == "cuda" else None
+        # PowerSGD's three sums follow each other in callbacks. NCCL's run at once, in the order of
+        # buckets, since its futures are complete when a sum is in the stream. Those of gloo run
+        # when a sum is over: sums of two buckets would meet, and the processes abort.
+        one = {} if self.low_rank is None else {"bucket_cap_mb": _ONE_BUCKET_MB}
         with weights.kept():  # DDP would share rank 0's statistics, and each has its own
             self.model = DistributedDataParallel(
                 self._raw,
                 device_ids=devices,
                 gradient_as_bucket_view=True,
                 **{_SYNC_BUFFERS: False},  # in forward passes: statistics stay local
+                **one,
             )
         self.model.register_comm_hook(None, self._exchange)
         with weights.kept(), torch.random.fork_rng(devices or []), uncompiled(self._raw):
@@ -380,6 +415,10 @@ class DistributedSteps(Stepper):
         if self._warm:
             # After the last only waiting for the others follows.
             self.timer.mark(last=bucket.is_last())
+        if self._warm and self.low_rank is not None:
+            found = dict(zip(map(id, bucket.parameters()), bucket.gradients(), strict=True))
+            trained = (id(p) for p in self._raw.parameters() if p.requires_grad)
+            return self.low_rank(bucket.buffer(), [found[own] for own in trained])
         return self._reduce(None, bucket)
 
     @torch.no_grad()
@@ -390,7 +429,7 @@ class DistributedSteps(Stepper):
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in parameters]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        flat = flat.to(self._wire or flat.dtype)
+        flat = flat.to(self._dtype or flat.dtype)
         dist.all_reduce(flat)
         summed = flat.split([gradient.numel() for gradient in gradients])
         for gradient, own in zip(gradients, summed, strict=True):

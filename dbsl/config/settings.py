@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import lt
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 from dbsl.base.errors import SettingError
 from dbsl.config.fields import (
@@ -30,6 +31,7 @@ from dbsl.config.fields import (
     Within,
     check_fields,
     check_needs,
+    in_words,
     parse_kwargs,
     read_kwargs,
     refuse,
@@ -223,8 +225,10 @@ class TrainingConfig(ImageConfig):
     ] = "weights"
     # steps whose gradients are summed in one push, with --push gradients
     push_every: Annotated[Count, Role.MEETING, Needs(push="gradients")] = 1
-    # number format of pushes between processes; bf16 halves their size
-    wire: Literal["float32", "bf16"] = "float32"
+    # number format of what workers send: bf16 with any --sync; int8, int4 or int2 of the changes of
+    # rounds; fp16 or powersgd:RANK[:STEPS] of gradients with --sync step: products of that rank, by
+    # PowerSGD, after so many steps in float32 (unset: 0)
+    wire: str = "float32"
     # give each joint step the whole global batch, and leave out the samples of an epoch that are
     # too few for another; else an epoch's steps have equal sizes, at most the global batch
     drop_last: Annotated[bool, Role.PLAN, _JOINTLY] = False
@@ -403,6 +407,7 @@ class RunConfig(MachineConfig, TrainingConfig):
             check_resolutions(self.resolutions)
         check_images(self)
         refuse(_of_run(self))
+        wire_of(self)
 
 
 def is_url(text: str | None) -> bool:
@@ -475,6 +480,48 @@ def parse_interval(value: int | str) -> tuple[int, float]:
             return 0, minutes
     must = "checkpoint_every must be epochs (2) or minutes (10m), at least 0"
     raise SettingError(f"{must}, got {value}")
+
+
+_JOINT_WIRES = ("float32", "bf16", "fp16", "powersgd:RANK[:STEPS]")
+ROUND_WIRES = ("float32", "bf16", "int8", "int4", "int2")
+_GRADIENT_WIRES = ("float32", "bf16")
+
+
+class Wire(NamedTuple):
+    """What numbers are sent as."""
+
+    name: str = "float32"
+    rank: int = 0  # of PowerSGD
+    steps: int = 0  # joint steps that go uncompressed before it
+
+
+FLOAT32 = Wire()
+
+
+def parse_wire(
+    value: str, formats: Sequence[str] = (*_JOINT_WIRES, *ROUND_WIRES[2:]), where: str = ""
+) -> Wire:
+    """Return what ``bf16`` or ``powersgd:4:10`` is, if it is of the `formats` that are taken."""
+    found = re.fullmatch(r"powersgd:(\d{1,9})(?::(\d{1,9}))?", value)
+    wire = Wire("powersgd", int(found[1]), int(found[2] or 0)) if found else Wire(value)
+    taken = (_JOINT_WIRES[3] if found else value) in formats and value != _JOINT_WIRES[3]
+    below = "wire must be powersgd with a rank of at least 1"
+    text = f"wire must be {in_words(formats)}{where}"
+    refuse([(not taken, text, value), (found and wire.rank < 1, below, value)])
+    return wire
+
+
+def wire_of(config: RunConfig) -> Wire:
+    """Return what a run's workers send, or refuse what they cannot."""
+    if config.push == "gradients":
+        return parse_wire(config.wire, _GRADIENT_WIRES, " with push gradients")
+    formats = _JOINT_WIRES if config.sync == "step" else ROUND_WIRES
+    wire = parse_wire(config.wire, formats, f" with sync {config.sync}")
+    # A gradient that overflowed would stay in the remainder, and the scale changes under it.
+    text = "mixed_precision must not be fp16 with wire powersgd, which keeps what it has not sent"
+    scaled = wire.name == "powersgd" and config.mixed_precision == "fp16"
+    refuse([(scaled, text, config.mixed_precision)])
+    return wire
 
 
 def takes_joint_steps(config: RunConfig) -> bool:

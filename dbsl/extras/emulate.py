@@ -20,9 +20,10 @@ from accelerate import Accelerator
 
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import generator
+from dbsl.cluster.formats import joint_messages, message_bytes
 from dbsl.config.fields import Needs, Within, refuse
 from dbsl.config.hooks import Extra, Machine
-from dbsl.config.settings import RunConfig
+from dbsl.config.settings import FLOAT32, RunConfig, wire_of
 from dbsl.run.training import SimulatedTimes
 
 _COUNT, _NUMBER = r"(\d{1,9})", r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|inf)"
@@ -124,15 +125,27 @@ class Emulation(Machine):
         config, link = times.run.config, self.link
         if link is None:
             return 0.0
-        size = 4 * (times.parameters if config.sync == "step" else times.state)  # bytes of float32
         if config.sync == "step":
-            compute_s, steps = times.computed(worker, epoch, round_)
-            return steps * link.joint_step_s(size, config.workers, compute_s / max(steps, 1))
+            return self._joint_steps_s(times, worker, epoch, round_)
+        size = message_bytes(config.wire, *times.numbers)
         if config.sync == "bsp":
-            at_server = config.merge == "delta" or config.push == "gradients"
+            at_server = config.push == "gradients"
             return link.barrier_s(size, config.workers, at_server=at_server)
         at_server = worker == 0 and not config.dedicated_server
         return 0.0 if at_server else 2 * link.message_s(size)  # a push and a pull
+
+    def _joint_steps_s(self, times: SimulatedTimes, worker: int, epoch: int, round_: int) -> float:
+        compute_s, steps = times.computed(worker, epoch, round_)
+        wire, workers = wire_of(times.run.config), times.run.config.workers
+        # PowerSGD's one bucket is full when all is computed: nothing travels behind that.
+        behind_s = 0.0 if wire.name == "powersgd" else compute_s / max(steps, 1)
+        at_first_s, step_s = (
+            sum(self.link.joint_step_s(size, workers, behind_s) for size in sizes)
+            for sizes in (joint_messages(one, times.shapes) for one in (FLOAT32, wire))
+        )
+        # As if rounds before had as many steps: exact but where resolutions change their number.
+        first = min(max(wire.steps - (epoch * times.run.rounds + round_) * steps, 0), steps)
+        return first * at_first_s + (steps - first) * step_s
 
 
 @lru_cache(maxsize=4096)

@@ -15,10 +15,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dbsl.base.errors import SettingError
-from dbsl.cluster.formats import ROUND_FORMATS, RoundedSum
+from dbsl.cluster.formats import RoundedSum
 from dbsl.cluster.merges import Delta
 from dbsl.cluster.weights import FlatWeights
 from dbsl.config.fields import refuse
+from dbsl.config.settings import ROUND_WIRES
 from dbsl.library.uneven import world_size
 
 
@@ -71,7 +72,7 @@ class Rounds:
                 lr = momentum = math.nan
             must = "outer must be a learning rate above 0 and a momentum in [0, 1)"
             refuse([(not (lr > 0 and 0 <= momentum < 1), must, outer)])
-        refuse([(wire not in ROUND_FORMATS, f"wire must be of {', '.join(ROUND_FORMATS)}", wire)])
+        refuse([(wire not in ROUND_WIRES, f"wire must be of {', '.join(ROUND_WIRES)}", wire)])
         if any(isinstance(module, FSDPModule) for module in model.modules()):
             raise SettingError("model must have its parameters whole, got one that FSDP2 shards")
         self.every = every
@@ -94,7 +95,7 @@ class Rounds:
     def __enter__(self) -> Rounds:
         """Take the weights of process 0, or go on from a state."""
         inside = self._loaded or self.steps > 0  # of a round: each process has its own weights
-        number = ROUND_FORMATS.index(self._wire)
+        number = ROUND_WIRES.index(self._wire)
         of_all = (inside, len(self._weights.vector), self.every or 0, *self._outer_step, number)
         names = ("load_state_dict", "size of model", "every", "outer", "outer", "wire")
         for name, values in zip(names, zip(*self._exchange(*of_all), strict=True), strict=True):

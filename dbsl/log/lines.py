@@ -14,7 +14,8 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from dbsl.base.errors import plural, short_loss, steadier
-from dbsl.config.settings import RunConfig
+from dbsl.cluster.formats import joint_messages, message_bytes, numbers_of, trained_shapes
+from dbsl.config.settings import FLOAT32, RunConfig, wire_of
 from dbsl.plan.stages import Stage, learning_rate_at
 from dbsl.plan.text import format_run, nodes_in_words
 from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, JoinedWorker, LostWorker, Plan, RoundReport
@@ -67,9 +68,25 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
         "",
         plans,
         *_on_rate(run),
+        *_on_wire(run),
         "",
     ]
     accelerator.print("\n".join(lines))
+
+
+def _on_wire(run: Run) -> list[str]:
+    """Return a line on how much workers send, where it is not float32."""
+    wire, joint = wire_of(run.config), run.config.sync == "step"
+    if wire == FLOAT32:
+        return []
+    shapes, numbers = trained_shapes(run.model), numbers_of(run.model)
+    sent, whole = (
+        (sum(joint_messages(one, shapes)) if joint else message_bytes(one.name, *numbers)) / 1e6
+        for one in (wire, FLOAT32)
+    )
+    after = f", after {plural(wire.steps, 'step')} in float32" if wire.steps else ""
+    what = "a joint step" if joint else "a worker's round"
+    return [f"{what} sends {sent:.3g} MB (float32: {whole:.3g} MB){after}"]
 
 
 def _on_rate(run: Run) -> list[str]:

@@ -23,7 +23,7 @@ from dbsl.cluster.serving import through_server
 from dbsl.cluster.steps import ComputeTimer, DistributedSteps, PushedGradients, Stepper
 from dbsl.cluster.weights import FlatWeights, compile_in_place
 from dbsl.cluster.wire import CPU, SERVER_RANK
-from dbsl.config.settings import meets_at_server
+from dbsl.config.settings import meets_at_server, wire_of
 from dbsl.model import join_batch_norm, set_dropout
 from dbsl.optimizer import make_clip
 from dbsl.run.folder import SUMS
@@ -60,8 +60,7 @@ def connect(
     if config.compile or torch.backends.cudnn.benchmark:  # only now: graphs keep weights' addresses
         make_ready(run, weights, workers, accelerator)
     timer = ComputeTimer(accelerator.device, None if alone else run.machine)
-    wire = torch.bfloat16 if config.wire == "bf16" else None
-    stepper = _stepper(run, weights, timer, workers, accelerator, control, wire)
+    stepper = _stepper(run, weights, timer, workers, accelerator, control)
     common = {
         "planner": run.planner,
         "epochs": config.epochs,
@@ -116,12 +115,11 @@ def _stepper(
     workers: tuple[int, ...],
     accelerator: Accelerator,
     control: ControlGroup | None,
-    wire: torch.dtype | None,
 ) -> Stepper:
     config, model = run.config, run.model
     if config.push == "gradients":
         return PushedGradients(model, weights, timer)
-    joint = config.sync == "step"
+    joint, wire = config.sync == "step", wire_of(config)
     if joint and control is not None and config.sync_batch_norm:
         model = join_batch_norm(model)
     optimizers = {
@@ -130,7 +128,7 @@ def _stepper(
     }
     common = (model, weights, timer, optimizers)
     if not joint or control is None:
-        stepper = Stepper(*common, joint=joint)
+        stepper = Stepper(*common, joint=joint, wire=wire)
     else:
         images, labels = run.data.example(2, config.resolutions[0])
         stepper = DistributedSteps(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dbsl.base.errors import SettingError, plural
 from dbsl.base.seeds import stream_seed
+from dbsl.cluster.formats import check_rank, trained_shapes
 from dbsl.cluster.merges import MergeRule
 from dbsl.cluster.steps import takes_fractions
 from dbsl.config.complete import says_unlike
@@ -24,7 +25,7 @@ from dbsl.config.fields import Role, refuse, with_role
 from dbsl.config.hooks import Extra, Extras, Machine
 from dbsl.config.image_settings import ImageConfig
 from dbsl.config.parse import read_settings, run_folder_of
-from dbsl.config.settings import NO_SIDE, RunConfig, steps_in_parts, takes_joint_steps
+from dbsl.config.settings import NO_SIDE, RunConfig, steps_in_parts, takes_joint_steps, wire_of
 from dbsl.data.dataset import load_data
 from dbsl.data.sources import Source, TrainingData, as_source
 from dbsl.data.transforms import Mixing
@@ -249,6 +250,7 @@ def prepare(
     _check_samples(data, config, least)
     figures = figure_names(found, model, *data.example(2, config.resolutions[0]), replaced.figures)
     replaced.check_optimizer(config, model)
+    check_rank(wire_of(config), trained_shapes(model), config.wire)
     build = replaced.optimizer and partial(replaced.build_optimizer, config)
     known, config = know_workers(config, model, data, accelerator, loss_of, build)
     give_back(accelerator.device)  # what measuring took
@@ -294,15 +296,18 @@ def count_workers(config: ConfigT, processes: int, device: str) -> ConfigT:
     number = f"workers must equal the number of processes{less * config.dedicated_server} ({total})"
     served = "dedicated_server must have at least 2 processes"
     most = f"small_workers must be at most the workers ({total})"
-    sent = "wire must be float32 in one process, where nothing is sent"
+    sent = "wire must be float32 with one worker, which sends nothing"
+    pushed = "wire must be float32 with push gradients in one process"
     joined = "sync_batch_norm must be false except with a process per worker on CUDA devices"
+    wired = config.wire != "float32"
     unjoined = config.sync_batch_norm and (alone or device != "cuda")
     refuse(
         [
             (other, number, config.workers),
             (alone and config.dedicated_server, served, processes),
             (small_workers > total, most, small_workers),
-            (alone and config.wire != "float32", sent, config.wire),
+            (alone and total == 1 and wired, sent, config.wire),
+            (alone and config.push == "gradients" and wired, pushed, config.wire),
             (unjoined, joined, f"true in {processes} processes on {device}"),
         ]
     )

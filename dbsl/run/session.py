@@ -173,6 +173,7 @@ class Session(EvaluationSession[ConfigT]):
         yield work
         if cluster.push(work.reports()):  # refused: the next pull brings good weights
             work.forget()
+            stepper.drop_remainders()
         progress.load({}, self.accelerator.device)
 
     @contextmanager

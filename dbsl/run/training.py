@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dbsl.cluster.formats import numbers_of, trained_shapes
 from dbsl.config.hooks import Extras, Machine
 from dbsl.config.settings import RunConfig
 from dbsl.data.sources import Source, TrainingData
@@ -128,10 +129,8 @@ class SimulatedTimes:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        tensors = run.model.state_dict().values()
-        self.state = sum(t.numel() for t in tensors if t.is_floating_point())  # what rounds send
-        trained = (p for p in run.model.parameters() if p.requires_grad)
-        self.parameters = sum(p.numel() for p in trained)
+        self.numbers = numbers_of(run.model)  # what rounds send
+        self.shapes = trained_shapes(run.model)  # of what joint steps send the gradients
 
     def __call__(self, worker: int, epoch: int, round_: int) -> tuple[float, float]:
         """Return the seconds that a worker's round takes to compute, and on the network."""

@@ -51,6 +51,7 @@ SPEEDS = shlex.split("--slowdown 3:2.5 --time-noise 0.1")
 OTHERS = {  # what else has state
     "bsp, delta, EMA, mixing": "--merge delta --ema-decay 0.6 --mixup 0.4 --cutmix 1.0",
     "asp, half, AdamW": "--sync asp --merge half --optimizer adamw --lr 0.002",
+    "asp, int4": "--sync asp --wire int4",
 }
 SAVES = ("1", "0.0008m")  # each epoch; about twenty times a second, in the middle of rounds
 
@@ -90,6 +91,9 @@ def all_modes() -> dict[str, Mode]:
                     add(processes, name, *joint, "--local-batch-sizes", parts, *how)
                 joint = ("--sync", "step", "--local-batch-sizes", parts, *every)
                 add(processes, f"step, balance {balance}, rounds {rounds}", *joint, *how)
+        for wire in ("bf16", "int8", "int2"):
+            add(processes, f"bsp, {wire}", *shares, "--wire", wire)
+        add(processes, "step, powersgd", *joint, "--wire", "powersgd:2:3")
     for name, text in OTHERS.items():
         flags = ("--large-batch-size", "5", "--small-workers", "1", "--rounds-per-epoch", "2")
         add(1, name, *flags, *shlex.split(text))

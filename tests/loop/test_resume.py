@@ -66,8 +66,11 @@ MODES = {
     "bsp": ROUNDS,
     "ssp": {**ROUNDS, "sync": "ssp", "slowdown": ("0:2.0",)},
     "asp": {**ROUNDS, "sync": "asp", "slowdown": ("3:2.5",), "time_noise": 0.1},
+    "int4": {**ROUNDS, "wire": "int4", "merge": "delta"},
+    "asp-int2": {**ROUNDS, "sync": "asp", "wire": "int2", "slowdown": ("3:2.5",)},
     "balance": {**ROUNDS, "balance": "dynamic", "slowdown": ("3:3.0",)},
     "step": {**JOINT, "sync": "step"},
+    "powersgd": {**JOINT, "sync": "step", "wire": "powersgd:2:3"},
     "link": {
         "sync": "step",
         "global_batch_size": 18,
@@ -144,7 +147,16 @@ def misaligned(monkeypatch):
 
 
 SAVED = {"epochs-float32": (1, "no"), "in-rounds-bf16": ("0.0001m", "bf16")}
-AT_STEP = {"step": 7, "link": 19, "gradients": 20, "gradients-asp": 20, "ssp": 45, "asp": 60}
+AT_STEP = {
+    "step": 7,
+    "powersgd": 7,
+    "link": 19,
+    "gradients": 20,
+    "gradients-asp": 20,
+    "ssp": 45,
+    "asp": 60,
+    "asp-int2": 60,
+}
 
 
 @pytest.mark.usefixtures("misaligned")
@@ -153,6 +165,7 @@ AT_STEP = {"step": 7, "link": 19, "gradients": 20, "gradients-asp": 20, "ssp": 4
     short(
         [(mode, saved) for mode in MODES for saved in SAVED],
         *(("balance", "epochs-float32"), ("gradients", "in-rounds-bf16")),
+        *((mode, "in-rounds-bf16") for mode in ("powersgd", "int4", "asp-int2")),
     ),
 )
 def test_killed_and_resumed_is_the_unbroken_run(tmp_path, unbroken, mode, saved):
@@ -669,13 +682,19 @@ def wait_for(path, processes):
 REAL = {
     "bsp": {**ROUNDS, "epochs": 6},
     "step": {"sync": "step", "local_batch_sizes": (3, 5, 8), "epochs": 6},
-    "short": {**ROUNDS, **ONE_SIDE},
+    "powersgd": {**JOINT, "sync": "step", "local_batch_sizes": (3, 5), "wire": "powersgd:2:2"},
+    "short": {**ROUNDS, **ONE_SIDE, "wire": "int8"},
 }
 
 
 @pytest.mark.parametrize(
     ("mode", "ranks"),
-    [("short", 2), pytest.param("bsp", 3, marks=slow), pytest.param("step", 3, marks=slow)],
+    [
+        ("short", 2),
+        pytest.param("bsp", 3, marks=slow),
+        pytest.param("step", 3, marks=slow),
+        pytest.param("powersgd", 2, marks=slow),
+    ],
 )
 def test_of_several_processes_one_is_killed_the_rest_name_it_and_all_resume_to_the_same_bits(
     tmp_path, mode, ranks

@@ -390,6 +390,8 @@ PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
 
 MICRO_4 = ("--micro-batch-size", "4")
 COSINE = ("--lr-schedule", "cosine")
+LOW = "powersgd:RANK[:STEPS]"
+ALONE = (*STEP, "--workers", "1")
 HELP = "flag must be one that --help lists"
 REFUSED = [
     (["--sync", "asp", "--merge", "delta"], "merge must be ratio or half with sync"),
@@ -410,6 +412,15 @@ REFUSED = [
     ([*STEP, "--global-batch-size", "61"], "global_batch_size must be in [8, 40], 2 a worker"),
     ([*STEP, "--rounds-per-epoch", "9"], "rounds_per_epoch must be at most the 2 joint steps"),
     ([*STEP, "--push", "gradients"], "push must be weights with sync step"),
+    ([*STEP, "--wire", "int3"], f"wire must be float32, bf16, fp16 or {LOW} with sync step, got"),
+    ([*STEP, "--wire", "int4"], f"wire must be float32, bf16, fp16 or {LOW} with sync step, got"),
+    ([*STEP, "--wire", "powersgd:0"], "wire must be powersgd with a rank of at least 1, got pow"),
+    ([*STEP, "--wire", "powersgd:64"], "wire must be powersgd with a rank of at most 45, beyon"),
+    ([*STEP, "--wire", "powersgd:4", "--mixed-precision", "fp16"], "mixed_precision must not be"),
+    ([*ALONE, "--wire", "bf16"], "wire must be float32 with one worker, which sends nothing"),
+    (["--wire", "powersgd:4"], "wire must be float32, bf16, int8, int4 or int2 with sync bsp"),
+    (["--wire", "fp16", "--sync", "asp"], "wire must be float32, bf16, int8, int4 or int2 with"),
+    ([*PUSH, "--wire", "int8"], "wire must be float32 or bf16 with push gradients, got int8"),
     ([*PUSH, "--clip-grad", "1"], "clip_grad must be unset with push gradients and sync ssp"),
     (["--micro-batch-size", "1"], "micro_batch_size must be at least 2, since batch norm"),
     (["--micro-batch-size", "2,2,2"], "micro_batch_size must have 1 value, one per resolution"),

@@ -122,11 +122,10 @@ def both(rank, folder, settings, every, outer, wrap):
         own = build_model()
         if rank == 0:
             own.load_state_dict(start)
-        loop = Loop(
-            own, wrap, (data.train.inputs, data.train.labels), todo, every=every, outer=outer
-        )
+        how = {"every": every, "outer": outer, "wire": settings.get("wire", "float32")}
+        loop = Loop(own, wrap, (data.train.inputs, data.train.labels), todo, **how)
         saved = loop.train(save_after=len(todo[0][1]) + 1)  # in the middle of the second round
-        again = Loop(build_model(), wrap, loop.data, todo, every=every, outer=outer)
+        again = Loop(build_model(), wrap, loop.data, todo, **how)
         again.load(saved)
         again.train()
         vectors = [
@@ -145,6 +144,11 @@ DELTA = {"merge": "delta", "outer_lr": 0.7, "outer_momentum": 0.9}
         ({}, 2, None, unwrapped),
         ({"small_workers": 1, "small_batch_size": (5,)}, None, None, DistributedDataParallel),
         (DELTA, 2, (0.7, 0.9), DistributedDataParallel),
+        ({"wire": "int2", **DELTA}, 2, (0.7, 0.9), unwrapped),
+        (
+            {"wire": "int4", "small_workers": 1, "small_batch_size": (5,)},
+            *(None, None, DistributedDataParallel),
+        ),
         ({"small_workers": 1, "small_batch_size": (5,), **DELTA}, None, (0.7, 0.9), unwrapped),
     ],
 )

@@ -2,9 +2,10 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from timm.models import model_parameters
 from timm.utils import dispatch_clip_grad
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.meeting import BarrierCluster, JointCluster, SimulatedCluster
@@ -25,6 +27,7 @@ from dbsl.cluster.steps import (
     take_step,
 )
 from dbsl.cluster.weights import FlatWeights
+from dbsl.config.settings import parse_wire
 from dbsl.optimizer import make_clip
 from dbsl.plan.follow import Planner
 from dbsl.plan.ledger import Members
@@ -49,11 +52,12 @@ class Case:
     sizes: tuple[int, ...] = (6, 2)
     samples: int = 43  # with a last global batch of another size
     weighted: bool = True
-    wire: torch.dtype | None = None
+    wire: str = "float32"
     clip: tuple = (None, "norm")
     micro: list | None = None  # the most samples at once, by worker
     begin: Callable = lambda model, epoch: None  # of an epoch
     staleness: int | None = 0
+    change: Callable = lambda stepper: None
 
 
 HOW = ["step", "gradients"]
@@ -183,9 +187,11 @@ def trained(model, case, rank=None):
         return train(cluster, stepper, case)
     common_of = (model, weights, timer, {workers[0]: build(model)})
     if alone:
-        stepper = Stepper(*common_of, joint=True)
+        stepper = Stepper(*common_of, joint=True, wire=parse_wire(case.wire))
     else:
-        stepper = DistributedSteps(*common_of, example_loss=example_loss, wire=case.wire)
+        wire = parse_wire(case.wire)
+        stepper = DistributedSteps(*common_of, example_loss=example_loss, wire=wire)
+    case.change(stepper)
     stepper.clip = make_clip(model, *case.clip)
     cluster = JointCluster(weights, **common)
     if not alone:
@@ -257,8 +263,101 @@ def test_without_the_weights_uneven_processes_are_wrong(train_ranks, tiny_model,
 @pytest.mark.parametrize("how", HOW)
 def test_gradients_on_a_narrow_wire_differ_by_their_rounding_alone(train_ranks, tiny_model, how):
     wide, narrow = (
-        train_ranks(tiny_model, Case(how, wire=wire))[0] for wire in (None, torch.bfloat16)
+        train_ranks(tiny_model, Case(how, wire=wire))[0] for wire in ("float32", "bf16")
     )
+    change = (wide - vector_of(tiny_model)).norm()
+    assert 0 < (wide - narrow).norm() < 0.02 * change
+
+
+# --- gradients of a low rank
+
+RANKED = [{"sizes": (3, 5)}, {"sizes": (1, 7)}, {"sizes": (2, 7, 1), "samples": 41}]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *RANKED,
+        {"sizes": (3, 5), "micro": [2, 3], "clip": CLIPS[0]},
+        {"sizes": (3, 5), "begin": freeze},
+    ],
+)
+def test_a_rank_that_is_high_enough_is_exact(train_ranks, tiny_model, monkeypatch, settings):
+    monkeypatch.setattr("dbsl.cluster.formats._LEAST_SAVING", 1e-9)
+    case = Case("step", wire="powersgd:8", **settings)
+    expected = joined_weights(tiny_model, case)
+    for found in (trained(tiny_model, case), *train_ranks(tiny_model, case)):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("wire", ["powersgd:1", "powersgd:3:4"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *RANKED,
+        {"sizes": (5, 2, 1), "micro": [3, 2, 1], "clip": CLIPS[0]},
+        {"sizes": (3, 5), "begin": freeze},
+    ],
+)
+def test_uneven_processes_send_the_joint_batchs_gradient_in_a_low_rank(
+    train_ranks, tiny_model, wire, settings
+):
+    """One process with the sum of the weighted gradients is the joint batch; see above."""
+    case = Case("step", wire=wire, **settings)
+    expected = trained(tiny_model, case)
+    ranks = train_ranks(tiny_model, case)
+    assert all(torch.equal(ranks[0], other) for other in ranks[1:])
+    torch.testing.assert_close(ranks[0], expected, rtol=1e-6, atol=1e-9)
+    whole = joined_weights(tiny_model, case)
+    assert (expected - whole).norm() > 1e-2 * (whole - vector_of(tiny_model)).norm()
+
+
+def test_processes_that_drop_their_remainders_are_wrong(train_ranks, tiny_model, monkeypatch):
+    case = Case("step", (3, 5), wire="powersgd:1")
+    expected = trained(tiny_model, case)
+    dropping = partial(PowerSGDState, use_error_feedback=False)
+    monkeypatch.setattr("dbsl.cluster.formats.PowerSGDState", dropping)
+    found, _ = train_ranks(tiny_model, case)
+    assert (found - expected).norm() > 1e-2 * (expected - vector_of(tiny_model)).norm()
+
+
+def convolutions(memory_format):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.Tanh(), nn.Conv2d(12, 12, 3)]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(12 * 16, 3)).double()
+    return model.to(memory_format=memory_format)
+
+
+def test_convolutions_in_either_memory_order_are_compressed_alike(train_ranks):
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        model = convolutions(memory_format)
+        case = Case("step", (3, 5), wire="powersgd:1:1")
+        expected = trained(model, case)
+        for found in train_ranks(model, case):
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+        whole = trained(model, replace(case, wire="float32"))
+        assert (expected - whole).norm() > 1e-3 * whole.norm()
+
+
+def train_wide(rank):
+    """Train more numbers than DDP has in a bucket, three ranks at once."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(192, 700), *(nn.Linear(700, 700) for _ in range(3)), nn.Linear(700, 3)]
+    model = nn.Sequential(nn.Flatten(), *layers).double()
+    assert sum(p.nbytes for p in model.parameters()) > 10 * 2**20
+    return float(trained(model, Case("step", (3, 2, 1), 60, wire="powersgd:2"), rank).norm())
+
+
+def test_sums_of_several_buckets_do_not_meet(run_ranks, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 2**20)
+    first, *others = run_ranks(train_wide, world_size=3)
+    assert np.isfinite(first)
+    assert others == [first] * 2
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+def test_in_one_process_joint_gradients_are_rounded_once(tiny_model, wire):
+    wide, narrow = (trained(tiny_model, Case("step", wire=name)) for name in ("float32", wire))
     change = (wide - vector_of(tiny_model)).norm()
     assert 0 < (wide - narrow).norm() < 0.02 * change
 

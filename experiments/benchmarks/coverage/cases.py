@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
+from dbsl.config.settings import ROUND_WIRES
 from dbsl.extras.emulate import Emulation, parse_disturb
 from dbsl.extras.streaming.blocks import Blocks
 from dbsl.plan.types import TimeModel
 
 SYNCS = ("bsp", "ssp", "asp", "step")
 BALANCES = ("none", "dynamic", "dbs")
+WIRES = dict.fromkeys(SYNCS, ROUND_WIRES) | {"step": ("float32", "bf16", "fp16")}
 ALONE = ("ssp", "asp")  # workers are lost and join
 
 
@@ -112,6 +114,7 @@ def cases(draw, sync: str | None = None, balance: str | None = None) -> Case:
         "rounds_per_epoch": rounds,
         "push": push,
         "min_batch_size": least,
+        "wire": draw(st.sampled_from(WIRES[sync])) if push == "weights" else "float32",
     }
     options |= draw(_options(sync, options))
     models, emulation = draw(_machines(options))

@@ -3,7 +3,10 @@ import pytest
 from safetensors.torch import load_file
 
 from dbsl.base.errors import SettingError
+from dbsl.cluster.formats import joint_messages
+from dbsl.config.settings import FLOAT32, Wire
 from dbsl.extras.emulate import EmulatedLink, Emulation, parse_disturb, parse_slowdown
+from dbsl.model import load_model
 from tests.helpers import rows, run, slow
 
 GB = 1e9 / 8  # bytes a second of 1 Gbit/s
@@ -93,6 +96,7 @@ def outcome(folder):
         {"rounds_per_epoch": 2, "large_batch_size": (10,)},
         {"sync": "asp"},
         {"sync": "step"},
+        {"sync": "step", "wire": "powersgd:2:3"},
         pytest.param({"merge": "delta"}, marks=slow),
         pytest.param({"push": "gradients"}, marks=slow),
         pytest.param({"sync": "ssp"}, marks=slow),
@@ -114,3 +118,12 @@ def test_a_link_takes_virtual_time_that_counts_as_waiting_and_no_weights_change(
         numbers = sum(t.numel() for t in state if t.is_floating_point())
         cost_s = EmulatedLink(0.01, 1.0).barrier_s(4 * numbers, 2, at_server=False)
         assert link_s - free_s == pytest.approx(2 * 2 * cost_s, rel=1e-6)
+    if "wire" in mode:  # three steps in float32, in one sum, and the others in three
+        steps = sum(row["steps"] for row in rows(tmp_path / "link", "round")) // 2
+        model = load_model(tmp_path / "link")
+        shapes = [p.shape for p in model.parameters()]
+        messages = 3 * [joint_messages(FLOAT32, shapes)] + (steps - 3) * [
+            joint_messages(Wire("powersgd", 2), shapes)
+        ]
+        cost_s = sum(EmulatedLink(0.01, 1.0).all_reduce_s(size, 2) for m in messages for size in m)
+        assert link_s - free_s == pytest.approx(cost_s, rel=1e-6)
