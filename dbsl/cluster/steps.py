@@ -287,8 +287,8 @@ class Stepper:
             if worker in self.optimizers:
                 load_optimizer(self.optimizers[worker], saved)
         self._weight = state["weight"]
-        if self.low_rank is not None and state["low_rank"] is not None:
-            self.low_rank.load_state_dict(state["low_rank"], self._weights.vector.device)
+        if self.low_rank is not None and (kept := state["low_rank"]):  # it may have been float32
+            self.low_rank.load_state_dict(kept, self._weights.vector.device)
 
     def forget(self, worker: int) -> None:
         """Clear a worker's optimizer state."""

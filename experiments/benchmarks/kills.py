@@ -90,6 +90,9 @@ def all_modes() -> dict[str, Mode]:
                     add(processes, name, *joint, "--local-batch-sizes", parts, *how)
                 joint = ("--sync", "step", "--local-batch-sizes", parts, *every)
                 add(processes, f"step, balance {balance}, rounds {rounds}", *joint, *how)
+                if balance == "none":
+                    low_rank = ("--wire", "powersgd:2:3")
+                    add(processes, f"step, PowerSGD, rounds {rounds}", *joint, *how, *low_rank)
     for name, text in OTHERS.items():
         flags = ("--large-batch-size", "5", "--small-workers", "1", "--rounds-per-epoch", "2")
         add(1, name, *flags, *shlex.split(text))
