@@ -37,7 +37,7 @@ def trained_shapes(model: nn.Module) -> list[torch.Size]:
 def joint_messages(wire: Wire, shapes: Sequence[torch.Size]) -> list[int]:
     """Return the bytes of each sum of a joint step's gradients; one follows the other."""
     numbers = sum(math.prod(shape) for shape in shapes)
-    if wire.name != "powersgd":
+    if not wire.rank:
         return [(2 if wire.name in DTYPES else 4) * numbers]
     left, right = 0, 0
     for rows, columns in _matrices(shapes):
@@ -53,8 +53,8 @@ def joint_messages(wire: Wire, shapes: Sequence[torch.Size]) -> list[int]:
 
 def check_rank(wire: Wire, shapes: Sequence[torch.Size], given: str) -> None:
     """Refuse PowerSGD that would compress nothing of these shapes."""
-    nothing = wire.name == "powersgd" and not joint_messages(wire, shapes)[1]
-    # (n + m) * rank * _LEAST_SAVING < n * m
+    nothing = wire.rank and not joint_messages(wire, shapes)[1]
+    # The largest with (n + m) * rank * _LEAST_SAVING < n * m
     ranks = [-(-n * m // (_LEAST_SAVING * (n + m))) - 1 for n, m in _matrices(shapes)]
     most = max(ranks, default=0)
     text = f"wire must be powersgd with a rank of at most {most}, beyond which it saves nothing"
@@ -69,11 +69,10 @@ def _matrices(shapes: Sequence[torch.Size]) -> Iterator[tuple[int, int]]:
 
 
 class LowRank:
-    """torch's PowerSGD on the sum of weighted gradients (Vogels et al., arXiv 1905.13727).
+    """torch's PowerSGD (Vogels et al., arXiv 1905.13727), and what it keeps from step to step.
 
-    What a step does not send stays in the process and counts in the next one; the factors are where
-    the next step's begin. Until the first product the sum is linear: all processes together, or one
-    with the sum of their gradients, send the same.
+    Its products are linear in the gradient and its remainder: processes with a part of both each
+    send what one with the sums would.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -84,13 +83,9 @@ class LowRank:
     def reset(self) -> None:
         """Begin without factors and remainders, with the steps in float32."""
         # torch asks for two of them, after which DDP's buckets are in order: here they are already.
-        self.state = PowerSGDState(
-            self._group,
-            self.wire.rank,
-            start_powerSGD_iter=2,
-            min_compression_rate=_LEAST_SAVING,
-            orthogonalization_epsilon=_EPSILON,
-        )
+        how = {"start_powerSGD_iter": 2, "orthogonalization_epsilon": _EPSILON}
+        how["min_compression_rate"] = _LEAST_SAVING
+        self.state = PowerSGDState(self._group, self.wire.rank, **how)
         self.state.start_powerSGD_iter = self.wire.steps
 
     def begin(self, trained: list[bool]) -> None:
@@ -108,7 +103,12 @@ class LowRank:
         for factors in self.state.q_memory_dict.values():
             other = torch.arange(len(factors), device=flat.device).sin() * _NEAR_ZERO
             factors.copy_(factors.where(factors != 0, other.to(factors)))
-        return powerSGD_hook(self.state, _Bucket(flat, gradients))
+        # Channels-last ones as rows in that order; a number alone as a vector.
+        lying = [g if g.is_contiguous() else g.permute(0, 2, 3, 1) for g in gradients]
+        rows = [g.flatten(1) if g.dim() > 1 else g.view(-1) for g in lying]
+        bucket = SimpleNamespace(buffer=lambda: flat, gradients=lambda: rows)  # torch asks no more
+        bucket.index, bucket.is_last = lambda: 0, lambda: True
+        return powerSGD_hook(self.state, bucket)
 
     def state_dict(self) -> dict[str, Any]:
         kept = {name: dict(getattr(self.state, name)) for name in _KEPT}
@@ -122,17 +122,6 @@ class LowRank:
         for name in _KEPT:
             kept = {number: t.to(device, copy=True) for number, t in state[name].items()}
             getattr(self.state, name).update(kept)
-
-
-class _Bucket:
-    """What torch's hook asks of DDP's bucket: all gradients, as they lie in memory."""
-
-    def __init__(self, flat: Tensor, gradients: Sequence[Tensor]) -> None:
-        self.buffer = lambda: flat
-        # Channels-last ones as rows in that order; a number alone as a vector.
-        lying = [g if g.is_contiguous() else g.permute(0, 2, 3, 1) for g in gradients]
-        self.gradients = lambda: [g.flatten(1) if g.dim() > 1 else g.view(-1) for g in lying]
-        self.index, self.is_last = lambda: 0, lambda: True
 
 
 class _Alone(dist.ProcessGroup):

@@ -76,13 +76,12 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
 
 def _on_wire(run: Run) -> list[str]:
     """Return a line on what joint steps send, where it is not float32."""
-    config, wire = run.config, wire_of(run.config)
-    if config.sync != "step" or wire == FLOAT32:
+    wire, shapes = wire_of(run.config), trained_shapes(run.model)
+    if run.config.sync != "step" or wire == FLOAT32:
         return []
-    shapes = trained_shapes(run.model)
-    sent, whole = (sum(joint_messages(one, shapes)) / 1e6 for one in (wire, FLOAT32))
+    sent, whole = (f"{sum(joint_messages(one, shapes)) / 1e6:.3g} MB" for one in (wire, FLOAT32))
     after = f", after {plural(wire.steps, 'step')} in float32" if wire.steps else ""
-    return [f"a joint step sends {sent:.3g} MB (float32: {whole:.3g} MB){after}"]
+    return [f"a joint step sends {sent} (float32: {whole}){after}"]
 
 
 def _on_rate(run: Run) -> list[str]:
