@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsl.cluster.alive import ControlGroup
+from dbsl.cluster.formats import End
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import SERVER_RANK, encode, read_segment
@@ -133,6 +134,10 @@ class Cluster(ABC):
     def _hand_over(self, report: RoundReport) -> None:
         """Give a real worker's weights, or gradients, to the server, or to the others."""
         raise NotImplementedError
+
+    def end(self) -> End:
+        """Return an end of a connection of a worker and the server."""
+        return End(self.wire, self.weights, gradients=not self.pushes_weights)
 
     def _drop(self, rank: int, worker: int, reason: str) -> None:
         """Go on without a worker (in the server's process).

@@ -39,7 +39,7 @@ def trained_shapes(model: nn.Module) -> list[torch.Size]:
 def joint_messages(wire: Wire, shapes: Sequence[torch.Size]) -> list[int]:
     """Return the bytes of each sum of a joint step's gradients; one follows the other."""
     numbers = sum(math.prod(shape) for shape in shapes)
-    if wire.name != "powersgd":
+    if not wire.rank:
         return [(2 if wire.name in DTYPES else 4) * numbers]
     left, right = 0, 0
     for rows, columns in _matrices(shapes):
@@ -55,8 +55,8 @@ def joint_messages(wire: Wire, shapes: Sequence[torch.Size]) -> list[int]:
 
 def check_rank(wire: Wire, shapes: Sequence[torch.Size], given: str) -> None:
     """Refuse PowerSGD that would compress nothing of these shapes."""
-    nothing = wire.name == "powersgd" and not joint_messages(wire, shapes)[1]
-    # (n + m) * rank * _LEAST_SAVING < n * m
+    nothing = wire.rank and not joint_messages(wire, shapes)[1]
+    # The largest with (n + m) * rank * _LEAST_SAVING < n * m
     ranks = [-(-n * m // (_LEAST_SAVING * (n + m))) - 1 for n, m in _matrices(shapes)]
     most = max(ranks, default=0)
     text = f"wire must be powersgd with a rank of at most {most}, beyond which it saves nothing"
@@ -71,11 +71,10 @@ def _matrices(shapes: Sequence[torch.Size]) -> Iterator[tuple[int, int]]:
 
 
 class LowRank:
-    """torch's PowerSGD on the sum of weighted gradients (Vogels et al., arXiv 1905.13727).
+    """torch's PowerSGD (Vogels et al., arXiv 1905.13727), and what it keeps from step to step.
 
-    What a step does not send stays in the process and counts in the next one; the factors are where
-    the next step's begin. Until the first product the sum is linear: all processes together, or one
-    with the sum of their gradients, send the same.
+    Its products are linear in the gradient and its remainder: processes with a part of both each
+    send what one with the sums would.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -86,13 +85,9 @@ class LowRank:
     def reset(self) -> None:
         """Begin without factors and remainders, with the steps in float32."""
         # torch asks for two of them, after which DDP's buckets are in order: here they are already.
-        self.state = PowerSGDState(
-            self._group,
-            self.wire.rank,
-            start_powerSGD_iter=2,
-            min_compression_rate=_LEAST_SAVING,
-            orthogonalization_epsilon=_EPSILON,
-        )
+        how = {"start_powerSGD_iter": 2, "orthogonalization_epsilon": _EPSILON}
+        how["min_compression_rate"] = _LEAST_SAVING
+        self.state = PowerSGDState(self._group, self.wire.rank, **how)
         self.state.start_powerSGD_iter = self.wire.steps
 
     def begin(self, trained: list[bool]) -> None:
@@ -110,7 +105,12 @@ class LowRank:
         for factors in self.state.q_memory_dict.values():
             other = torch.arange(len(factors), device=flat.device).sin() * _NEAR_ZERO
             factors.copy_(factors.where(factors != 0, other.to(factors)))
-        return powerSGD_hook(self.state, _Bucket(flat, gradients))
+        # Channels-last ones as rows in that order; a number alone as a vector.
+        lying = [g if g.is_contiguous() else g.permute(0, 2, 3, 1) for g in gradients]
+        rows = [g.flatten(1) if g.dim() > 1 else g.view(-1) for g in lying]
+        bucket = SimpleNamespace(buffer=lambda: flat, gradients=lambda: rows)  # torch asks no more
+        bucket.index, bucket.is_last = lambda: 0, lambda: True
+        return powerSGD_hook(self.state, bucket)
 
     def state_dict(self) -> dict[str, Any]:
         kept = {name: dict(getattr(self.state, name)) for name in _KEPT}
@@ -124,17 +124,6 @@ class LowRank:
         for name in _KEPT:
             kept = {number: t.to(device, copy=True) for number, t in state[name].items()}
             getattr(self.state, name).update(kept)
-
-
-class _Bucket:
-    """What torch's hook asks of DDP's bucket: all gradients, as they lie in memory."""
-
-    def __init__(self, flat: Tensor, gradients: Sequence[Tensor]) -> None:
-        self.buffer = lambda: flat
-        # Channels-last ones as rows in that order; a number alone as a vector.
-        lying = [g if g.is_contiguous() else g.permute(0, 2, 3, 1) for g in gradients]
-        self.gradients = lambda: [g.flatten(1) if g.dim() > 1 else g.view(-1) for g in lying]
-        self.index, self.is_last = lambda: 0, lambda: True
 
 
 class _Alone(dist.ProcessGroup):
@@ -228,154 +217,127 @@ class Rounding:
         self.left = numbers - decode(message, self.wire, numbers.dtype)
         return message
 
-    def round(self, numbers: Tensor) -> Tensor:
-        """Return what comes of numbers [R, L]."""
-        return decode(self.encode(numbers), self.wire, numbers.dtype)
-
 
 class RoundedSum:
-    """Sums the vectors [P] of all processes, of which rounded matrices travel (a collective).
+    """Sums the vectors [P] of all workers, of which rounded matrices travel (a collective).
 
     All get the same bits. Two processes send each other what they add. Of more each sums a part of
     all vectors and rounds the sum once more, as in ZeRO++ (Wang et al., arXiv 2306.10209), so that
     fewer bytes travel. Vectors and buffers, which are few, are summed whole.
+
+    With `simulated` workers all are in this process.
     """
 
     def __init__(
-        self, wire: str, weights: FlatWeights, group: dist.ProcessGroup | None = None
+        self,
+        wire: str,
+        weights: FlatWeights,
+        group: dist.ProcessGroup | None = None,
+        *,
+        simulated: int = 0,
     ) -> None:
-        self._weights, self._group, self._processes = weights, group, dist.get_world_size(group)
-        self._added, self._summed = Rounding(wire), Rounding(wire)
-        self._wire = wire
+        self._wire, self._weights, self._group, self._real = wire, weights, group, not simulated
+        self._workers = simulated or dist.get_world_size(group)
+        # What this process adds by worker, and the sum.
+        self._roundings = [Rounding(wire) for _ in range((simulated or 1) + 1)]
 
     @torch.no_grad()
-    def __call__(self, vector: Tensor) -> Tensor:
-        processes, group = self._processes, self._group
-        matrices, rest = self._weights.split(vector)
-        dist.all_reduce(rest, group=group)
-        parts = 1 if processes == 2 else processes
-        numbers = pad(matrices, (0, -len(matrices) % (parts * BLOCK))).view(parts, -1)
-        added = self._added.encode(numbers)  # [parts, bytes]
-        if processes > 2:
-            came = torch.empty_like(added)  # of the part that this process sums, by rank
-            dist.all_to_all_single(came, added, group=group)
-            added = self._summed.encode(self._sum(came, vector.dtype)[None])
-        came = added.new_empty(processes, added.shape[1])
-        dist.all_gather_into_tensor(came, added, group=group)
-        if processes > 2:
-            summed = decode(came, self._wire, vector.dtype).view(-1)
-        else:
-            summed = self._sum(came, vector.dtype)
-        return self._weights.join(summed[: len(matrices)], rest)
+    def __call__(self, *vectors: Tensor) -> Tensor:
+        """Return the sum; a worker that has nothing adds zeros, and what its rounding has left."""
+        matrices, rests = zip(*map(self._weights.split, vectors), strict=True)
+        rest, twice = sum(rests[1:], rests[0]), self._workers > 2
+        parts = self._workers if self._real and twice else 1
+        padding = -len(matrices[0]) % (parts * BLOCK)
+        *added, summed = self._roundings
+        rows = torch.cat(
+            [
+                rounding.encode(pad(numbers, (0, padding)).view(parts, -1))
+                for rounding, numbers in zip(added, matrices, strict=True)
+            ]
+        )  # [parts or workers, bytes]
+        if self._real:
+            dist.all_reduce(rest, group=self._group)
+        if twice:
+            came = rows  # of the part that this process sums, by worker
+            if self._real:
+                dist.all_to_all_single(came := torch.empty_like(rows), rows, group=self._group)
+            rows = summed.encode(self._sum(came, rest.dtype))
+        if self._real:
+            own, rows = rows, rows.new_empty(self._workers, rows.shape[1])
+            dist.all_gather_into_tensor(rows, own, group=self._group)
+        total = decode(rows, self._wire, rest.dtype) if twice else self._sum(rows, rest.dtype)
+        return self._weights.join(total.view(-1)[: len(matrices[0])], rest)
 
     def _sum(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the sum of rows of bytes, in their order."""
-        numbers = decode(rows, self._wire, dtype)
-        total = numbers[0].clone()
-        for row in numbers[1:]:
-            total += row
-        return total
+        """Return the sum [1, L] of rows of bytes, in their order."""
+        first, *others = decode(rows, self._wire, dtype).split(1)
+        return sum(others, first)
 
     def forget(self) -> None:
         """Leave nothing for the next sum."""
-        self._added.left = self._summed.left = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what this process's rounding has left."""
-        return {"added": self._added.left, "summed": self._summed.left}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        device = self._weights.vector.device
-        for rounding, left in ((self._added, state["added"]), (self._summed, state["summed"])):
-            rounding.left = None if left is None else left.to(device)
-
-
-class SimulatedSum:
-    """What `RoundedSum` makes of the workers' vectors, in one process."""
-
-    def __init__(self, wire: str, weights: FlatWeights, workers: int) -> None:
-        self._weights, self._added = weights, [Rounding(wire) for _ in range(workers)]
-        self._summed = Rounding(wire)
-
-    @torch.no_grad()
-    def __call__(self, vectors: Mapping[int, Tensor]) -> Tensor:
-        """Return the sum of vectors [P] by worker; one that has none adds what it has left."""
-        total, others, nothing = 0, 0, torch.zeros_like(next(iter(vectors.values())))
-        for worker, rounding in enumerate(self._added):
-            matrices, rest = self._weights.split(vectors.get(worker, nothing))
-            numbers = pad(matrices, (0, -len(matrices) % BLOCK))[None]
-            total, others = total + rounding.round(numbers), others + rest
-        if len(self._added) > 2:
-            total = self._summed.round(total)
-        return self._weights.join(total[0, : len(matrices)], others)
+        for rounding in self._roundings:
+            rounding.left = None
 
     def state_dict(self) -> list[Tensor | None]:
-        """Return what rounding has left."""
-        return [rounding.left for rounding in (*self._added, self._summed)]
+        """Return what this process's rounding has left."""
+        return [rounding.left for rounding in self._roundings]
 
     def load_state_dict(self, state: Sequence[Tensor | None]) -> None:
-        device = self._weights.vector.device
-        for rounding, left in zip((*self._added, self._summed), state, strict=True):
-            rounding.left = None if left is None else left.to(device)
+        for rounding, left in zip(self._roundings, state, strict=True):
+            rounding.left = None if left is None else left.to(self._weights.vector.device)
 
 
-class Packing:
-    """Vectors [P] of one direction of a connection as messages, uint8 [size].
+class End:
+    """An end of a worker's connection with the server: what messages make of weights [P].
 
-    Pushes count what rounding left of those before. So do pulls, by themselves: they are the change
-    of the server's weights since what the worker has.
+    They are changes since what the worker pulled last, which both ends know; the first pull, and a
+    push before it, is whole. What rounding leaves of a push counts in the next one; a pull that
+    counts from what the worker has needs no more. With `gradients` only pushes are rounded.
     """
 
-    def __init__(self, wire: str, weights: FlatWeights) -> None:
-        self.rounding, self._weights = Rounding(wire), weights
+    def __init__(self, wire: str, weights: FlatWeights, *, gradients: bool = False) -> None:
+        self._weights, self._gradients = weights, gradients
+        self.rounding = Rounding(wire)
+        self._pulled: Tensor | None = None
         self._matrices = len(weights.vector) - weights.rest
-        itemsize = weights.vector.itemsize
-        self.size = message_bytes(wire, self._matrices, weights.rest, itemsize)
 
-    @classmethod
-    def of(cls, wire: str, weights: FlatWeights) -> Packing | None:
-        """Return what packs a connection's vectors; None: they travel as they are."""
-        return None if wire == "float32" else cls(wire, weights)
+    def size(self, *, pull: bool) -> int | None:
+        """Return the bytes of the next message; None: it is the vector itself."""
+        wire, rest, known = self.rounding.wire, self._weights.rest, self._pulled is not None
+        if wire == "float32" or not (known or (self._gradients and not pull)):
+            return None
+        return message_bytes(wire, self._matrices, rest, self._weights.vector.itemsize)
 
-    def pack(self, vector: Tensor, *, keep: bool = True) -> Tensor:
-        """Return a vector as a message; `keep` what is left for the next one."""
-        matrices, rest = self._weights.split(vector)
-        numbers = pad(matrices, (0, -len(matrices) % BLOCK))[None]
-        packed = self.rounding.encode(numbers) if keep else encode(numbers, self.rounding.wire)
-        return torch.cat([rest.view(torch.uint8), packed[0]])
+    def pack(self, vector: Tensor, *, pull: bool) -> Tensor:
+        """Return the message of a vector."""
+        message = vector
+        if self.size(pull=pull) is not None:
+            change = vector if self._gradients else vector - self._pulled
+            matrices, rest = self._weights.split(change)
+            numbers = pad(matrices, (0, -len(matrices) % BLOCK))[None]
+            rounded = encode(numbers, self.rounding.wire) if pull else self.rounding.encode(numbers)
+            message = torch.cat([rest.view(torch.uint8), rounded[0]])
+        if pull:
+            self.unpack(message, pull=True)
+        return message
 
-    def unpack(self, message: Tensor) -> Tensor:
+    def unpack(self, message: Tensor, *, pull: bool) -> Tensor:
         """Return the vector of a message."""
-        dtype = self._weights.vector.dtype
-        whole = self._weights.rest * dtype.itemsize
-        numbers = decode(message[None, whole:].contiguous(), self.rounding.wire, dtype)[0]
-        return self._weights.join(numbers[: self._matrices], message[:whole].view(dtype))
-
-
-class SimulatedLink:
-    """What a simulated worker pulls and pushes, as messages would have it."""
-
-    def __init__(self, wire: str, weights: FlatWeights) -> None:
-        self._packing = Packing(wire, weights)
-        self._held: Tensor | None = None  # what the worker pulled last
-
-    def pull(self, weights: Tensor) -> Tensor:
-        """Return what the worker gets of the server's weights [P]."""
-        if self._held is not None:
-            weights = self._held + self._packing.unpack(
-                self._packing.pack(weights - self._held, keep=False)
-            )
-        self._held = weights
-        return weights
-
-    def push(self, weights: Tensor) -> Tensor:
-        """Return what the server gets of the worker's weights [P]."""
-        return self._held + self._packing.unpack(self._packing.pack(weights - self._held))
+        vector, dtype = message, self._weights.vector.dtype
+        if self.size(pull=pull) is not None:
+            start = self._weights.rest * dtype.itemsize
+            numbers = decode(message[None, start:].contiguous(), self.rounding.wire, dtype)[0]
+            vector = self._weights.join(numbers[: self._matrices], message[:start].view(dtype))
+            vector = vector if self._gradients else vector + self._pulled
+        if pull and not self._gradients and self.rounding.wire != "float32":
+            self._pulled = vector.clone()
+        return vector
 
     def state_dict(self) -> dict[str, Tensor | None]:
-        """Return what both ends count from."""
-        return {"held": self._held, "left": self._packing.rounding.left}
+        """Return what this end knows."""
+        return {"pulled": self._pulled, "left": self.rounding.left}
 
-    def load_state_dict(self, state: Mapping[str, Tensor | None], device: torch.device) -> None:
-        held, left = (v if v is None else v.to(device) for v in (state["held"], state["left"]))
-        self._held, self._packing.rounding.left = held, left
+    def load_state_dict(self, state: Mapping[str, Tensor | None]) -> None:
+        device = self._weights.vector.device
+        pulled, left = (v if v is None else v.to(device) for v in (state["pulled"], state["left"]))
+        self._pulled, self.rounding.left = pulled, left

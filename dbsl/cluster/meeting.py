@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dbsl.base.errors import SettingError, SyncError
 from dbsl.cluster.cluster import Cluster
-from dbsl.cluster.formats import RoundedSum, SimulatedLink
+from dbsl.cluster.formats import End, RoundedSum
 from dbsl.cluster.merges import Delta
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
@@ -159,9 +159,9 @@ class SimulatedCluster(Cluster):
 
     def __init__(self, weights: FlatWeights, server: Server, **common: Any) -> None:
         super().__init__(weights, server, **common)
-        # Of workers whose pulls and pushes are rounded one by one; worker 0 is with the server.
-        one_by_one = self.wire != "float32" and server.joins is None
-        self._links = {w: self._link() for w in self.workers[1:]} if one_by_one else {}
+        # Of workers whose messages are rounded one by one, with the server's; worker 0 is with it.
+        one_by_one = self.wire != "float32" and server.rounded is None
+        self._ends = {w: self._both_ends() for w in self.workers[1:]} if one_by_one else {}
         self._pulled: dict[int, Tensor] = {}
         # A worker's present round: seconds of computing, exchanging, and waiting before it, which
         # do not count at a barrier.
@@ -199,8 +199,8 @@ class SimulatedCluster(Cluster):
         self._queue = [entry for entry in self._queue if entry[1] != worker]  # its round is lost
         heapq.heapify(self._queue)
         self._pulled.pop(worker, None)
-        if worker in self._links:
-            self._links[worker] = self._link()  # should it come back, in a new process
+        if worker in self._ends:  # should it come back, it is a new process
+            self._ends[worker] = self._both_ends()
         try:
             self._drop(worker, worker, "simulated")
         except SettingError as error:
@@ -218,8 +218,8 @@ class SimulatedCluster(Cluster):
         (worker,) = turn.workers
         self.weights.load(self._pulled.pop(worker))
 
-    def _link(self) -> SimulatedLink:
-        return SimulatedLink(self.wire, self.weights)
+    def _both_ends(self) -> tuple[End, End]:
+        return self.end(), self.end()
 
     def push(self, reports: Sequence[RoundReport]) -> bool:
         """Hand the worker's weights, or gradients, to the server; True: they were refused."""
@@ -231,9 +231,10 @@ class SimulatedCluster(Cluster):
             ends_s = [end_s for end_s, w in self._queue if w in self.server.members.active]
             wait_s = max(ends_s, default=self.time_s) - self.time_s
         report = replace(report, compute_time_s=compute_s, wait_time_s=wait_s + exchange_s)
-        link, pushed = self._links.get(worker), self.outgoing
-        if link is not None and not report.refused:
-            pushed = link.push(pushed)
+        pushed = self.outgoing
+        if worker in self._ends and not report.refused:
+            own, others = self._ends[worker]
+            pushed = others.unpack(own.pack(pushed, pull=False), pull=False)
         self.server.push(pushed, report)
         return report.refused
 
@@ -244,7 +245,7 @@ class SimulatedCluster(Cluster):
             "spent": dict(self._spent),
             "ended": list(self._ended),
             "queue": list(self._queue),
-            "links": {worker: link.state_dict() for worker, link in self._links.items()},
+            "ends": {w: [end.state_dict() for end in both] for w, both in self._ends.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -254,8 +255,9 @@ class SimulatedCluster(Cluster):
         self._pulled = {worker: w.to(device) for worker, w in state["pulled"].items()}
         self._spent, self._ended = dict(state["spent"]), list(state["ended"])
         self._queue = [(time_s, worker) for time_s, worker in state["queue"]]
-        for worker, link in self._links.items():
-            link.load_state_dict(state["links"][worker], device)
+        for worker, both in self._ends.items():
+            for end, saved in zip(both, state["ends"][worker], strict=True):
+                end.load_state_dict(saved)
 
     def take_over(self, start: Handover) -> None:
         super().take_over(start)
@@ -274,8 +276,11 @@ class SimulatedCluster(Cluster):
             and server.may_start(worker)
         ]
         for worker in waiting:
-            pulled, link = server.pull(worker), self._links.get(worker)  # a newcomer begins with it
-            self._pulled[worker] = pulled if link is None else link.pull(pulled)
+            pulled = server.pull(worker)  # which a newcomer begins with
+            if worker in self._ends:
+                own, others = self._ends[worker]
+                pulled = own.unpack(others.pack(pulled, pull=True), pull=True)
+            self._pulled[worker] = pulled
             compute_s, exchange_s = self._times(worker, *self._place(worker))
             self._spent[worker] = compute_s, exchange_s, self.time_s - self._ended[worker]
             heapq.heappush(self._queue, (self.time_s + compute_s + exchange_s, worker))

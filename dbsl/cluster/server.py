@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dbsl.cluster.formats import SimulatedSum
+from dbsl.cluster.formats import RoundedSum
 from dbsl.cluster.merges import MergeRule
 from dbsl.cluster.steps import begin_thawed, take_fraction, take_step
 from dbsl.cluster.weights import FlatWeights
@@ -33,9 +33,9 @@ class Server:
 
     The server keeps its own copy of `weights`, [P]. `rule` merges what was not refused: each push
     alone, or `together` those of all workers in a round, in the order in which they came. A
-    `staleness` of 0 is a barrier, None no bound. Where pushes `together` are rounded, `joins` sums
-    their changes. `observe` is called with each report, before
-    anyone can ask for what follows from it. The run's planner knows the `members`, too.
+    `staleness` of 0 is a barrier, None no bound. `observe` is called with each report, before
+    anyone can ask for what follows from it. Where simulated pushes `together` are `rounded`, that
+    sums their changes. The run's planner knows the `members`, too.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Server:
         *,
         together: bool = False,
         staleness: int | None,
-        joins: SimulatedSum | None = None,
+        rounded: RoundedSum | None = None,
         observe: Callable[[RoundReport], object] = lambda report: None,
     ) -> None:
         assert not together or staleness == 0, staleness
         self._weights = weights.detach().clone()
         self._rule, self._together, self._observe = rule, together, observe
-        self.staleness, self.members, self.joins = staleness, members, joins
+        self.staleness, self.members, self.rounded = staleness, members, rounded
         self.refused = 0  # rounds that were not merged, since they were not finite
         self.version = 0  # global updates so far
         self.finished: deque[EpochEnd] = deque()
@@ -135,7 +135,7 @@ class Server:
             "refused": self.refused,
             "finished": [asdict(end) for end in self.finished],
             "reports": [asdict(report) for report in self.reports],
-            "joins": self.joins and self.joins.state_dict(),
+            "rounded": self.rounded and self.rounded.state_dict(),
             "outer": self._rule.state_dict() if hasattr(self._rule, "state_dict") else None,
         }
 
@@ -151,8 +151,8 @@ class Server:
         now = {"ended_at": time.perf_counter()}  # which counts from this process's start
         self.finished = deque(EpochEnd(**end | now) for end in state["finished"])
         self.reports = deque(map(report_from_plain, state["reports"]))
-        if self.joins is not None:
-            self.joins.load_state_dict(state["joins"])
+        if self.rounded is not None:
+            self.rounded.load_state_dict(state["rounded"])
         self._load_rule(state["outer"])
 
     def take_over(self, start: Handover) -> None:
@@ -191,11 +191,10 @@ class Server:
     ) -> tuple[Tensor, Sequence[RoundReport]]:
         """Return the weighted mean of pushes [n, P] whose changes are rounded, as one push."""
         total = sum(report.merge_weight for report in reports)
-        changes = {
-            report.worker: (weights - self._weights) * (report.merge_weight / total)
-            for weights, report in zip(pushed, reports, strict=True)
-        }
-        joined = self.joins(changes) + self._weights
+        changes = [torch.zeros_like(self._weights)] * len(self.clocks)
+        for weights, report in zip(pushed, reports, strict=True):
+            changes[report.worker] = (weights - self._weights) * (report.merge_weight / total)
+        joined = self.rounded(*changes) + self._weights
         return joined[None], [replace(reports[0], merge_weight=1.0)]
 
     def _advance(self, reports: Sequence[RoundReport]) -> None:
@@ -213,7 +212,7 @@ class Server:
         slowest, rounds = self.members.slowest(), self.members.rounds
         if slowest > before and self._kept_reports:  # else all were refused
             pushed, reports = self._kept[: len(self._kept_reports)], self._kept_reports
-            if self.joins is not None:
+            if self.rounded is not None:
                 pushed, reports = self._join(pushed, reports)
             self._merge(pushed, reports)
             self._kept_reports = []

@@ -24,7 +24,6 @@ from torch import Tensor
 from dbsl.base.errors import NothingLeft, SettingError, SyncError
 from dbsl.cluster.alive import Pulse
 from dbsl.cluster.cluster import Cluster
-from dbsl.cluster.formats import Packing
 from dbsl.cluster.launch import Admission, Door
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
@@ -86,8 +85,7 @@ class ServedCluster(Cluster):
         self._clock, self._announced = admission.clock, (admission.sequence, -1)
         self._timeout_s = timeout_s
         self._asks_to_stop = False
-        packing = Packing.of(self.wire, weights)
-        self._link = Channel(admission.pair, weights.vector, packing, weights=self.pushes_weights)
+        self._link = Channel(admission.pair, weights.vector, self.end())
         self._pulse = Pulse(
             *(SERVER_RANK, admission.pair, timeout_s),
             asks=True,
@@ -122,13 +120,12 @@ class ServedCluster(Cluster):
             self._link.push(report, self.outgoing)
 
     def state_dict(self) -> dict[str, Any]:
-        packing = self._link.packing
-        return super().state_dict() | {"left": packing and packing.rounding.left}
+        return super().state_dict() | {"left": self._link.end.rounding.left}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         if state["left"] is not None:
-            self._link.packing.rounding.left = state["left"].to(self.weights.vector.device)
+            self._link.end.rounding.left = state["left"].to(self.weights.vector.device)
 
     def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
         return self._announced
@@ -303,8 +300,7 @@ class ServingCluster(Cluster):
     ) -> threading.Thread:
         """Return what serves a rank; one that joins hears its clock and the save `first`."""
         vector = torch.empty_like(self.weights.vector, device=CPU)
-        packing = Packing.of(self.wire, self.weights)
-        link = Channel(pair, vector, packing, weights=self.pushes_weights)
+        link = Channel(pair, vector, self.end())
         pulse = Pulse(
             *(rank, pair, self._timeout_s),
             asks=False,

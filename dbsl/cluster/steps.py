@@ -228,7 +228,7 @@ class Stepper:
         self._weight = 0.0  # of the loss behind this process's gradients
         self.vector = torch.zeros_like(weights.vector) if joint else None
         self._dtype = DTYPES.get(wire.name)
-        self.low_rank = LowRank(wire) if wire.name == "powersgd" else None
+        self.low_rank = LowRank(wire)
 
     def begin(self, turn: Turn, *, anew: bool = True) -> None:
         """Note which epoch it is, for emulated slowness; not `anew`: inside a resumed round."""
@@ -237,8 +237,7 @@ class Stepper:
             begin_thawed(optimizer)
         if self.vector is not None:
             self._weights.attach_gradients(self.vector)  # of what is trained now
-        if self.low_rank is not None:
-            self.low_rank.begin([p.requires_grad for p in self.model.parameters()])
+        self.low_rank.begin([p.requires_grad for p in self.model.parameters()])
 
     @contextmanager
     def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
@@ -278,8 +277,8 @@ class Stepper:
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizers' state, and what else lasts from step to step inside a round."""
         optimizers = {worker: own.state_dict() for worker, own in self.optimizers.items()}
-        low_rank = None if self.low_rank is None else self.low_rank.state_dict()
-        return {"optimizers": optimizers, "weight": self._weight, "low_rank": low_rank}
+        kept = self.low_rank.state_dict()
+        return {"optimizers": optimizers, "weight": self._weight, "low_rank": kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned; workers that are not in it have nothing yet."""
@@ -287,21 +286,15 @@ class Stepper:
             if worker in self.optimizers:
                 load_optimizer(self.optimizers[worker], saved)
         self._weight = state["weight"]
-        if self.low_rank is not None and state["low_rank"] is not None:
-            self.low_rank.load_state_dict(state["low_rank"], self._weights.vector.device)
+        self.low_rank.load_state_dict(state["low_rank"], self._buffers.device)
 
     def forget(self, worker: int) -> None:
         """Clear a worker's optimizer state."""
         if worker in self.optimizers:
             self.optimizers[worker].state.clear()
 
-    def drop_remainders(self) -> None:
-        """Begin without what earlier steps have not sent: after a refused round it may be NaN."""
-        if self.low_rank is not None:
-            self.low_rank.reset()
-
     def _compress(self, step: Step) -> None:
-        if self.low_rank is not None and not step.odd:
+        if self.low_rank.wire.rank and not step.odd:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             self.low_rank(self.vector, gradients).wait()
         elif self._dtype is not None:
@@ -394,7 +387,7 @@ class DistributedSteps(Stepper):
         # PowerSGD's three sums follow each other in callbacks. NCCL's run at once, in the order of
         # buckets, since its futures are complete when a sum is in the stream. Those of gloo run
         # when a sum is over: sums of two buckets would meet, and the processes abort.
-        one = {} if self.low_rank is None else {"bucket_cap_mb": _ONE_BUCKET_MB}
+        one = {"bucket_cap_mb": _ONE_BUCKET_MB} if self.low_rank.wire.rank else {}
         with weights.kept():  # DDP would share rank 0's statistics, and each has its own
             self.model = DistributedDataParallel(
                 self._raw,
@@ -415,7 +408,7 @@ class DistributedSteps(Stepper):
         if self._warm:
             # After the last only waiting for the others follows.
             self.timer.mark(last=bucket.is_last())
-        if self._warm and self.low_rank is not None:
+        if self._warm and self.low_rank.wire.rank:
             found = dict(zip(map(id, bucket.parameters()), bucket.gradients(), strict=True))
             trained = (id(p) for p in self._raw.parameters() if p.requires_grad)
             return self.low_rank(bucket.buffer(), [found[own] for own in trained])

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from dbsl.base.errors import SettingError
-from dbsl.cluster.formats import Packing
+from dbsl.cluster.formats import End
 from dbsl.plan.types import BAD_WEIGHTS, RoundReport, Segment, plan_from_plain, report_from_plain
 
 SERVER_RANK = 0
@@ -180,25 +180,12 @@ def irecv(tensor: Tensor, pair: dist.ProcessGroup, tag: int = 0) -> dist.Work:
 class Channel:
     """A worker's connection with the server, at either end: what travels on it, in which order.
 
-    What comes is received into `vector`. Where there is a `packing`, gradients are rounded by it.
-    Of `weights` their change is: of pushes since the pull, of pulls since the one before, which
-    both ends keep. The first pull of a session is whole, and so is a push before it.
-
-    What is in host memory is sent from, and received into, where it is; a CUDA device's passes a
-    pinned buffer.
+    What comes is received into `vector`; `end` makes messages of vectors. What is in host memory is
+    sent from, and received into, where it is; a CUDA device's passes a pinned buffer.
     """
 
-    def __init__(
-        self,
-        pair: dist.ProcessGroup,
-        vector: Tensor,
-        packing: Packing | None = None,
-        *,
-        weights: bool = True,
-    ) -> None:
-        self.pair, self.vector, self.packing = pair, vector, packing
-        self._changes = weights and packing is not None
-        self._pulled: Tensor | None = None
+    def __init__(self, pair: dist.ProcessGroup, vector: Tensor, end: End) -> None:
+        self.pair, self.vector, self.end = pair, vector, end
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._pending: list[dist.Work] = []
         self._sent: Tensor | None = None  # which is there until it has left
@@ -213,41 +200,33 @@ class Channel:
     def push(self, report: RoundReport, vector: Tensor) -> None:
         """Begin to push a vector, which is there before the next pull ends."""
         tell(self.pair, Kind.PUSH, text=encode(report))
-        if self._packs_push():
-            change = vector - self._pulled if self._changes else vector
-            vector = self.packing.pack(change)
-        self.send(vector)
+        self.send(self.end.pack(vector, pull=False))
 
     def take_push(self, text: str) -> RoundReport:
         """Receive a push; return its report, refused if the vector is not finite."""
         report = read_report(text)
-        if self._packs_push():
-            self._take_packed(self._pulled)
-            finite = bool(self.vector.isfinite().all())
-        else:
-            finite = self.receive(self.vector, check=True)
-        if finite or report.refused:
+        if self._take(pull=False) or report.refused:
             return report
         return replace(report, refused=True, fault=BAD_WEIGHTS)
 
     def give_weights(self, weights: Tensor) -> None:
         """Send the weights that were pulled."""
-        if self._pulled is None:
-            self.send(weights)
-            self._pulled = weights.clone() if self._changes else None  # meanwhile
-        else:
-            message = self.packing.pack(weights - self._pulled, keep=False)
-            self.send(message)
-            self._pulled += self.packing.unpack(message)
+        self.send(self.end.pack(weights, pull=True))
         self.wait()
 
     def take_weights(self) -> None:
-        if self._pulled is None:
-            self.receive(self.vector)
-            self._pulled = self.vector.clone() if self._changes else None
-        else:
-            self._take_packed(self._pulled)
-            self._pulled.copy_(self.vector)
+        self._take(pull=True)
+
+    def _take(self, *, pull: bool) -> bool:
+        """Receive a message into the vector; return whether a push is finite."""
+        size = self.end.size(pull=pull)
+        if size is None:
+            finite = self.receive(self.vector, check=not pull)
+            self.end.unpack(self.vector, pull=pull)
+            return finite
+        self.receive(message := self.vector.new_empty(size, dtype=torch.uint8))
+        self.vector.copy_(self.end.unpack(message, pull=pull))
+        return pull or bool(self.vector.isfinite().all())
 
     def send(self, vector: Tensor) -> None:
         """Begin to send a vector; until `wait` it must stay."""
@@ -278,16 +257,6 @@ class Channel:
         for work in pending:
             work.wait(_EVER)
         self._sent = None
-
-    def _packs_push(self) -> bool:
-        return self.packing is not None and (self._pulled is not None or not self._changes)
-
-    def _take_packed(self, plus: Tensor | None) -> None:
-        device = self.vector.device
-        message = torch.empty(self.packing.size, dtype=torch.uint8, device=device)
-        self.receive(message)
-        vector = self.packing.unpack(message)
-        self.vector.copy_(vector if plus is None else vector + plus)
 
     def _chunks(self, vector: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return chunks of a vector, each with what travels of it."""

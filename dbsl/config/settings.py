@@ -407,7 +407,6 @@ class RunConfig(MachineConfig, TrainingConfig):
             check_resolutions(self.resolutions)
         check_images(self)
         refuse(_of_run(self))
-        wire_of(self)
 
 
 def is_url(text: str | None) -> bool:
@@ -448,6 +447,9 @@ def _of_run(config: RunConfig) -> Iterator[Refusal]:
     text = f"balance_every must be whole epochs of {rounds} rounds with sync {config.sync}"
     parts = meets_at_server(config.sync) and (config.balance_every or 0) % rounds
     yield parts, text, config.balance_every
+    # A gradient that overflowed would stay in the remainder, and the scale changes under it.
+    text = "mixed_precision must not be fp16 with wire powersgd, which keeps what it has not sent"
+    yield wire_of(config).rank and config.mixed_precision == "fp16", text, "fp16"
     written = config.eval_only and config.output_dir and config.resume != "auto"
     yield written, "output_dir must be left out with eval_only", config.output_dir
 
@@ -482,32 +484,30 @@ def parse_interval(value: int | str) -> tuple[int, float]:
     raise SettingError(f"{must}, got {value}")
 
 
-_JOINT_WIRES = ("float32", "bf16", "fp16", "powersgd:RANK[:STEPS]")
-ROUND_WIRES = ("float32", "bf16", "int8", "int4", "int2")
 _GRADIENT_WIRES = ("float32", "bf16")
+ROUND_WIRES = (*_GRADIENT_WIRES, "int8", "int4", "int2")
+_JOINT_WIRES = (*_GRADIENT_WIRES, "fp16", "powersgd:RANK[:STEPS]")
+_ALL_WIRES = (*_JOINT_WIRES, *ROUND_WIRES[2:])
 
 
 class Wire(NamedTuple):
-    """What numbers are sent as."""
+    """What numbers are sent as; the others are of PowerSGD."""
 
     name: str = "float32"
-    rank: int = 0  # of PowerSGD
-    steps: int = 0  # joint steps that go uncompressed before it
+    rank: int = 0
+    steps: int = 0  # that go uncompressed before it
 
 
 FLOAT32 = Wire()
 
 
-def parse_wire(
-    value: str, formats: Sequence[str] = (*_JOINT_WIRES, *ROUND_WIRES[2:]), where: str = ""
-) -> Wire:
-    """Return what ``bf16`` or ``powersgd:4:10`` is, if it is of the `formats` that are taken."""
+def parse_wire(value: str, taken: Sequence[str] = _ALL_WIRES, where: str = "") -> Wire:
+    """Return what ``bf16`` or ``powersgd:4:10`` is, if it is one of the formats that are taken."""
     found = re.fullmatch(r"powersgd:(\d{1,9})(?::(\d{1,9}))?", value)
     wire = Wire("powersgd", int(found[1]), int(found[2] or 0)) if found else Wire(value)
-    taken = (_JOINT_WIRES[3] if found else value) in formats and value != _JOINT_WIRES[3]
-    below = "wire must be powersgd with a rank of at least 1"
-    text = f"wire must be {in_words(formats)}{where}"
-    refuse([(not taken, text, value), (found and wire.rank < 1, below, value)])
+    unknown = (_JOINT_WIRES[-1] if found else value) not in taken or value == _JOINT_WIRES[-1]
+    refuse([(unknown, f"wire must be {in_words(taken)}{where}", value)])
+    refuse([(found and not wire.rank, "wire must be powersgd with a rank of at least 1", value)])
     return wire
 
 
@@ -515,13 +515,8 @@ def wire_of(config: RunConfig) -> Wire:
     """Return what a run's workers send, or refuse what they cannot."""
     if config.push == "gradients":
         return parse_wire(config.wire, _GRADIENT_WIRES, " with push gradients")
-    formats = _JOINT_WIRES if config.sync == "step" else ROUND_WIRES
-    wire = parse_wire(config.wire, formats, f" with sync {config.sync}")
-    # A gradient that overflowed would stay in the remainder, and the scale changes under it.
-    text = "mixed_precision must not be fp16 with wire powersgd, which keeps what it has not sent"
-    scaled = wire.name == "powersgd" and config.mixed_precision == "fp16"
-    refuse([(scaled, text, config.mixed_precision)])
-    return wire
+    taken = _JOINT_WIRES if config.sync == "step" else ROUND_WIRES
+    return parse_wire(config.wire, taken, f" with sync {config.sync}")
 
 
 def takes_joint_steps(config: RunConfig) -> bool:

@@ -126,26 +126,23 @@ class Emulation(Machine):
         if link is None:
             return 0.0
         if config.sync == "step":
-            return self._joint_steps_s(times, worker, epoch, round_)
+            compute_s, steps = times.computed(worker, epoch, round_)
+            wire = wire_of(config)
+            # As if rounds before had as many steps.
+            first = min(max(wire.steps - (epoch * times.run.rounds + round_) * steps, 0), steps)
+            # PowerSGD's one bucket is full when all is computed: nothing travels behind that.
+            behind_s = 0.0 if wire.rank else compute_s / max(steps, 1)
+            return sum(
+                count * link.joint_step_s(size, config.workers, behind_s)
+                for count, one in ((first, FLOAT32), (steps - first, wire))
+                for size in joint_messages(one, times.shapes)
+            )
         size = message_bytes(config.wire, *times.numbers)
         if config.sync == "bsp":
             at_server = config.push == "gradients"
             return link.barrier_s(size, config.workers, at_server=at_server)
         at_server = worker == 0 and not config.dedicated_server
         return 0.0 if at_server else 2 * link.message_s(size)  # a push and a pull
-
-    def _joint_steps_s(self, times: SimulatedTimes, worker: int, epoch: int, round_: int) -> float:
-        compute_s, steps = times.computed(worker, epoch, round_)
-        wire, workers = wire_of(times.run.config), times.run.config.workers
-        # PowerSGD's one bucket is full when all is computed: nothing travels behind that.
-        behind_s = 0.0 if wire.name == "powersgd" else compute_s / max(steps, 1)
-        at_first_s, step_s = (
-            sum(self.link.joint_step_s(size, workers, behind_s) for size in sizes)
-            for sizes in (joint_messages(one, times.shapes) for one in (FLOAT32, wire))
-        )
-        # As if rounds before had as many steps: exact but where resolutions change their number.
-        first = min(max(wire.steps - (epoch * times.run.rounds + round_) * steps, 0), steps)
-        return first * at_first_s + (steps - first) * step_s
 
 
 @lru_cache(maxsize=4096)

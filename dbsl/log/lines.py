@@ -81,12 +81,12 @@ def _on_wire(run: Run) -> list[str]:
         return []
     shapes, numbers = trained_shapes(run.model), numbers_of(run.model)
     sent, whole = (
-        (sum(joint_messages(one, shapes)) if joint else message_bytes(one.name, *numbers)) / 1e6
+        sum(joint_messages(one, shapes)) if joint else message_bytes(one.name, *numbers)
         for one in (wire, FLOAT32)
     )
     after = f", after {plural(wire.steps, 'step')} in float32" if wire.steps else ""
     what = "a joint step" if joint else "a worker's round"
-    return [f"{what} sends {sent:.3g} MB (float32: {whole:.3g} MB){after}"]
+    return [f"{what} sends {sent / 1e6:.3g} MB (float32: {whole / 1e6:.3g} MB){after}"]
 
 
 def _on_rate(run: Run) -> list[str]:

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from dbsl.base.errors import one_of_several
 from dbsl.cluster.alive import ControlGroup, Heartbeats
 from dbsl.cluster.cluster import Cluster
-from dbsl.cluster.formats import SimulatedSum
+from dbsl.cluster.formats import RoundedSum
 from dbsl.cluster.launch import Door, RunningJob
 from dbsl.cluster.meeting import BarrierCluster, JointCluster, SimulatedCluster
 from dbsl.cluster.merges import MergeRule, choose_rule
@@ -104,7 +104,7 @@ def _server(
         return GradientServer(run.model, device, run.build_optimizer, members, **common)
     rule, together = choose_rule(config, weights, merge), config.sync == "bsp"
     if alone and together and config.wire != "float32":
-        common["joins"] = SimulatedSum(config.wire, weights, config.workers)
+        common["rounded"] = RoundedSum(config.wire, weights, simulated=config.workers)
     return Server(weights.vector.to(device), members, rule, together=together, **common)
 
 

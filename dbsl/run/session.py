@@ -173,7 +173,7 @@ class Session(EvaluationSession[ConfigT]):
         yield work
         if cluster.push(work.reports()):  # refused: the next pull brings good weights
             work.forget()
-            stepper.drop_remainders()
+            stepper.low_rank.reset()  # it may not be finite
         progress.load({}, self.accelerator.device)
 
     @contextmanager

@@ -146,7 +146,7 @@ class Echo:
 def test_a_vector_of_the_gpu_travels_in_chunks_while_the_gpu_computes(monkeypatch):
     monkeypatch.setattr(dbsl.cluster.wire, "CHUNK", 1000)
     vector, echo = torch.zeros(3500, device=CUDA), Echo()
-    channel = Channel(echo, vector)
+    channel = Channel(echo, vector, None)
     torch.cuda._sleep(50_000_000)  # what fills the vector comes after the call of `send`
     vector.copy_(torch.linspace(-1, 1, 3500, device=CUDA))
     expected = vector.clone()

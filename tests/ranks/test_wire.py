@@ -172,7 +172,7 @@ def exchange(rank):
     for length, bad in ((7, False), (350, False), (350, True)):
         vector, finite = torch.linspace(-1, 1, length) * rank, True
         vector[length // 2 :] *= math.nan if bad else 1
-        channel = Channel(pair, vector)
+        channel = Channel(pair, vector, None)
         for sender in (1, 0):
             if rank == sender:
                 channel.send(vector)

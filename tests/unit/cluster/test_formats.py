@@ -7,10 +7,9 @@ from torch import nn
 from dbsl.cluster import formats
 from dbsl.cluster.formats import (
     BLOCK,
-    Packing,
+    End,
+    RoundedSum,
     Rounding,
-    SimulatedLink,
-    SimulatedSum,
     decode,
     encode,
     message_bytes,
@@ -24,6 +23,10 @@ ERRORS = {"bf16": 5e-6, "int8": 1e-4, "int4": 0.025, "int2": 0.25}
 
 def normal(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def rounded(rounding, numbers):
+    return decode(rounding.encode(numbers), rounding.wire, numbers.dtype)
 
 
 @pytest.fixture
@@ -68,7 +71,7 @@ def test_what_is_sent_and_what_is_left_come_to_the_sum_of_what_there_was(wire):
     rounding, sent, total = Rounding(wire), 0.0, 0.0
     for number in range(50):
         change = normal(1, 2 * BLOCK, seed=number, dtype=torch.float64) * 2.0**-number
-        sent, total = sent + rounding.round(change), total + change
+        sent, total = sent + rounded(rounding, change), total + change
     torch.testing.assert_close(sent + rounding.left, total, rtol=1e-6, atol=1e-9)
 
 
@@ -78,7 +81,7 @@ def test_small_changes_arrive_late_and_without_what_was_left_never(feeds_back):
     change[0, 0] = 1.0  # which an int4 of a hundredth is 0 beside
     rounding, sent = Rounding("int4"), torch.zeros(1, BLOCK)
     for _ in range(100):
-        sent += rounding.round(change)
+        sent += rounded(rounding, change)
         if not feeds_back:
             rounding.left = None
     assert sent[0, 0] == pytest.approx(100, rel=0.01)
@@ -96,36 +99,34 @@ def test_matrices_and_the_rest_of_a_vector_make_it_again(weights):
 
 @pytest.mark.parametrize("wire", FORMATS)
 def test_a_message_rounds_matrices_and_carries_vectors_and_buffers_whole(weights, wire):
-    packing = Packing(wire, weights)
-    message = packing.pack(weights.vector)
-    assert len(message) == packing.size < weights.vector.nbytes
-    matrices, rest = weights.split(packing.unpack(message))
+    own, others = (End(wire, weights, gradients=True) for _ in range(2))
+    message = own.pack(weights.vector, pull=False)
+    assert len(message) == own.size(pull=False) < weights.vector.nbytes
+    matrices, rest = weights.split(others.unpack(message, pull=False))
     own_matrices, own_rest = weights.split(weights.vector)
     assert torch.equal(rest, own_rest)
     assert not torch.equal(matrices, own_matrices)
-    left = packing.rounding.left[0, : len(matrices)]
+    left = own.rounding.left[0, : len(matrices)]
     torch.testing.assert_close(matrices + left, own_matrices)
 
 
 def test_a_model_without_a_matrix_travels_whole():
     weights = FlatWeights(nn.LayerNorm(10))
-    packing = Packing("int4", weights)
-    assert torch.equal(packing.unpack(packing.pack(weights.vector)), weights.vector)
+    end = End("int4", weights, gradients=True)
+    assert torch.equal(end.unpack(end.pack(weights.vector, pull=False), pull=False), weights.vector)
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_workers_changes_sum_to_what_is_applied_and_left_also_where_one_is_refused(
-    weights, workers
-):
-    joins, applied, total = SimulatedSum("int2", weights, workers), 0.0, 0.0
+def test_workers_changes_sum_to_what_is_applied_and_left_also_where_one_has_none(weights, workers):
+    add, applied, total = RoundedSum("int2", weights, simulated=workers), 0.0, 0.0
+    length = len(weights.vector)
     for number in range(50):
-        changes = {
-            w: normal(len(weights.vector), seed=10 * number + w) * 0.1 ** (number % 3)
+        changes = [
+            normal(length, seed=10 * number + w) * 0.1 ** (number % 3) * ((number, w) != (7, 1))
             for w in range(workers)
-            if (number, w) != (7, 1)
-        }
-        applied, total = applied + joins(changes), total + sum(changes.values())
-    left = sum(row[0] for row in joins.state_dict() if row is not None)
+        ]
+        applied, total = applied + add(*changes), total + sum(changes)
+    left = sum(row[0] for row in add.state_dict() if row is not None)
     matrices, rest = weights.split(applied)
     expected, expected_rest = weights.split(total)
     torch.testing.assert_close(matrices + left[: len(matrices)], expected, rtol=1e-6, atol=1e-4)
@@ -134,16 +135,19 @@ def test_workers_changes_sum_to_what_is_applied_and_left_also_where_one_is_refus
 
 @pytest.mark.parametrize("wire", FORMATS)
 def test_what_a_worker_pulls_follows_the_server_and_its_pushes_lose_nothing(weights, wire):
-    link, server = SimulatedLink(wire, weights), normal(len(weights.vector))
-    assert torch.equal(link.pull(server), server)  # whole at first
-    pushed, moved, held = 0.0, 0.0, server
+    own, others = End(wire, weights), End(wire, weights)
+    server = normal(len(weights.vector))
+    pushed, moved = 0.0, 0.0
     for number in range(30):
+        held = own.unpack(others.pack(server, pull=True), pull=True)
+        assert number or torch.equal(held, server)  # whole at first
         change = normal(len(server), seed=number) * 0.01
-        pushed, moved = pushed + link.push(held + change) - held, moved + change
+        message = own.pack(held + change, pull=False)
+        pushed += others.unpack(message, pull=False) - held
+        moved += change
         server = server + normal(len(server), seed=99 + number) * (0.01 if number < 20 else 0)
-        held = link.pull(server)
-    assert (held - server).norm() < 0.005 * len(server) ** 0.5  # it has stayed for ten pulls
-    left = link.state_dict()["left"][0]
+    assert (held - server).norm() < 0.005 * len(server) ** 0.5  # it has stayed for nine pulls
+    left = own.rounding.left[0]
     matrices, expected = weights.split(pushed)[0], weights.split(moved)[0]
     torch.testing.assert_close(matrices + left[: len(matrices)], expected, rtol=0, atol=1e-4)
 
