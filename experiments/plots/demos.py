@@ -40,7 +40,8 @@ def _draw_uneven(axes: Axes, rows: Rows) -> None:
     for place, arm in enumerate(DEMO_UNEVEN):
         seconds = [float(row["epoch_s"]) for row in rows if row["arm"] == arm]
         found = interval(seconds)
-        axes.barh(place, found.mean, xerr=found.half, color=COLORS[place], alpha=0.7, capsize=4)
+        color = COLORS[place and place + 3]  # plain DDP's is that of the other panel
+        axes.barh(place, found.mean, xerr=found.half, color=color, alpha=0.7, capsize=4)
         axes.plot(seconds, [place] * len(seconds), "|", color="0.2", ms=10)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()

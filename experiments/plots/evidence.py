@@ -1,16 +1,15 @@
-"""Pictures of the results of configs/mini: plans, times, accuracy by n_S and by time.
+"""Pictures of comparisons: plans, times, accuracy by n_S and by time, arms with their controls.
 
-    python -m experiments.plots.evidence experiments/results/mini
+    python -m experiments.plots.evidence
 
-reads ``arms.csv``, ``arms_runs.csv`` and ``arms_curves.csv`` there and ``published.csv`` and
-``profile.csv`` beside the folder, and writes ``plans.png``, ``small_workers.png``, ``time.png`` and
-``pairs.csv``, the paired differences between arms other than the baseline.
+reads the CSV files of experiments/results and writes ``mini/{plans,small_workers,time}.png``,
+``mini/pairs.csv`` (the paired differences between arms other than the baseline), and ``arms.png``
+of every comparison with data parallelism in it, which `dbsl.compare` ran later in a folder ``ddp``.
 ``python -m experiments.plots.tables`` writes the tables of these files.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,18 +19,31 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
-from dbsl.base.files import write_table
+from dbsl.base.files import save_figure, write_table
 from dbsl.plan.sampler import EpochSampler
 from dbsl.plan.solve import PlanRules, TimeModel, plan_dual_batch
 from dbsl.plan.types import Plan
-from dbsl.tools.compare.statistics import interval
-from experiments.plots.rows import Rows, read
+from dbsl.tools.compare.report import arms_figure, read_runs
+from dbsl.tools.compare.statistics import ArmRun, averaged, interval
+from experiments.plots.rows import RESULTS, Rows, read
 
 COLORS = [c for n, c in enumerate(matplotlib.color_sequences["tab10"]) if n != 7]  # not grey
 COLORS.append("black")
 RATIOS = ("1.05", "1.10")
 CONFERENCE = "COMPSAC 2022 CIFAR-100"
 JOURNAL = "arXiv 2509.26092 CIFAR-100"
+COMPARISONS = {  # with their baselines
+    "digits/arms": "first_command",
+    "mini/arms": "all_large",
+    "mini/equal_time": "all_large",
+    "beyond/arms": "hybrid",
+    "beyond_imagenette/arms": "hybrid",
+    "vit/arms": "all_large",
+    "gap/arms": "all_large",
+}
+GAP_ARMS = ("all_large", "all_large_rounds_4", "dual_3", "dual_4", "hybrid")
+GAP_ARMS += ("ddp_128", "ddp_128_1gbps")  # those of experiments/configs/gap that are drawn
+UNTUNED = ("dual_1", "dual_2")  # they have the rate of dual_3
 PAIRS = [  # other than with the baseline
     ("dual_3_rounds_4", "all_large_rounds_4"),
     ("hybrid_rounds_4", "all_large_rounds_4"),
@@ -43,8 +55,8 @@ PAIRS = [  # other than with the baseline
     ("factor_sqrt", "dual_2_k110"),
     ("asp", "dual_3_k105"),
 ]
-MAIN_ARMS = ("conventional", "small_alone", "all_large", "dual_3_k105", "cyclic", "hybrid")
-LEFT = ("cyclic", "hybrid", "hybrid_rounds_4")  # labels are on their left
+MAIN_ARMS = ("conventional", "small_alone", "all_large", "dual_3_k105", "hybrid", "ddp_256")
+LEFT = ("hybrid", "hybrid_rounds_4", "ddp_256")  # labels are on their left
 MAIN_ARMS += ("all_large_rounds_4", "dual_3_rounds_4", "hybrid_rounds_4", "ddp_128")
 
 
@@ -105,12 +117,13 @@ def plans_figure(published: Rows, profile: Rows) -> Figure:
     return figure
 
 
-def small_workers_figure(published: Rows, arms: Rows) -> Figure:
-    """Return accuracy over the number of small workers: published, and measured here."""
-    figure = Figure(figsize=(11, 4.4), dpi=110, layout="constrained")
+def small_workers_figure(published: Rows, runs: dict[str, list[ArmRun]]) -> Figure:
+    """Return accuracy over the number of small workers: published, and of the gap runs."""
+    figure = Figure(figsize=(11, 4.8), dpi=110, layout="constrained")
     theirs, ours = figure.subplots(1, 2)
-    for color, (source, method, ratio) in zip(
+    for color, marker, (source, method, ratio) in zip(
         COLORS,
+        "osD^",
         [
             (CONFERENCE, "dual batch", "1.05"),
             (CONFERENCE, "dual batch", "1.10"),
@@ -130,25 +143,46 @@ def small_workers_figure(published: Rows, arms: Rows) -> Figure:
         theirs.plot(
             [int(row["small_workers"]) for row in rows],
             [float(row["accuracy"]) for row in rows],
-            "o-",
+            f"{marker}-",
             color=color,
             label=f"{method}, k = {ratio}, {source.partition(' CIFAR')[0]}",
         )
-    theirs.set_title("published: one run each", fontsize=10)
-    by_name = {row["arm"]: row for row in arms}
-    for color, ratio in zip(COLORS, RATIOS, strict=False):
-        names = ["all_large", *(f"dual_{n}_k{ratio.replace('.', '')}" for n in range(1, 5))]
-        points = [(n, by_name[name]) for n, name in enumerate(names) if name in by_name]
-        _with_interval(ours, [n for n, _ in points], [row for _, row in points], color, ratio)
-    if "hybrid" in by_name:
-        _with_interval(ours, [3], [by_name["hybrid"]], COLORS[3], "1.05, hybrid")
-    ours.set_title("measured here: last epoch, mean and 95 % interval", fontsize=10)
+    title = "published: ResNet-18, 100 classes, a server, one run each:\n"
+    theirs.set_title(title + "best epoch (arXiv), best or last not known (COMPSAC)", fontsize=10)
+    names = ["all_large", *(f"dual_{count}" for count in range(1, 5))]
+    places = {**dict(zip(names, range(5), strict=True)), "hybrid": 3, "ddp_128": 4.35}
+    found = {name: interval([100 * run.accuracy for run in runs[name]]) for name in places}
+    ours.plot(range(5), [found[name].mean for name in names], "-", color=COLORS[4])
+    for color, group, label in (
+        (COLORS[4], names, "dual batch, k = 1.05; hollow: rate not tuned"),
+        (COLORS[5], ["hybrid"], "hybrid, k = 1.05, in 0.81 of the time"),
+        ("black", ["ddp_128"], "plain data parallelism, 128 samples, free link"),
+    ):
+        for name in group:
+            ours.errorbar(
+                places[name],
+                found[name].mean,
+                yerr=found[name].half,
+                fmt="o" if group is names else "s",
+                mfc="none" if name in UNTUNED else color,
+                capsize=4,
+                color=color,
+                label=label if name == group[0] else None,
+            )
+            text = f"n = {found[name].count}"
+            where = (places[name] + 0.09, found[name].mean + 0.15)
+            ours.annotate(text, where, fontsize=8, color=color)
+    title = "measured here: 0.4 M parameters, 20 classes, a barrier and a mean:\n"
+    ours.set_title(title + "last epoch, mean over seeds, 95 % interval", fontsize=10)
+    ours.set_ylim(36.5, 48.5)
+    theirs.set_ylim(63.5, 75.5)  # as many points
     for axes in (theirs, ours):
         axes.set_xlabel("small workers n_S of 4 (0: all large)")
         axes.set_ylabel("accuracy (%)")
         axes.set_xticks(range(5))
+        axes.set_xlim(-0.3, 4.8)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="lower right")
     return figure
 
 
@@ -197,7 +231,7 @@ def time_figure(arms: Rows, curves: Rows) -> Figure:
             )
     for axes, title in (
         (along, "along the run: mean and sd over seeds"),
-        (ends, "at the end: mean and 95 % interval"),
+        (ends, "at the end: mean and 95 % interval; grey: all other arms"),
     ):
         axes.set_xscale("log")
         for axis in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
@@ -232,20 +266,6 @@ def _draw_samples(axes: Axes, plans: Sequence[Plan]) -> None:
     axes.set_xlabel("samples of an epoch, each given once; steps x batch, small workers in orange")
 
 
-def _with_interval(
-    axes: Axes, counts: Sequence[int], rows: Rows, color: object, ratio: str
-) -> None:
-    axes.errorbar(
-        counts,
-        [float(row["accuracy"]) for row in rows],
-        yerr=[float(row["ci95"]) for row in rows],
-        fmt="o-",
-        capsize=4,
-        color=color,
-        label=f"k = {ratio} (n = {rows[0]['seeds']} seeds)" if rows else None,
-    )
-
-
 def pair_rows(runs: Rows) -> list[dict[str, str]]:
     """Return differences in accuracy between arms, paired by seed, from ``arms_runs.csv``."""
     accuracy: dict[str, dict[str, float]] = {}
@@ -276,15 +296,32 @@ def with_ddp(folder: Path, name: str) -> Rows:
     return rows + [row for row in read(later) if row["arm"] not in arms] if later.exists() else rows
 
 
-def main(folder: Path) -> None:
+def runs_of(name: str) -> dict[str, list[ArmRun]]:
+    """Return the runs of a comparison by arm, averaged weights and data parallelism among them."""
+    folder, table = RESULTS / Path(name).parent, Path(name).name
+    runs = read_runs(folder / "ddp", table) | read_runs(folder, table)  # its own, where both have
+    if folder.name == "gap":
+        return {arm: runs[arm] for arm in GAP_ARMS}
+    shown = {}
+    for arm, own in runs.items():
+        shown |= {arm: own} | ({f"{arm} (EMA)": average} if (average := averaged(own)) else {})
+    return shown
+
+
+def main() -> None:
     """Draw the pictures and write ``pairs.csv``."""
-    published, profile = (read(folder.parent / f"{name}.csv") for name in ("published", "profile"))
+    folder = RESULTS / "mini"
+    published, profile = (read(RESULTS / f"{name}.csv") for name in ("published", "profile"))
     arms, curves = (with_ddp(folder, f"{name}.csv") for name in ("arms", "arms_curves"))
-    plans_figure(published, profile).savefig(folder / "plans.png")
-    small_workers_figure(published, arms).savefig(folder / "small_workers.png")
-    time_figure(arms, curves).savefig(folder / "time.png")
+    save_figure(plans_figure(published, profile), folder / "plans.png")
+    save_figure(
+        small_workers_figure(published, read_runs(RESULTS / "gap")), folder / "small_workers.png"
+    )
+    save_figure(time_figure(arms, curves), folder / "time.png")
     write_table(folder / "pairs.csv", pair_rows(read(folder / "arms_runs.csv")))
+    for name, baseline in COMPARISONS.items():
+        save_figure(arms_figure(runs_of(name), baseline), RESULTS / f"{name}.png")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "experiments/results/mini"))
+    main()

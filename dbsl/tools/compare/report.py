@@ -9,11 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import date
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
 import numpy as np
 from filelock import FileLock, Timeout
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dbsl.base.errors import SettingError, short_loss
@@ -61,7 +63,7 @@ def write_comparison(
         for row in rows
     ]
     write_table(folder / f"{name}.csv", arms)
-    save_figure(arms_figure(runs), folder / f"{name}.png")
+    save_figure(arms_figure(shown, baseline), folder / f"{name}.png")
     width, goal = max(len(row["arm"]) for row in rows), f"{rows[0]['target']:.1f} %"
     late = [row for row in rows if row["time_to_target_s"] == math.inf]
     missed = ", ".join(f"{row['arm']}: {row['reached']} of {row['seeds']} seeds" for row in late)
@@ -217,20 +219,21 @@ def _line(row: Mapping[str, Any], width: int, baseline: int) -> str:
     )
 
 
-def arms_figure(arms: Mapping[str, Sequence[ArmRun]]) -> Figure:
-    """Return mean accuracy over mean training time, and last-epoch accuracy with 95 % intervals."""
+def arms_figure(arms: Mapping[str, Sequence[ArmRun]], baseline: str) -> Figure:
+    """Return accuracy over training time, and last-epoch accuracy with 95 % intervals.
+
+    On the left are the baseline and the best others that have a curve, with the standard deviation
+    of seeds; on the right are all arms, those that the left leaves out in grey.
+    """
     finished = {name: runs for name, runs in arms.items() if runs}
     figure = Figure(figsize=(13, max(5.5, 0.32 * len(finished))), layout="constrained")
     left, right = figure.subplots(1, 2)
-    palette = matplotlib.color_sequences["tab20"]
+    colors = _colors(finished, baseline)
     goes_on = False
+    for name in (name for name in finished if name in colors):
+        _draw_curve(left, name, finished[name], colors[name])
     for place, (name, runs) in enumerate(finished.items()):
-        color = palette[place % len(palette)]
-        epochs = min(len(run.curve) for run in runs)
-        curves = np.array([run.curve[:epochs] for run in runs])  # [seeds, epochs, 2]
-        times, accuracies = curves[..., 0].mean(0), 100 * curves[..., 1].mean(0)
-        label = f"{name} (n = {len(runs)})"
-        left.plot(times, accuracies, "o-", ms=3, color=color, label=label)
+        color = colors.get(name, "0.6")
         found = interval([100 * run.accuracy for run in runs])
         half = 0.0 if np.isnan(found.half) else found.half
         # No accuracy lies beyond 0 or 100 %; the interval of few seeds may.
@@ -242,14 +245,34 @@ def arms_figure(arms: Mapping[str, Sequence[ArmRun]]) -> Figure:
                 goes_on = True
         right.plot([100 * run.accuracy for run in runs], [place] * len(runs), "|", color="0.4")
     left.set_xlabel("training time (s), mean over seeds")
-    left.set_ylabel("accuracy (%), mean over seeds")
+    left.set_ylabel("accuracy (%): mean and sd over seeds")
     left.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))  # hides no point
     right.set_yticks(range(len(finished)), list(finished))
     right.invert_yaxis()
-    label = "accuracy at the last epoch (%): mean, 95 % t-interval, single seeds"
+    label = "accuracy at the last epoch (%):\nmean, 95 % t-interval, single seeds"
     right.set_xlabel(label + "\ntriangle: the interval goes on beyond what is possible" * goes_on)
     low, high = right.get_xlim()
     right.set_xlim(max(low, 0.0), min(high, 100.0))
     for axes in (left, right):
         axes.grid(alpha=0.3)
     return figure
+
+
+def _colors(arms: Mapping[str, Sequence[ArmRun]], baseline: str) -> dict[str, Any]:
+    """Return a color of its own for the baseline and for as many of the best as there are more."""
+    sequence = matplotlib.color_sequences["tab10"]
+    curved = [name for name, runs in arms.items() if all(run.curve for run in runs)]
+    curved.sort(key=lambda name: (name != baseline, -fmean(run.accuracy for run in arms[name])))
+    drawn = [color for place, color in enumerate(sequence) if place != 7]  # not its grey
+    return dict(zip(curved, (*drawn, "black"), strict=False))
+
+
+def _draw_curve(axes: Axes, name: str, runs: Sequence[ArmRun], color: Any) -> None:
+    epochs = min(len(run.curve) for run in runs)
+    curves = np.array([run.curve[:epochs] for run in runs])  # [seeds, epochs, 2]
+    times, accuracies = curves[..., 0].mean(0), 100 * curves[..., 1].mean(0)
+    label = f"{name} (n = {len(runs)})"
+    axes.plot(times, accuracies, "o-", ms=3, color=color, label=label)
+    if len(runs) > 1:
+        sd = 100 * curves[..., 1].std(0, ddof=1)
+        axes.fill_between(times, accuracies - sd, accuracies + sd, color=color, alpha=0.15, lw=0)

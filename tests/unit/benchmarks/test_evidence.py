@@ -4,10 +4,13 @@ from statistics import fmean
 
 import pytest
 
+from dbsl.tools.compare.report import arms_figure, read_runs
 from experiments.plots.demos import demos_figure
 from experiments.plots.evidence import (
+    COMPARISONS,
     MAIN_ARMS,
     plans_figure,
+    runs_of,
     small_workers_figure,
     time_figure,
     with_ddp,
@@ -41,16 +44,25 @@ def test_pictures_show_the_published_points_on_the_planners_lines():
 def test_pictures_of_accuracy_have_every_arm():
     published = read(RESULTS / "published.csv")
     arms, curves = (with_ddp(RESULTS / "mini", f"{name}.csv") for name in ("arms", "arms_curves"))
-    _, ours = small_workers_figure(published, arms).axes
-    accuracy = {row["arm"]: float(row["accuracy"]) for row in arms}
-    first = ours.containers[0].lines[0].get_ydata()
-    assert list(first) == [
-        accuracy["all_large"],
-        *(accuracy[f"dual_{n}_k105"] for n in range(1, 5)),
-    ]
+    runs = read_runs(RESULTS / "gap")
+    _, ours = small_workers_figure(published, runs).axes
+    counted = ("all_large", "dual_1", "dual_2", "dual_3", "dual_4")
+    means = [100 * fmean(run.accuracy for run in runs[name]) for name in counted]
+    assert list(ours.lines[0].get_ydata()) == pytest.approx(means)
     along, ends = time_figure(arms, curves).axes
     assert len(along.lines) == len(MAIN_ARMS)
     assert len(ends.containers) == len(arms)
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_pictures_of_arms_show_the_control_that_wins(name):
+    left, right = arms_figure(runs_of(name), COMPARISONS[name]).axes
+    arms = [text.get_text() for text in right.get_yticklabels()]
+    assert name == "digits/arms" or any(arm.startswith("ddp_") for arm in arms)
+    assert ("ema (EMA)" in arms) == name.startswith("beyond")
+    colors = [line.get_color() for line in left.lines]
+    assert len(set(colors)) == len(colors)
+    assert all(0 <= end <= 100 for end in right.get_xlim())
 
 
 def test_the_picture_of_the_demonstrations_has_every_arm_at_every_rate():

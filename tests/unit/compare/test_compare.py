@@ -130,13 +130,24 @@ def test_equal_time_is_never_above_the_baselines_in_whole_epochs():
 
 def test_figure_shows_means_and_intervals_within_what_accuracy_can_be():
     arms = {"a": [run_of(0, 0.9), run_of(1, 0.6)], "b": [run_of(0, 0.7)], "none": []}
-    left, right = arms_figure(arms).axes  # the interval of a is 75 +- 191 %
+    left, right = arms_figure(arms, "a").axes  # the interval of a is 75 +- 191 %
     means = [line.get_ydata().tolist() for line in left.lines]
     assert means == [pytest.approx([37.5, 75]), pytest.approx([35, 70])]
     assert [text.get_text() for text in right.get_yticklabels()] == ["a", "b"]
     assert right.get_xlim() == (0, 100)
     marks = [(line.get_marker(), *line.get_xydata()[0]) for line in right.lines]
     assert [mark for mark in marks if mark[0] in "<>"] == [("<", 0, 0), (">", 100, 0)]
+
+
+def test_figure_draws_the_baseline_and_the_best_arms_over_time_each_in_its_color():
+    arms = {f"arm {n}": [run_of(0, n / 100), run_of(1, n / 100)] for n in range(20)}
+    arms["arm 19 (EMA)"] = [replace(run, curve=()) for run in arms["arm 19"]]
+    left, right = arms_figure(arms, "arm 3").axes
+    drawn = [line.get_label().partition(" (")[0] for line in left.lines]
+    assert drawn == ["arm 3", *(f"arm {n}" for n in range(11, 20))]
+    assert len({line.get_color() for line in left.lines}) == len(left.collections) == 10
+    colors = [bars.lines[0].get_color() for bars in right.containers]
+    assert (len(colors), colors.count("0.6")) == (21, 11)
 
 
 @pytest.fixture

@@ -1,0 +1,65 @@
+"""The program of the runs on slow links tunes, plans and chains as its registration says."""
+
+import pytest
+
+from experiments.benchmarks import slow
+from experiments.benchmarks.slow import ARMS, CONFIGS, Arm, best, climb, fitting, stage_ends
+
+
+def test_climbing_ends_where_no_neighbour_is_better_however_far_the_start():
+    arm = Arm({}, (0, 0), {"merges": ("1", "2", "4")})
+    tried = []
+
+    def measured(points):
+        tried.extend(points)
+        return {point: -((point[0] - 2) ** 2) - (point[1] + 3) ** 2 for point in points}
+
+    found = climb(arm.start, arm.neighbours, measured)
+    assert max(found, key=found.get) == (2, -3)
+    assert {(1, -3), (2, -4), (2, -2)} <= found.keys()  # (3, -3) would be beyond the settings
+    assert len(tried) == len(set(tried)) == len(found)
+
+
+def test_parts_have_the_flags_of_the_arm_then_what_is_tuned_then_their_own():
+    arm = Arm({"a": 1, "b": 1}, (1, 0), {"b": ("2", "3")}, ({"c": 4}, {"b": 5}))
+    assert arm.at((1, 0)) == [{"a": 1, "b": "3", "c": 4}, {"a": 1, "b": 5}]
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "seconds", "epochs"),
+    [(10.0, [1.0], 10), (9.99, [1.0], 9), (9.9, [3.0, 0.5], 4), (0.1, [1.0], 1)],
+)
+def test_as_many_epochs_as_fit_by_the_seconds_of_their_stages(budget_s, seconds, epochs):
+    # Of 4 epochs the first stage has 2: 2 * 3.0 + 2 * 0.5; of 5 it has 3: 3 * 3.0 + 2 * 0.5.
+    assert fitting(budget_s, seconds) == epochs
+    assert stage_ends(140) == (80, 120, 140)
+
+
+def test_the_best_point_is_that_of_the_mean_of_all_tuning_seeds():
+    def row(point, seed, accuracy, arm="ddp"):
+        return {"arm": arm, "gbps": "0.1", "point": point, "turn": seed, "accuracy": accuracy}
+
+    rows = [row("1", "100", "40"), row("1", "101", "42"), row("2", "100", "43")]
+    rows += [row("0", "100", "41.5"), row("0", "101", "41"), row("3", "100", "50", arm="qsr")]
+    assert best(rows, 0.1, "ddp") == (0,)
+    for gbps, arm in ((0.01, "ddp"), (0.1, "qsr")):
+        with pytest.raises(LookupError, match="must be tuned"):
+            best(rows, gbps, arm)
+
+
+def test_every_arm_begins_at_a_point_of_its_settings_and_its_configs_are_there():
+    for arm in ARMS.values():
+        assert len(arm.start) == len(arm.settings) + 1
+        for point in (arm.start, *arm.neighbours(arm.start)):
+            for flags in arm.at(point):
+                assert (CONFIGS / f"{flags['config']}.yaml").exists()
+
+
+def test_a_run_that_diverged_counts_as_no_accuracy_and_other_ends_are_errors(monkeypatch):
+    ended = type("Ended", (), {"returncode": 2, "stderr": "error: max_bad_rounds must be ..."})
+    monkeypatch.setattr(slow.subprocess, "run", lambda *_, **__: ended)
+    parts = [{"config": "gap/ddp_128"}]
+    assert slow.measure(parts, 3, {}) == {"accuracy": 0.0}
+    ended.stderr = "error: dataset must be there"
+    with pytest.raises(RuntimeError, match="dataset"):
+        slow.measure(parts, 3, {})
