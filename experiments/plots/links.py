@@ -122,7 +122,7 @@ def _questions(up: str, accuracy: Rows, time: Rows) -> list[str]:
         )
     same = repeated(by_arm, time)
     lines.append(
-        f"| whole trainings that end as accuracy.csv says | {sum(same)} | {len(same)} | | |"
+        f"| whole trainings that end as accuracy.csv says | {sum(same)} of {len(same)} | | | |"
     )
     return lines
 
