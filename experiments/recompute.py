@@ -78,7 +78,11 @@ def cost(where: str, arm: str, other: str) -> list[float]:
 
 def holm(tests: Mapping[str, pd.Series], name: str) -> float:
     """Return p of one of the tests that a mean is 0, corrected by Holm's rule for all of them."""
-    p = {each: stats.ttest_1samp(values, 0).pvalue for each, values in tests.items()}
+    return holm_p({each: stats.ttest_1samp(v, 0).pvalue for each, v in tests.items()}, name)
+
+
+def holm_p(p: Mapping[str, float], name: str) -> float:
+    """Return one of several p, corrected by Holm's rule for all of them."""
     every = np.nan_to_num([*p.values()], nan=1.0)  # where all values are 0
     return min(1.0, max((every >= each).sum() * each for each in every if each <= p[name]))
 
@@ -111,7 +115,82 @@ def change() -> list[float]:
     return interval((fixed - ahead("gap", "dual_3", "all_large")).dropna())
 
 
-VERBS = {verb.__name__: verb for verb in (cost, corrected, hypothesis, detectable, change)} | {
+def one_sided(values: pd.Series, bound: float) -> float:
+    """Return p of the one-sided test that a mean is above a bound."""
+    return stats.t.sf((values.mean() - bound) / values.sem(), len(values) - 1)
+
+
+def within(values: pd.Series, margin: float) -> float:
+    """Return p of the two one-sided tests that a mean is within a margin of 0."""
+    return max(one_sided(values, -margin), one_sided(-values, -margin))
+
+
+def format_less(wire: str) -> pd.Series:
+    """Return a format's accuracy less that of float32, mean of both models and 4, 8, 16 rounds."""
+    cells = [(short, f"rounds_{n}") for short in ("small_acc", "large_acc") for n in (4, 8, 16)]
+    less = [ahead(SHORT[short], f"{way} {wire}", f"{way} float32") for short, way in cells]
+    return pd.concat(less, axis=1, join="inner").mean(axis=1)
+
+
+def format_p(wire: str) -> float:
+    """Return its p of equivalence within half a point."""
+    return holm_p({each: within(format_less(each), 0.5) for each in ("int8", "int4", "int2")}, wire)
+
+
+def goal_p(where: str, arm: str) -> float:
+    """Return p of its accuracy not being a point lower than PowerSGD's."""
+    models = (SHORT["small_acc"], SHORT["large_acc"])
+    cases = [(each, f"rounds_8 {wire}") for wire in ("int2", "int4") for each in models]
+    less = {case: ahead(*case, "step powersgd:4:4")[:5] for case in cases}
+    return holm_p({case: one_sided(v, -1.0) for case, v in less.items()}, (where, arm))
+
+
+def repeats() -> list[float]:
+    """Return how many whole trainings on a shaped link ended as without one, and of how many."""
+    key = ["model", "arm", "seed"]
+    time = rows("links/time").dropna(subset="accuracy").rename_axis("seed").reset_index()
+    both = time.merge(rows("links/accuracy").reset_index(), on=key, suffixes=("", "_free"))
+    return [(both["accuracy"] == both["accuracy_free"]).sum(), len(time)]
+
+
+UNLIKE = ("2:1", "4:1", "2:1, then 1:2", "2:2:1", "2:1:1")
+
+
+def quota_less(arm: str) -> pd.Series:
+    """Return a rule's accuracy less that of plain DDP, mean of the uneven machines."""
+    where = (f"uneven/quota:machine == '{name}'" for name in UNLIKE)
+    less = [ahead(each, arm, "accelerate_ddp") for each in where]
+    return pd.concat(less, axis=1, join="inner").mean(axis=1)
+
+
+def gain_p(name: str) -> list[float]:
+    """Return p of the balanced parts' time on an uneven machine."""
+    tests = {
+        each: times(f"uneven/quota:machine == '{each}'", "dynamic", "accelerate_ddp", "train_s") - 1
+        for each in UNLIKE
+    }
+    return [holm(tests, name)] if name in tests else []
+
+
+def speed_limit(where: str) -> float:
+    """Return the time of the best parts over that of equal ones."""
+    speeds = [*map(int, where.split("'")[1].partition(",")[0].split(":"))]
+    return len(speeds) * min(speeds) / sum(speeds)
+
+
+VERBS = {verb.__name__: verb for verb in (cost, corrected, hypothesis, detectable, change)}
+VERBS |= {verb.__name__: verb for verb in (format_p, goal_p, repeats, gain_p, speed_limit)}
+VERBS |= {
+    "const": lambda *numbers: [*map(float, numbers)],  # what no row says, such as a margin
+    "formats": lambda wire: interval(format_less(wire)),
+    "formats_n": lambda wire: len(format_less(wire)),
+    "quotas": lambda arm: interval(quota_less(arm)),
+    "quotas_n": lambda arm: len(quota_less(arm)),
+    "quotas_p": lambda arm: holm_p(
+        {a: within(quota_less(a), 1.0) for a in ("dynamic", "dbs")}, arm
+    ),
+    "over5": lambda *names: interval(ahead(*names)[:5]),
+    "n5": lambda *names: len(ahead(*names)[:5]),
     "ci": lambda where, arm, column="accuracy": interval(rows(where, arm)[column]),
     "sd": lambda where, arm: rows(where, arm)["accuracy"].agg(["mean", "std"]),
     "n": lambda where, *arms: min(rows(where, arm).index.nunique() for arm in arms),

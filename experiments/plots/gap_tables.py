@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from dbsl.tools.compare.statistics import Estimate, holm, interval
-from experiments.plots.rows import RESULTS, Rows, read, with_interval
+from experiments.plots.rows import RESULTS, Rows, read, shown_p, with_interval
 
 ARMS = {  # those of experiments/configs/gap, and what they are
     "all_large": "four workers, all on the large batch: the baseline",
@@ -105,7 +105,7 @@ def hypotheses(up: str) -> list[str]:
         alone = "" if each.together else " (not corrected)"
         lines.append(
             f"| {each.name}: `{each.arm}` minus `{each.other}` | {found.mean:+.1f} ± "
-            f"{found.half:.1f} | {found.count} | {_p(p)}{against}{alone} |"
+            f"{found.half:.1f} | {found.count} | {shown_p(p)}{against}{alone} |"
         )
     return lines
 
@@ -181,7 +181,3 @@ def _accuracy(runs: Rows) -> dict[str, dict[int, float]]:
     for row in runs:
         found.setdefault(row["arm"], {})[int(row["seed"])] = float(row["accuracy"])
     return found
-
-
-def _p(p: float) -> str:
-    return "below 0.001" if p < 0.001 else f"{p:.3f}"

@@ -10,12 +10,12 @@ from experiments.benchmarks.demos import hybrid
 from experiments.plots.rows import RESULTS, fixed, read, with_interval
 
 PLAIN = "accelerate_ddp"
-DEMO_UNEVEN = {  # arms of experiments.benchmarks.demos.uneven
+DEMO_UNEVEN = {  # arms of results/demos/uneven.csv
     PLAIN: "plain DDP: the loop of Accelerate's documentation",
     "equal": "`train.py --sync step`, equal parts",
     "balanced": "`train.py --sync step --balance dynamic`",
 }
-DEMO_SLOW_LINK = {  # arms of experiments.benchmarks.demos.slow_link
+DEMO_SLOW_LINK = {  # arms of results/demos/slow_link.csv
     PLAIN: "plain DDP",
     "accelerate_local_sgd": "Accelerate's LocalSGD, 8 steps",
     "rounds_1": "`train.py`, one merge an epoch",

@@ -15,7 +15,7 @@ import torch
 
 from dbsl.config.parse import parse_config
 from dbsl.run.training import Run
-from experiments.benchmarks.demos.slow_link import ADDRESSES, link
+from experiments.benchmarks.demos.link import ADDRESSES, link
 from tests.helpers import (
     ROOT,
     TINY,

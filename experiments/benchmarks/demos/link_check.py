@@ -15,11 +15,12 @@ from typing import Any
 
 from dbsl.extras.emulate import EmulatedLink
 from experiments.benchmarks.demos.arms import run_train
-from experiments.benchmarks.demos.slow_link import ADDRESSES, BATCH, link
+from experiments.benchmarks.demos.link import ADDRESSES, link
 from experiments.benchmarks.link_costs import bytes_of
 from experiments.benchmarks.record import record
 
 SAMPLES, CLASSES, SIDE, EPOCHS = 5000, 20, 32, 3
+BATCH = 64  # a process's
 WAYS: dict[str, dict[str, Any]] = {
     "step": {"sync": "step", "local-batch-sizes": [BATCH, BATCH]},
     **{f"bsp, {n} rounds": {"large-batch-size": BATCH, "rounds-per-epoch": n} for n in (1, 4, 16)},

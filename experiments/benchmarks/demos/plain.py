@@ -4,10 +4,10 @@
 
 Data-parallel by default. ``local_steps`` above 1 is Accelerate's LocalSGD instead: every process
 steps by itself and parameters are averaged after that many steps. Model, initial weights, images,
-augmentation, optimizer and learning rate are those of train.py. Besides how processes work
-together two things differ: train.py has glibc keep freed memory (`keep_freed_memory`), which makes
-its steps faster, and LocalSGD averages parameters alone, so that rank 0's own batch-norm statistics
-are evaluated. Rank 0 prints one line of JSON.
+augmentation, optimizer and learning rate are those of train.py, and so is what glibc does with
+freed memory (`keep_freed_memory`). Besides how processes work together one thing differs: LocalSGD
+averages parameters alone, so that rank 0's own batch-norm statistics are evaluated. Rank 0 prints
+one line of JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from dbsl.data.dataset import load_data
 from dbsl.model import build_model
 from dbsl.optimizer import build_optimizer
 from dbsl.plan.stages import learning_rate_at, make_stages
-from experiments.benchmarks.demos.arms import settled_after
+from dbsl.run.accelerator import keep_freed_memory
+from experiments.benchmarks.demos.arms import half_of
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Settings:
 
     Attributes:
         batch: Samples of a step of one process.
+        log: File for a line after each epoch.
         local_steps: Steps between averages, of LocalSGD; 1: data-parallel.
     """
 
@@ -47,17 +49,19 @@ class Settings:
     label_column: str
     model: str
     train_samples: int
-    eval_samples: int
+    eval_samples: int | None
     epochs: int
     batch: int
     lr: float
     seed: int
+    log: str
     local_steps: int = 1
 
 
 def main() -> None:
     """Train, and print seconds of training and the accuracy after the last epoch."""
     settings = Settings(**json.loads(sys.argv[1]))
+    keep_freed_memory()
     accelerator = Accelerator(cpu=True, mixed_precision="no")
     set_seed(settings.seed)
     images = ImageConfig(
@@ -103,13 +107,16 @@ def main() -> None:
                 if local_sgd is not None:
                     local_sgd.step()
             ends.append(time.perf_counter())
+            if accelerator.is_main_process:
+                with open(settings.log, "a", encoding="utf-8") as log:
+                    print(json.dumps({"event": "times", "epoch": epoch + 1}), file=log)
     accelerator.wait_for_everyone()
     seconds = time.perf_counter() - began
     if accelerator.is_main_process:
-        settled = settled_after(settings.epochs)
+        half = half_of(settings.epochs)
         answer = {
             "train_s": seconds,
-            "epoch_s": (ends[-1] - ends[settled - 1]) / (settings.epochs - settled),
+            "epoch_s": (ends[-1] - ends[half - 1]) / (settings.epochs - half),
             "accuracy": _accuracy(accelerator.unwrap_model(model), data, settings),
         }
         print(json.dumps(answer), flush=True)

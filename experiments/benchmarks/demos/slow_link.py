@@ -1,124 +1,236 @@
-"""Two processes on two network namespaces, joined by a link of a given rate. Needs root and tc.
+"""Joint steps and rounds in every format, two processes on a shaped link. Needs root, ip and tc.
 
-    sudo python -m experiments.benchmarks.demos.slow_link --dataset DATASET --turns 5
+    sudo python -m experiments.benchmarks.demos.slow_link tune --dataset DATASET
+    sudo python -m experiments.benchmarks.demos.slow_link accuracy --dataset DATASET
+    sudo python -m experiments.benchmarks.demos.slow_link time --dataset DATASET
 
-The link is a veth pair shaped on both ends (``tbf``), so that every byte between the processes
-really waits for it. Arms in turn, the same images and annealed learning rate: Accelerate's
-documented data-parallel loop, its LocalSGD, and train.py with one and four merges an epoch.
+experiments/configs/links/README.md says what is asked. ``tune`` chooses learning rates on held-out
+training images. ``accuracy`` trains every arm with every seed on a link that is not shaped, and
+counts bytes: runs repeat to the bit, so that accuracy does not depend on the link. ``time`` trains
+every arm at every rate, in turns, and needs a machine with nothing else on it. Rows that are there
+are not made again.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from experiments.benchmarks.demos.arms import run_plain, run_train
+from experiments.benchmarks.demos.arms import half_of, run_plain, run_train
+from experiments.benchmarks.demos.link import ADDRESSES, link, sent_bytes
 from experiments.benchmarks.demos.table import Table
 
+MODULE = "experiments.benchmarks.demos.slow_link"
+RESULTS = Path("experiments/results/links")
 BATCH = 64  # a process's
-ADDRESSES = ("10.87.0.1", "10.87.0.2")
-ARMS = ("accelerate_ddp", "accelerate_local_sgd", "rounds_1", "rounds_4")
+SAMPLES, STEPS = 5000, 40  # of an epoch, of both
 EPOCHS = {"test_resnet": 8, "resnet10t": 4}
+MEGABYTES = {"test_resnet": 1.5, "resnet10t": 19.7}  # weights in float32
+RATES = {"test_resnet": (100.0, 10.0), "resnet10t": (1000.0, 100.0, 10.0)}  # Mb/s
+ROUNDS = (1, 4, 8, 16)  # merges an epoch
+JOINT = ("float32", "bf16", "powersgd:4:4", "powersgd:4:40")  # 40: the first epoch is uncompressed
+MERGED = {"float32": 1.0, "bf16": 0.5, "int8": 0.25, "int4": 0.125, "int2": 0.0625}  # of the bytes
+TUNING_SEEDS, GRID = (100, 101), (0.05, 0.1, 0.2)
 LOCAL_STEPS = 8  # as in the documentation of LocalSGD
+WHOLE_S, PART_S = 120.0, 60.0
 
 
-@contextmanager
-def link(megabits: float | None) -> Iterator[list[list[str]]]:
-    """Make two namespaces and a link between them; gives what commands inside begin with.
+@dataclass(frozen=True)
+class Arm:
+    """A way to train.
 
-    Args:
-        megabits: Rate of each direction, per second; None: as fast as the machine is.
-
-    Raises:
-        RuntimeError: If namespaces cannot be made, as without root.
+    Attributes:
+        rounds: Merges an epoch; 0: joint steps.
+        wire: What travels; empty: a loop of Accelerate's documentation.
     """
-    names = [f"dbsl{side}-{os.getpid()}" for side in range(2)]
-    ends = [f"dbv{side}-{os.getpid()}"[:15] for side in range(2)]
-    try:
-        for name in names:
-            _ip("netns", "add", name)
-            _ip("-n", name, "link", "set", "lo", "up")
-        _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for name, end, address in zip(names, ends, ADDRESSES, strict=True):
-            _ip("link", "set", end, "netns", name)
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
-            _ip("-n", name, "link", "set", end, "up")
-            if megabits is not None:
-                shape = ("rate", f"{megabits}mbit", "burst", "64kb", "latency", "200ms")
-                _command("tc", "-n", name, "qdisc", "add", "dev", end, "root", "tbf", *shape)
-        cores = sorted(os.sched_getaffinity(0))
-        yield [
-            [
-                *("ip", "netns", "exec", name, "taskset", "-c", str(cores[side % len(cores)])),
-                *("env", f"GLOO_SOCKET_IFNAME={ends[side]}"),
-            ]
-            for side, name in enumerate(names)
-        ]
-    finally:
-        for name in names:  # the pair goes with them
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+    rounds: int
+    wire: str = ""
+
+    def __str__(self) -> str:
+        if not self.wire:
+            return "accelerate_local_sgd" if self.rounds else "accelerate_ddp"
+        return f"rounds_{self.rounds} {self.wire}" if self.rounds else f"step {self.wire}"
+
+    @property
+    def family(self) -> str:
+        """The arm in float32 whose learning rate it has."""
+        return str(Arm(self.rounds, "float32"))
+
+    def link_s(self, model: str, megabits: float) -> float:
+        """Return about how long an epoch's exchanges take, to choose how much of a run is timed."""
+        wire, _, steps = self.wire.partition(":4:")
+        share = int(steps) / STEPS / EPOCHS[model] + 0.02 if steps else MERGED.get(wire, 1.0)
+        return (self.rounds or STEPS) * share * MEGABYTES[model] * 8 / megabits
+
+
+DDP, LOCAL_SGD = Arm(0), Arm(4)  # 4.9 averages an epoch
+ARMS = (
+    *(DDP, LOCAL_SGD),
+    *(Arm(0, wire) for wire in JOINT),
+    *(Arm(rounds, wire) for rounds in ROUNDS for wire in MERGED),
+)
+FAMILIES = tuple(Arm(rounds, "float32") for rounds in (0, *ROUNDS))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run all arms in turn at each rate; rows of an earlier call stay."""
+    """Run a part; rows of an earlier call stay."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=["tune", "accuracy", "time"])
     parser.add_argument("--dataset", required=True)
     parser.add_argument("--label-column", default="coarse_label")
-    parser.add_argument("--turns", type=int, default=5, help="each with a seed of its own")
-    parser.add_argument("--models", nargs="+", default=["test_resnet"], choices=list(EPOCHS))
-    parser.add_argument("--megabits", nargs="+", type=float, default=[1000, 100, 10])
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
-    parser.add_argument(
-        "--output", type=Path, default=Path("experiments/results/demos/slow_link.csv")
-    )
+    parser.add_argument("--seeds", nargs="+", type=int, help="unset: 0 to 4; with time 0 to 2")
+    parser.add_argument("--models", nargs="+", default=list(EPOCHS), choices=list(EPOCHS))
+    parser.add_argument("--megabits", nargs="+", type=float, help="of part time")
+    parser.add_argument("--arms", nargs="+", default=list(map(str, ARMS)), metavar="ARM")
+    parser.add_argument("--folder", type=Path, default=RESULTS)
     arguments = parser.parse_args(argv)
-    table = Table(
-        arguments.output,
-        ("arm", "model", "megabits", "turn"),
-        "experiments.benchmarks.demos.slow_link",
-    )
+    for name in set(arguments.arms) - set(map(str, ARMS)):
+        parser.error(f"arms must be among {', '.join(map(str, ARMS))}; got {name}")
     data = {"dataset": arguments.dataset, "label_column": arguments.label_column}
-    for turn in range(arguments.turns):
+    tuned = Table(arguments.folder / "tuning.csv", ("arm", "model", "lr", "seed"), f"{MODULE} tune")
+    if arguments.part == "tune":
+        tune(tuned, arguments.models, data)
+        return
+    arms = [arm for arm in ARMS if str(arm) in arguments.arms]
+    runs = {
+        (arm, model): {**data, "model": model, "lr": best_rate(tuned.rows, arm.family, model)}
+        for model in arguments.models
+        for arm in arms
+    }
+    for (arm, model), run in runs.items():
+        if run["lr"] is None:
+            parser.error(f"lr must be tuned first, got no end of the grid for {arm} of {model}")
+    if arguments.part == "accuracy":
+        table = Table(
+            arguments.folder / "accuracy.csv", ("arm", "model", "seed"), f"{MODULE} accuracy"
+        )
+        for seed in arguments.seeds or range(5):
+            for (arm, model), run in runs.items():
+                if not table.has(arm, model, seed):
+                    table.add(arm, model, seed, whole_run(arm, {**run, "seed": seed}))
+        return
+    keys = ("arm", "model", "megabits", "turn")
+    table = Table(arguments.folder / "time.csv", keys, f"{MODULE} time")
+    for turn in arguments.seeds or range(3):
         for model in arguments.models:
-            settings = {**data, "model": model, "train_samples": 5000, "eval_samples": 5000}
-            settings |= {"lr": 0.1, "epochs": EPOCHS[model], "seed": turn}
-            for megabits in arguments.megabits:
-                for arm in arguments.arms:
+            for megabits in arguments.megabits or RATES[model]:
+                for arm in arms:
                     if not table.has(arm, model, megabits, turn):
-                        with link(megabits) as prefixes:
-                            found = measure(arm, prefixes, settings)
-                        table.add(arm, model, megabits, turn, found)
-    for model in arguments.models:
-        for megabits in arguments.megabits:
-            print(f"{model}, {megabits:g} Mb/s")
-            table.report("train_s", ARMS[0], {"model": model, "megabits": str(megabits)})
+                        run = {**runs[arm, model], "seed": turn}
+                        table.add(arm, model, megabits, turn, timed_run(arm, megabits, run))
+
+
+def tune(table: Table, models: Sequence[str], data: dict[str, Any]) -> None:
+    """Train each float32 arm at each rate on its grid; an end that is best extends the grid."""
+    for model in models:
+        for arm in FAMILIES:
+            grid = list(GRID)
+            while grid:
+                for lr in grid:
+                    for seed in TUNING_SEEDS:
+                        if not table.has(arm, model, lr, seed):
+                            run = {**data, "model": model, "lr": lr, "seed": seed, "holdout": 0.1}
+                            with link(None) as prefixes:
+                                found = measure(arm, prefixes, {**run, "eval_samples": SAMPLES})
+                            table.add(arm, model, lr, seed, found)
+                tried = mean_by_rate(table.rows, str(arm), model)
+                best = max(tried, key=tried.__getitem__)
+                grid = [best / 2] * (best == min(tried)) + [best * 2] * (best == max(tried))
+
+
+def mean_by_rate(rows: Sequence[dict[str, str]], arm: str, model: str) -> dict[float, float]:
+    """Return the mean held-out accuracy of each rate that all tuning seeds have tried."""
+    own = [row for row in rows if (row["arm"], row["model"]) == (arm, model)]
+    found: dict[float, list[float]] = {}
+    for row in own:
+        found.setdefault(float(row["lr"]), []).append(float(row["accuracy"]))
+    return {lr: fmean(each) for lr, each in found.items() if len(each) == len(TUNING_SEEDS)}
+
+
+def best_rate(rows: Sequence[dict[str, str]], arm: str, model: str) -> float | None:
+    """Return the rate with the highest mean, or None where the grid has not been run to its end."""
+    means = mean_by_rate(rows, arm, model)
+    best = max(means, key=means.__getitem__, default=None)
+    return None if best in (None, min(means, default=0), max(means, default=0)) else best
+
+
+def whole_run(arm: Arm, run: dict[str, Any]) -> dict[str, float]:
+    """Return the accuracy after all epochs, and the bytes that a worker sent in an epoch."""
+    sent: list[int] = []
+    with link(None) as prefixes:
+        found = measure(arm, prefixes, run, lambda: sent.append(sent_bytes()))
+        sent.append(sent_bytes())
+    epochs = EPOCHS[run["model"]]
+    half, end = sent
+    return {
+        "lr": run["lr"],
+        "accuracy": found["accuracy"],
+        "megabytes": (end - half) / 2 / (epochs - half_of(epochs)) / 1e6,  # a worker's
+        "total_megabytes": end / 2 / 1e6,  # start, first epochs and evaluation too
+    }
+
+
+def timed_run(arm: Arm, megabits: float, run: dict[str, Any]) -> dict[str, float]:
+    """Return seconds of an epoch once warm, and of the whole training.
+
+    Where its exchanges take more than two minutes only two epochs are run, and of a quarter of the
+    images if they are still too long. Then a first epoch and later ones like the second are the
+    whole. A row says what was run, as epochs and as share of the images.
+    """
+    epochs, share = EPOCHS[run["model"]], 1.0
+    link_s = arm.link_s(run["model"], megabits)
+    ran = epochs if (whole := epochs * link_s <= WHOLE_S) else 2
+    if not whole and link_s > PART_S and arm.rounds != 1 and arm is not LOCAL_SGD:
+        share = 10 / 40 if arm.wire else 10 / 39  # Accelerate's loop leaves out the last few images
+    with link(megabits) as prefixes:
+        run = run if whole else {**run, "eval_samples": 100}
+        found = measure(arm, prefixes, run, epochs=ran, share=share)
+    first_s = (found["train_s"] - (ran - half_of(ran)) * found["epoch_s"]) / half_of(ran)
+    whole_s = found["train_s"] if whole else (first_s + (epochs - 1) * found["epoch_s"]) / share
+    row = {"lr": run["lr"], "epochs": ran, "share": share, "epoch_s": found["epoch_s"] / share}
+    return {**row, "train_s": whole_s, **({"accuracy": found["accuracy"]} if whole else {})}
 
 
 def measure(
-    arm: str, prefixes: Sequence[Sequence[str]], settings: dict[str, Any]
+    arm: Arm,
+    prefixes: Sequence[Sequence[str]],
+    run: dict[str, Any],
+    halfway: Any = None,
+    *,
+    epochs: int | None = None,
+    share: float = 1.0,
 ) -> dict[str, float]:
-    """Return seconds and accuracy of one run of an arm."""
-    if arm.startswith("accelerate"):
-        local_steps = LOCAL_STEPS if arm == "accelerate_local_sgd" else 1
-        return run_plain(prefixes, ADDRESSES[0], **settings, batch=BATCH, local_steps=local_steps)
-    flags: dict[str, Any] = {name.replace("_", "-"): value for name, value in settings.items()}
-    flags |= {"large-batch-size": BATCH, "rounds-per-epoch": int(arm.removeprefix("rounds_"))}
-    return run_train(prefixes, ADDRESSES[0], flags)
+    """Return seconds and accuracy of one run of an arm.
+
+    Args:
+        arm: What is run.
+        prefixes: Of both processes' commands.
+        run: Settings of plain.py, by its names.
+        halfway: See `run_train`.
+        epochs: Of the run; None: all.
+        share: Of the images, and of the rounds and PowerSGD's first steps; an epoch of a quarter
+            then has steps and rounds like those of a whole one.
+    """
+    run = {**run, "epochs": epochs or EPOCHS[run["model"]], "train_samples": int(SAMPLES * share)}
+    if not arm.wire:
+        steps = LOCAL_STEPS if arm.rounds else 1
+        plain = {"eval_samples": None, **run, "batch": BATCH, "local_steps": steps}
+        return run_plain(prefixes, ADDRESSES[0], halfway, **plain)
+    flags: dict[str, Any] = {name.replace("_", "-"): value for name, value in run.items()}
+    flags |= {"local-batch-sizes": [BATCH, BATCH], "wire": scaled(arm.wire, share)}
+    flags |= {"rounds-per-epoch": int(arm.rounds * share)} if arm.rounds else {"sync": "step"}
+    return run_train(prefixes, ADDRESSES[0], flags, halfway)
 
 
-def _ip(*arguments: str) -> None:
-    _command("ip", *arguments)
-
-
-def _command(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed (it needs root): {done.stderr.strip()}")
+def scaled(wire: str, share: float) -> str:
+    """Return PowerSGD with a share of its uncompressed first steps; other formats as they are."""
+    name, *numbers = wire.split(":")
+    return wire if not numbers else f"{name}:{numbers[0]}:{max(2, round(int(numbers[1]) * share))}"
 
 
 if __name__ == "__main__":

@@ -1,77 +1,124 @@
-"""Two processes on two cores, one of which also runs another program; no emulation.
+"""Processes of unlike speed: plain DDP, equal parts, and balanced ones. Needs root and cgroups.
 
-    python -m experiments.benchmarks.demos.uneven --dataset DATASET --turns 5
+    sudo python -m experiments.benchmarks.demos.uneven arms --dataset DATASET
+    sudo python -m experiments.benchmarks.demos.uneven splits --dataset DATASET
 
-Three arms in turn, the same samples, global batch and annealed learning rate: Accelerate's
-documented data-parallel loop, train.py's joint steps with equal parts, and the same with
-``--balance dynamic``, which gives each process the part that it can do in the time.
+experiments/configs/uneven/README.md says what is asked. Speeds are CPU quotas. ``arms`` trains in
+turns: Accelerate's documented data-parallel loop, train.py's joint steps with equal parts, and the
+same with ``--balance``, which gives each process the part that it can do in the time. ``splits``
+times parts set by hand, of which the fastest is the limit. Both need a machine with nothing else
+on it. Rows that are there are not made again.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from experiments.benchmarks.demos.arms import run_plain, run_train
+from experiments.benchmarks.demos.quota import quotas
+from experiments.benchmarks.demos.slow_link import RESULTS as LINKS
+from experiments.benchmarks.demos.slow_link import best_rate
 from experiments.benchmarks.demos.table import Table
 
-SETTINGS = {"model": "test_resnet", "train_samples": 5000, "eval_samples": 5000, "lr": 0.1}
+MODULE = "experiments.benchmarks.demos.uneven"
+MODEL, SAMPLES, EPOCHS, SPLIT_EPOCHS = "test_resnet", 5000, 12, 4
 BATCH = 64  # a process's, where parts are equal
-BURDEN = "while True: pass"
+ARMS = ("accelerate_ddp", "equal", "dynamic", "dbs")
+SLOW_PARTS = (64, 51, 43, 36, 30, 26, 22, 18)  # samples of 128, of the slower process
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Processes by their part of a core's time.
+
+    Attributes:
+        parts: At the start.
+        cores: Where each process is pinned to.
+        later: Parts after half of the epochs; empty: as at the start.
+    """
+
+    parts: tuple[float, ...]
+    cores: tuple[int, ...] = (0, 1)
+    later: tuple[float, ...] = ()
+
+    @property
+    def limit(self) -> float:
+        """Time of the best parts over that of equal ones, by the speeds alone."""
+        return len(self.parts) * min(self.parts) / sum(self.parts)
+
+
+MACHINES = {
+    "1:1": Machine((1.0, 1.0)),
+    "2:1": Machine((1.0, 0.5)),
+    "4:1": Machine((1.0, 0.25)),
+    "2:1, then 1:2": Machine((1.0, 0.5), later=(0.5, 1.0)),
+    "2:2:1": Machine((0.6, 0.6, 0.3), (0, 1, 0)),
+    "2:1:1": Machine((0.8, 0.4, 0.4), (0, 1, 1)),
+}
+SWEPT = ("2:1", "4:1")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run all arms in turn; rows of an earlier call stay."""
+    """Run a part; rows of an earlier call stay."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=["arms", "splits"])
     parser.add_argument("--dataset", required=True)
     parser.add_argument("--label-column", default="coarse_label")
-    parser.add_argument("--turns", type=int, default=5, help="each with a seed of its own")
-    parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--burdens", type=int, default=1, help="programs beside the second process")
-    parser.add_argument("--output", type=Path, default=Path("experiments/results/demos/uneven.csv"))
+    parser.add_argument("--turns", type=int, help="each with its own seed; unset: 5 (splits: 3)")
+    parser.add_argument("--machines", nargs="+", choices=list(MACHINES))
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
+    parser.add_argument("--lr", type=float, help="unset: that of slow_link's joint steps")
+    parser.add_argument("--folder", type=Path, default=Path("experiments/results/uneven"))
     arguments = parser.parse_args(argv)
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        parser.error(f"cores must be at least 2, got {len(cores)}")
-    table = Table(
-        arguments.output, ("arm", "burdens", "turn"), "experiments.benchmarks.demos.uneven"
-    )
-    prefixes = [["taskset", "-c", str(core)] for core in cores[:2]]
-    data = {"dataset": arguments.dataset, "label_column": arguments.label_column}
-    burdens = [
-        subprocess.Popen([*prefixes[1], sys.executable, "-c", BURDEN])
-        for _ in range(arguments.burdens)
-    ]
-    try:
-        for turn in range(arguments.turns):
-            settings = {**data, **SETTINGS, "epochs": arguments.epochs, "seed": turn}
-            for arm in ("accelerate_ddp", "equal", "balanced"):
-                if not table.has(arm, arguments.burdens, turn):
-                    table.add(arm, arguments.burdens, turn, measure(arm, prefixes, settings))
-    finally:
-        for burden in burdens:
-            burden.kill()
-    table.report("epoch_s", "accelerate_ddp")
+    if (cores := len(os.sched_getaffinity(0))) < 2:
+        parser.error(f"cores must be at least 2, got {cores}")
+    tuned = Table(LINKS / "tuning.csv", (), MODULE).rows
+    lr = arguments.lr or best_rate(tuned, "step float32", MODEL)
+    if lr is None:
+        parser.error("lr must be given, or slow_link tune be run first, got neither")
+    run = {"dataset": arguments.dataset, "label_column": arguments.label_column}
+    run |= {"model": MODEL, "train_samples": SAMPLES, "lr": lr}
+    arms, names, turns = arguments.arms, arguments.machines or list(MACHINES), arguments.turns or 5
+    run |= {"epochs": EPOCHS}
+    if splits := arguments.part == "splits":
+        arms = [f"{2 * BATCH - part}/{part}" for part in SLOW_PARTS]
+        names, turns = arguments.machines or list(SWEPT), arguments.turns or 3
+        run |= {"epochs": SPLIT_EPOCHS, "eval_samples": 100}
+    file = arguments.folder / ("splits.csv" if splits else "quota.csv")
+    table = Table(file, ("arm", "machine", "turn"), f"{MODULE} {arguments.part}")
+    for turn in range(turns):
+        for name in names:
+            for arm in arms:
+                if not table.has(arm, name, turn):
+                    found = measure(arm, MACHINES[name], {**run, "seed": turn})
+                    table.add(arm, name, turn, {"lr": lr, **found})
 
 
-def measure(
-    arm: str, prefixes: Sequence[Sequence[str]], settings: dict[str, Any]
-) -> dict[str, float]:
+def measure(arm: str, machine: Machine, run: dict[str, Any]) -> dict[str, float]:
     """Return seconds and accuracy of one run of an arm."""
-    if arm == "accelerate_ddp":
-        return run_plain(prefixes, "127.0.0.1", **settings, batch=BATCH)
-    flags: dict[str, Any] = {name.replace("_", "-"): value for name, value in settings.items()}
-    flags |= {"sync": "step"}
+    with quotas(machine.parts, machine.cores) as (prefixes, change):
+        halfway = (lambda: change(machine.later)) if machine.later else None
+        if arm == "accelerate_ddp":
+            plain = {"eval_samples": None, **run, "batch": BATCH}
+            return run_plain(prefixes, "127.0.0.1", halfway, **plain)
+        flags = {name.replace("_", "-"): value for name, value in run.items()}
+        flags |= {"sync": "step", **flags_of(arm, len(machine.parts))}
+        return run_train(prefixes, "127.0.0.1", flags, halfway)
+
+
+def flags_of(arm: str, processes: int) -> dict[str, Any]:
+    """Return the flags of an arm of train.py: a rule of `--balance`, or parts by hand as 96/32."""
     if arm == "equal":
-        flags |= {"local-batch-sizes": [BATCH, BATCH]}
-    else:
-        flags |= {"global-batch-size": 2 * BATCH, "balance": "dynamic"}
-    return run_train(prefixes, "127.0.0.1", flags)
+        return {"local-batch-sizes": [BATCH] * processes}
+    if "/" in arm:
+        return {"local-batch-sizes": [*map(int, arm.split("/"))]}
+    at_these_speeds = {"profile-refresh": [], "profile-seconds": 5}
+    return {"global-batch-size": BATCH * processes, "balance": arm, **at_these_speeds}
 
 
 if __name__ == "__main__":
