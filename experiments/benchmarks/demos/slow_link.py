@@ -223,6 +223,7 @@ def measure(
         return run_plain(prefixes, ADDRESSES[0], halfway, **plain)
     flags: dict[str, Any] = {name.replace("_", "-"): value for name, value in run.items()}
     flags |= {"local-batch-sizes": [BATCH, BATCH], "wire": scaled(arm.wire, share)}
+    flags |= {"slope": 0.001, "intercept": 0.005}  # not measured: equal shares in every run
     flags |= {"rounds-per-epoch": int(arm.rounds * share)} if arm.rounds else {"sync": "step"}
     return run_train(prefixes, ADDRESSES[0], flags, halfway)
 
