@@ -1,4 +1,4 @@
-"""Tables of time: uneven machines, slow links, speed; and what is there on GPUs and of timm."""
+"""Tables of time: uneven machines, slow links, speed; and what has run on GPUs."""
 
 from __future__ import annotations
 
@@ -130,27 +130,6 @@ def link_costs(up: str) -> list[str]:
             for row in rows
         ),
     ]
-
-
-def server_scale(up: str) -> list[str]:
-    """Return what a push and a pull take as workers grow on one server."""
-    rows = read(RESULTS / "server_scale.csv")
-    models = {row["model"]: _in_millions(row) for row in rows}
-    head = "s each | all, a second | server's CPU, ms each | cores it kept busy"
-    lines = [
-        f"| workers ([CSV]({up}results/server_scale.csv)) | "
-        + " | ".join(f"{text}: {head}" for text in models.values())
-        + " |",
-        "|---|" + "---|" * 4 * len(models),
-    ]
-    for workers in dict.fromkeys(row["workers"] for row in rows):
-        cells = [workers]
-        for model in models:
-            (row,) = (r for r in rows if (r["model"], r["workers"]) == (model, workers))
-            cells += [f"{float(row['push_and_pull_s']):.2g}", f"{float(row['all_per_s']):.3g}"]
-            cells += [f"{1000 * float(row['server_cpu_s']):.2g}", row["server_cores"]]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
 
 
 def server_limits(up: str) -> list[str]:
@@ -332,19 +311,6 @@ def workers(up: str) -> list[str]:
     ]
 
 
-def operators(up: str) -> list[str]:
-    """Return the operators of a training step."""
-    return [
-        "| | operators that compute, a step | views and allocations |",
-        "| --- | --- | --- |",
-        *(
-            f"| {row['precision']}, {row['resolution']} px | {row['computing']} "
-            f"| {fixed(row['views_and_allocations'], 0)} |"
-            for row in read(RESULTS / "operators.csv")
-        ),
-    ]
-
-
 def gpu(up: str) -> list[str]:
     """Return what has run on which GPU."""
     from experiments.benchmarks.gpu.table import table
@@ -352,39 +318,8 @@ def gpu(up: str) -> list[str]:
     return table(sorted((RESULTS / "gpu").glob("*.jsonl"))).splitlines()
 
 
-def timm_options(up: str) -> list[str]:
-    """Return timm's training options, what each is here, and which share is there."""
-    rows = read(RESULTS / "timm_options.csv")
-    there = sum(bool(row["here"]) for row in rows)
-    flags = sum(row["here"].startswith("--") for row in rows)
-    return [
-        f"{there} of {len(rows)} options ({100 * there / len(rows):.0f} %): {flags} by a flag, "
-        f"{there - flags} are always on.",
-        "",
-        "| timm | here | |",
-        "|---|---|---|",
-        *(f"| `{row['option']}` | {_as_code(row['here'])} | {row['note']} |" for row in rows),
-    ]
-
-
-def streaming(up: str) -> list[str]:
-    """Return what data larger than the disk cost, and how they are shuffled."""
-    lines = ["| part | what | median (range) | note |", "|---|---|---|---|"]
-    for row in read(RESULTS / "streaming.csv"):
-        ends = "" if row["low"] == row["high"] else f" ({row['low']} to {row['high']})"
-        number = float(row["median"])
-        shown = f"{number:.0f}" if number >= 1000 else f"{number:.3g}"
-        cells = (row["part"], row["what"], f"{shown} {row['unit']}{ends}", row["beside"])
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
 def _in_millions(row: dict[str, str]) -> str:
     return f"{int(row['parameters']) / 1e6:.1f} M parameters"
-
-
-def _as_code(text: str) -> str:
-    return f"`{text}`" if text.startswith("--") else text or "no"
 
 
 def own_loop(up: str) -> list[str]:

@@ -38,16 +38,12 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
         machine_tables.demo_hybrid,
         machine_tables.link_costs,
         machine_tables.link_check,
-        machine_tables.server_scale,
         machine_tables.server_limits,
         machine_tables.studies,
         machine_tables.uneven,
         machine_tables.speed,
         machine_tables.workers,
-        machine_tables.operators,
         machine_tables.gpu,
-        machine_tables.timm_options,
-        machine_tables.streaming,
         machine_tables.own_loop,
     )
 }
