@@ -64,7 +64,9 @@ def times(where: str, arm: str, other: str, column: str = "") -> pd.Series:
 
 
 def interval(values: pd.Series, share: float = 0.95) -> list[float]:
-    """Return the mean and half of its interval."""
+    """Return the mean and half of its interval; of one value the value."""
+    if len(values) == 1:
+        return [values.iloc[0]]
     return [values.mean(), stats.t.ppf((1 + share) / 2, len(values) - 1) * values.sem()]
 
 

@@ -399,6 +399,8 @@ class DistributedSteps(Stepper):
         self.model.register_comm_hook(None, self._exchange)
         with weights.kept(), torch.random.fork_rng(devices or []), uncompiled(self._raw):
             self._example_loss(self.model).backward()
+        # The next forward pass would do it, and wait for processes that have no sample then.
+        self.model.reducer._rebuild_buckets()
         self._warm = True
         self._raw.zero_grad(set_to_none=True)
 

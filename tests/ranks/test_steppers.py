@@ -62,14 +62,15 @@ class Case:
 
 
 HOW = ["step", "gradients"]
-# Whole global batches, a shorter last one, one of a single sample, and one of which a small worker
-# has nothing.
+# Whole global batches, a shorter last one, one of a single sample, and ones of which a small worker
+# has nothing, the first among them.
 SPLITS = [
     {"sizes": (8, 2), "samples": 40},
     {"sizes": (1, 15), "samples": 77},
     {"sizes": (5, 5, 5, 1), "samples": 71},
     {"sizes": (8, 2), "samples": 41},
     {"sizes": (2, 7, 1)},
+    {"sizes": (1, 1), "samples": 21},
 ]
 
 
@@ -272,7 +273,12 @@ def test_gradients_on_a_narrow_wire_differ_by_their_rounding_alone(train_ranks, 
 
 # --- gradients of a low rank
 
-RANKED = [{"sizes": (3, 5)}, {"sizes": (1, 7)}, {"sizes": (2, 7, 1), "samples": 41}]
+RANKED = [
+    {"sizes": (3, 5)},
+    {"sizes": (1, 7)},
+    {"sizes": (2, 7, 1)},
+    {"sizes": (1, 1), "samples": 21},
+]
 
 
 @pytest.mark.parametrize(
