@@ -43,7 +43,6 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
         machine_tables.studies,
         machine_tables.uneven,
         machine_tables.speed,
-        machine_tables.workers,
         machine_tables.gpu,
         machine_tables.own_loop,
     )
