@@ -1,4 +1,4 @@
-"""Recompute the figures of README.md and docs/results.md from the rows in experiments/results/.
+"""Recompute the figures of README.md, docs/results.md and results/*/README.md from their rows.
 
     python -m experiments.recompute [FOLDER OF THE PAGES]
 

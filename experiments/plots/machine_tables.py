@@ -1,4 +1,4 @@
-"""Tables of time: uneven machines, slow links, speed; and what is there on GPUs and of timm."""
+"""Tables of time: uneven machines, slow links, speed; and what has run on GPUs."""
 
 from __future__ import annotations
 
@@ -132,27 +132,6 @@ def link_costs(up: str) -> list[str]:
     ]
 
 
-def server_scale(up: str) -> list[str]:
-    """Return what a push and a pull take as workers grow on one server."""
-    rows = read(RESULTS / "server_scale.csv")
-    models = {row["model"]: _in_millions(row) for row in rows}
-    head = "s each | all, a second | server's CPU, ms each | cores it kept busy"
-    lines = [
-        f"| workers ([CSV]({up}results/server_scale.csv)) | "
-        + " | ".join(f"{text}: {head}" for text in models.values())
-        + " |",
-        "|---|" + "---|" * 4 * len(models),
-    ]
-    for workers in dict.fromkeys(row["workers"] for row in rows):
-        cells = [workers]
-        for model in models:
-            (row,) = (r for r in rows if (r["model"], r["workers"]) == (model, workers))
-            cells += [f"{float(row['push_and_pull_s']):.2g}", f"{float(row['all_per_s']):.3g}"]
-            cells += [f"{1000 * float(row['server_cpu_s']):.2g}", row["server_cores"]]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
 def server_limits(up: str) -> list[str]:
     """Return how many workers one server carries, by its processor and by its link."""
     rows = read(RESULTS / "server_scale.csv")
@@ -237,10 +216,6 @@ def uneven(up: str) -> list[str]:
 
     ratios = " / ".join(fixed(slowed[sync]["ratio"], 2) for sync in ("step", "bsp"))
     even, even_dbs = (balance["speeds", "0.0", rule] for rule in ("dynamic", "dbs"))
-    noisy, noisy_dbs = (balance["speeds", "0.1", rule] for rule in ("dynamic", "dbs"))
-    still, moved, moved_dbs = (
-        balance["disturbed", "0.02", rule] for rule in ("none", "dynamic", "dbs")
-    )
     group, group_equal = (
         disturbed["test_efficientnet_gn", rule, "2"] for rule in ("dynamic", "none")
     )
@@ -254,11 +229,10 @@ def uneven(up: str) -> list[str]:
         mean, half = row["loss_less_equal_split_95"].split(" +- ")
         return f"{fixed(mean, digits, '+')} ± {fixed(half, digits)}"
 
-    changes = round(float(moved_dbs["changes_in_50_median"]) / float(moved["changes_in_50_median"]))
     return [
         "| measured here | against the equal split |",
         "|---|---|",
-        "| two real processes, one slowed 3x, ResNet-18 on digits: epoch time with `step` / with "
+        "| two processes, one slowed 3x, ResNet-18 on digits: epoch time with `step` / with "
         f"`bsp` ([slowed.csv]({up}results/slowed.csv)) | {ratios} of it; "
         f"idle {idle('idle_before')} before, {idle('idle_after')} after |",
         "| speeds 1, 2, 4 with a fixed cost of a step: slowest over mean step time "
@@ -269,25 +243,15 @@ def uneven(up: str) -> list[str]:
         f"{fixed(even_dbs['imbalance_epoch_3'], 2)} and "
         f"{fixed(even_dbs['imbalance_11_to_50'], 2)}, "
         f"{fixed(even_dbs['changes_in_50_median'], 0)} changes) |",
-        "| the same with 10 % noise on each epoch's times, 100 seeds that the rule was not tuned "
-        f"on | {fixed(noisy['imbalance_11_to_50'], 2)} on average from epoch 11 on, below 1.05 in "
-        f"{percent(noisy['below_1.05_11_to_50'])} of these epochs, "
-        f"{fixed(noisy['changes_in_50_median'], 0)} changes in 50 epochs (`dbs`: "
-        f"{fixed(noisy_dbs['imbalance_11_to_50'], 2)}, "
-        f"{percent(noisy_dbs['below_1.05_11_to_50'])}, "
-        f"{fixed(noisy_dbs['changes_in_50_median'], 0)} changes) |",
-        f"| disturbance test, four workers, slowed 2x at random | time {time(moved)} (`dbs`: "
-        f"{time(moved_dbs)} with {changes} times the changes), utilisation "
-        f"{percent(still['utilisation'])[:-2]} -> {percent(moved['utilisation'])} |",
-        "| the same at 3x with training, 3 seeds, a model without batch norm "
+        "| disturbance test, four workers slowed 3x at random, 3 seeds, a model without batch norm "
         f"([disturbed.csv]({up}results/disturbed.csv)) | time {time(group)}, last loss "
-        f"{loss(group, 2)} (95 %) beside {fixed(group_equal['last_loss'], 3)}: no difference seen, "
+        f"{loss(group, 2)} (95 %) against {fixed(group_equal['last_loss'], 3)}: no difference seen, "
         "and a wide interval |",
         "| the same, a model with batch norm and 16 samples a worker at first | time "
         f"{time(batch)}, but accuracy {percent(batch['accuracy'])[:-2]} instead of "
         f"{percent(batch_equal['accuracy'])}: see batch norm below |",
         f"| the same with `--min-batch-size 8` | time {time(batch_8)}, last loss "
-        f"{loss(batch_8, 3)} beside {fixed(batch_equal['last_loss'], 3)}: no difference seen |",
+        f"{loss(batch_8, 3)} against {fixed(batch_equal['last_loss'], 3)}: no difference seen |",
     ]
 
 
@@ -314,37 +278,6 @@ def speed(up: str) -> list[str]:
     return lines
 
 
-def workers(up: str) -> list[str]:
-    """Return seconds of an epoch by the number of workers, simulated and real."""
-    rows = {
-        (*row["what"].split(", "), row["workers"]): fixed(row["median"], 1)
-        for row in read(RESULTS / "speed.csv")
-        if row["part"] == "workers"
-    }
-    counts = [("simulated", n) for n in ("1", "256", "1000")] + [("real", n) for n in "1248"]
-    return [
-        "| seconds | simulated: 1 worker | 256 | 1,000 | real processes: 1 | 2 | 4 | 8 |",
-        "|---|---|---|---|---|---|---|---|",
-        *(
-            f"| `{sync}` | {' | '.join(rows[sync, kind, count] for kind, count in counts)} |"
-            for sync in ("bsp", "asp")
-        ),
-    ]
-
-
-def operators(up: str) -> list[str]:
-    """Return the operators of a training step."""
-    return [
-        "| | operators that compute, a step | views and allocations |",
-        "| --- | --- | --- |",
-        *(
-            f"| {row['precision']}, {row['resolution']} px | {row['computing']} "
-            f"| {fixed(row['views_and_allocations'], 0)} |"
-            for row in read(RESULTS / "operators.csv")
-        ),
-    ]
-
-
 def gpu(up: str) -> list[str]:
     """Return what has run on which GPU."""
     from experiments.benchmarks.gpu.table import table
@@ -352,39 +285,8 @@ def gpu(up: str) -> list[str]:
     return table(sorted((RESULTS / "gpu").glob("*.jsonl"))).splitlines()
 
 
-def timm_options(up: str) -> list[str]:
-    """Return timm's training options, what each is here, and which share is there."""
-    rows = read(RESULTS / "timm_options.csv")
-    there = sum(bool(row["here"]) for row in rows)
-    flags = sum(row["here"].startswith("--") for row in rows)
-    return [
-        f"{there} of {len(rows)} options ({100 * there / len(rows):.0f} %): {flags} by a flag, "
-        f"{there - flags} are always on.",
-        "",
-        "| timm | here | |",
-        "|---|---|---|",
-        *(f"| `{row['option']}` | {_as_code(row['here'])} | {row['note']} |" for row in rows),
-    ]
-
-
-def streaming(up: str) -> list[str]:
-    """Return what data larger than the disk cost, and how they are shuffled."""
-    lines = ["| part | what | median (range) | note |", "|---|---|---|---|"]
-    for row in read(RESULTS / "streaming.csv"):
-        ends = "" if row["low"] == row["high"] else f" ({row['low']} to {row['high']})"
-        number = float(row["median"])
-        shown = f"{number:.0f}" if number >= 1000 else f"{number:.3g}"
-        cells = (row["part"], row["what"], f"{shown} {row['unit']}{ends}", row["beside"])
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
 def _in_millions(row: dict[str, str]) -> str:
     return f"{int(row['parameters']) / 1e6:.1f} M parameters"
-
-
-def _as_code(text: str) -> str:
-    return f"`{text}`" if text.startswith("--") else text or "no"
 
 
 def own_loop(up: str) -> list[str]:

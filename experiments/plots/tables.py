@@ -1,4 +1,4 @@
-"""Write the tables of README.md and docs/ from the CSV files in experiments/results/.
+"""Write the tables of README.md, docs/ and results/*/README.md from the CSV files of results/.
 
     python -m experiments.plots.tables          # write every table
     python -m experiments.plots.tables --check  # write nothing; name what differs, status 1
@@ -10,6 +10,7 @@ one of ``TABLES``.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -38,16 +39,11 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
         machine_tables.demo_hybrid,
         machine_tables.link_costs,
         machine_tables.link_check,
-        machine_tables.server_scale,
         machine_tables.server_limits,
         machine_tables.studies,
         machine_tables.uneven,
         machine_tables.speed,
-        machine_tables.workers,
-        machine_tables.operators,
         machine_tables.gpu,
-        machine_tables.timm_options,
-        machine_tables.streaming,
         machine_tables.own_loop,
     )
 }
@@ -55,7 +51,8 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
 
 def pages() -> list[Path]:
     """Return the pages that may have tables."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    own = sorted((ROOT / "experiments/results").glob("*/README.md"))
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *own]
 
 
 def with_tables(text: str, up: str) -> str:
@@ -63,7 +60,7 @@ def with_tables(text: str, up: str) -> str:
 
     Args:
         text: The page.
-        up: Way from the page's folder to that of experiments: "experiments/" or "../experiments/".
+        up: Way from the page's folder to that of experiments, such as "../experiments/".
 
     Raises:
         ValueError: If a table has no end, or a name that is not one of ``TABLES``.
@@ -90,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for page in pages():
         text = page.read_text(encoding="utf-8")
         try:
-            new = with_tables(text, "experiments/" if page.parent == ROOT else "../experiments/")
+            new = with_tables(text, os.path.relpath(ROOT / "experiments", page.parent) + "/")
         except ValueError as error:
             sys.exit(f"error: {page.relative_to(ROOT)}: {error}")
         for old, now in zip(MARKED.finditer(text), MARKED.finditer(new), strict=True):

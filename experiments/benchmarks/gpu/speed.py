@@ -1,4 +1,4 @@
-"""Stages that measure speed: images/s beside the bare step, kernels and waits of a step."""
+"""Stages that measure speed: images/s against the bare step, kernels and waits of a step."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def _joined(lines: Sequence[Line], prefix: str, text: str) -> str:
 ROWS = (
     Row("environment", "The machine", _machine),
     Row("mode", "Two epochs in each of ten modes", _modes),
-    Row("speed", "train.py beside the bare step", _speed),
+    Row("speed", "train.py against the bare step", _speed),
     Row("kernels", "What a step asks of the device", _kernels),
     Row("tests", "Tests marked gpu", _tests),
     Row("resume", "Stopped and resumed against unbroken", _resume),

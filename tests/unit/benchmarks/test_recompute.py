@@ -19,7 +19,7 @@ CHANGES = [
 def copies(tmp_path):
     """Copies of the pages, without the changes."""
     for page in recompute.CLAIMS:
-        (tmp_path / page).parent.mkdir(exist_ok=True)
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / page).write_text((recompute.ROOT / page).read_text("utf-8"), "utf-8")
     return tmp_path
 
@@ -33,9 +33,9 @@ def told(folder, capsys) -> tuple[int, list[str]]:
 def test_every_figure_of_the_pages_is_what_the_rows_give(capsys):
     status, lines = told(recompute.ROOT, capsys)
     counts = [int(line.split()[1]) for line in lines]
-    assert (status, len(lines)) == (0, 2), lines
+    assert (status, len(lines)) == (0, len(recompute.CLAIMS)), lines
     assert counts[0] > 100
-    assert counts[1] > 900
+    assert sum(counts[1:]) > 900
 
 
 def test_figures_that_no_longer_hold_are_all_named_and_end_with_status_1(copies, capsys):
@@ -44,7 +44,7 @@ def test_figures_that_no_longer_hold_are_all_named_and_end_with_status_1(copies,
         assert text.count(old) == 1
         (copies / page).write_text(text.replace(old, new), "utf-8")
     status, lines = told(copies, capsys)
-    assert (status, len(lines)) == (1, len(CHANGES) + 2), lines
+    assert (status, len(lines)) == (1, len(CHANGES) + len(recompute.CLAIMS)), lines
     for page, _, new, message in CHANGES:
         (line,) = (line for line in lines if message in line)
         before = (copies / page).read_text("utf-8").partition(new)[0]

@@ -72,3 +72,9 @@ def test_the_package_needs_what_train_needs_in_an_extra_alone():
     needed = re.search(r"^dependencies = \[(.*)\]", text, re.MULTILINE)[1]
     assert re.findall(r'"(\w+)', needed) == ["numpy", "torch"]
     assert 'optional-dependencies.train = { file = ["requirements.txt"] }' in text
+
+
+def test_the_citation_has_the_version_of_the_package():
+    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text()
