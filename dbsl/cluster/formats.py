@@ -59,7 +59,7 @@ def check_rank(wire: Wire, shapes: Sequence[torch.Size], given: str) -> None:
     # The largest with (n + m) * rank * _LEAST_SAVING < n * m
     ranks = [-(-n * m // (_LEAST_SAVING * (n + m))) - 1 for n, m in _matrices(shapes)]
     most = max(ranks, default=0)
-    text = f"wire must be powersgd with a rank of at most {most}, beyond which it saves nothing"
+    text = f"wire must be powersgd with a rank of at most {most}: above, torch compresses nothing"
     text = text if most > 0 else "wire must not be powersgd with a model that has no large matrix"
     refuse([(nothing, text, given)])
 

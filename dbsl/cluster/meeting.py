@@ -255,8 +255,8 @@ class SimulatedCluster(Cluster):
         self._pulled = {worker: w.to(device) for worker, w in state["pulled"].items()}
         self._spent, self._ended = dict(state["spent"]), list(state["ended"])
         self._queue = [(time_s, worker) for time_s, worker in state["queue"]]
-        for worker, both in self._ends.items():
-            for end, saved in zip(both, state["ends"][worker], strict=True):
+        for worker, both in self._ends.items():  # none where wire was float32
+            for end, saved in zip(both, state["ends"].get(worker, ()), strict=False):
                 end.load_state_dict(saved)
 
     def take_over(self, start: Handover) -> None:
@@ -352,11 +352,14 @@ class BarrierCluster(Cluster):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._has_global = state["has_global"]
+        if self._pulled is not None and state["pulled"] is None:
+            must = "wire and merge must stay as they were in the middle of a round"
+            raise SettingError(f"{must}, got {self.wire}")
         if self._pulled is not None:
             self._pulled.copy_(state["pulled"])
-        if self._rounded is not None:
+        if self._rounded is not None and state["rounded"] is not None:
             self._rounded.load_state_dict(state["rounded"])
-        if self._delta is not None:
+        if self._delta is not None and state["delta"] is not None:
             self._delta.load_state_dict(state["delta"])
 
     def take_over(self, start: Handover) -> None:

@@ -151,7 +151,7 @@ class Server:
         now = {"ended_at": time.perf_counter()}  # which counts from this process's start
         self.finished = deque(EpochEnd(**end | now) for end in state["finished"])
         self.reports = deque(map(report_from_plain, state["reports"]))
-        if self.rounded is not None:
+        if self.rounded is not None and state["rounded"] is not None:
             self.rounded.load_state_dict(state["rounded"])
         self._load_rule(state["outer"])
 

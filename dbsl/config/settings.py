@@ -225,9 +225,8 @@ class TrainingConfig(ImageConfig):
     ] = "weights"
     # steps whose gradients are summed in one push, with --push gradients
     push_every: Annotated[Count, Role.MEETING, Needs(push="gradients")] = 1
-    # number format of what workers send: bf16 with any --sync; int8, int4 or int2 of the changes of
-    # rounds; fp16 or powersgd:RANK[:STEPS] of gradients with --sync step: products of that rank, by
-    # PowerSGD, after so many steps in float32 (unset: 0)
+    # format of what workers send. Rounds take bf16, int8, int4 or int2. --sync step takes bf16, fp16
+    # or powersgd:RANK[:STEPS], PowerSGD of that rank after STEPS steps in float32
     wire: str = "float32"
     # give each joint step the whole global batch, and leave out the samples of an epoch that are
     # too few for another; else an epoch's steps have equal sizes, at most the global batch

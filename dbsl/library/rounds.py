@@ -18,7 +18,7 @@ from dbsl.base.errors import SettingError
 from dbsl.cluster.formats import RoundedSum
 from dbsl.cluster.merges import Delta
 from dbsl.cluster.weights import FlatWeights
-from dbsl.config.fields import refuse
+from dbsl.config.fields import in_words, refuse
 from dbsl.config.settings import ROUND_WIRES
 from dbsl.library.uneven import world_size
 
@@ -72,7 +72,7 @@ class Rounds:
                 lr = momentum = math.nan
             must = "outer must be a learning rate above 0 and a momentum in [0, 1)"
             refuse([(not (lr > 0 and 0 <= momentum < 1), must, outer)])
-        refuse([(wire not in ROUND_WIRES, f"wire must be of {', '.join(ROUND_WIRES)}", wire)])
+        refuse([(wire not in ROUND_WIRES, f"wire must be {in_words(ROUND_WIRES)}", wire)])
         if any(isinstance(module, FSDPModule) for module in model.modules()):
             raise SettingError("model must have its parameters whole, got one that FSDP2 shards")
         self.every = every
@@ -99,6 +99,8 @@ class Rounds:
         of_all = (inside, len(self._weights.vector), self.every or 0, *self._outer_step, number)
         names = ("load_state_dict", "size of model", "every", "outer", "outer", "wire")
         for name, values in zip(names, zip(*self._exchange(*of_all), strict=True), strict=True):
+            if name == "wire":
+                values = [ROUND_WIRES[int(number)] for number in values]
             refuse([(len({*values}) > 1, f"{name} must be the same on every process", values)])
         if not inside:
             if self._processes > 1:
@@ -183,19 +185,16 @@ class Rounds:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned; model and optimizer have theirs already.
 
-        Every process loads its own.
+        Every process loads its own. `wire` may be another; float32 drops what rounding has left.
         """
         if (self._outer is None) != (state["outer"] is None):
             must = "None" if state["outer"] is None else "a learning rate and a momentum"
             raise SettingError(f"outer must be {must}, as in the state, got the other")
-        if (self._rounded is None) != (state["rounded"] is None):
-            must = "float32" if state["rounded"] is None else "less than float32"
-            raise SettingError(f"wire must be {must}, as in the state, got {self._wire}")
         self.steps, self.merges = state["steps"], state["merges"]
         self._merged.copy_(state["merged"])
         if self._outer is not None:
             self._outer.load_state_dict(copy.deepcopy(state["outer"]))
-        if self._rounded is not None:
+        if self._rounded is not None and state["rounded"] is not None:
             self._rounded.load_state_dict(copy.deepcopy(state["rounded"]))
         self._loaded = True
 

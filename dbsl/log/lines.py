@@ -85,8 +85,9 @@ def _on_wire(run: Run) -> list[str]:
         for one in (wire, FLOAT32)
     )
     after = f", after {plural(wire.steps, 'step')} in float32" if wire.steps else ""
-    what = "a joint step" if joint else "a worker's round"
-    return [f"{what} sends {sent / 1e6:.3g} MB (float32: {whole / 1e6:.3g} MB){after}"]
+    pushed = "a push is" if run.config.push == "gradients" else "a round's weights are"
+    what = "a joint step's gradients are" if joint else pushed
+    return [f"{what} {sent / 1e6:.3g} MB as sent (float32: {whole / 1e6:.3g} MB){after}"]
 
 
 def _on_rate(run: Run) -> list[str]:

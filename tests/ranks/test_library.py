@@ -204,7 +204,8 @@ def broken_round(rank, what):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     weight = {"weight": 0.0, "infinite": float("inf"), "text": "a" if rank else 1.0}.get(what, 1.0)
     outer = (0.7, 0.9) if what == "outer" and rank else None
-    rounds = dbsl.Rounds(model, optimizer, every=2, weight=weight, outer=outer)
+    wire = {"wire": ("int4", "int8")[rank], "format": "int3"}.get(what, "float32")
+    rounds = dbsl.Rounds(model, optimizer, every=2, weight=weight, outer=outer, wire=wire)
     with warnings.catch_warnings(record=True) as warned, rounds:
         warnings.simplefilter("always")
         for _ in range(
@@ -229,6 +230,8 @@ def test_weights_that_are_not_finite_are_left_out_and_said(run_ranks):
         ("infinite", "weight must be above 0 and finite"),
         ("text", "weight must be above 0 and finite"),
         ("outer", "outer must be the same on every process"),
+        ("wire", "wire must be the same on every process, got int4,int8"),
+        ("format", "wire must be float32, bf16, int8, int4 or int2, got int3"),
         ("6 and 5", "step and merge must be called equally often on every process"),
         ("6 and 2", "step and merge must be called equally often on every process"),
         ("1 and 2", "step and merge must be called equally often on every process"),
@@ -239,14 +242,15 @@ def test_wrong_rounds_are_refused_on_every_process(run_ranks, what, said):
         assert said in error
 
 
-def resumed_rounds(rank, stop):
+def resumed_rounds(rank, stop, *wires):
     """Take five steps in rounds of three; after `stop` of them model and round are loaded again."""
     saved, draw = None, torch.Generator().manual_seed(rank)
     for begin, end in ((0, stop), (stop, 5)):
         torch.manual_seed(rank)
         model = nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        rounds = dbsl.Rounds(model, optimizer, every=3, outer=(0.7, 0.9))
+        wire = wires[bool(saved)] if wires else "float32"
+        rounds = dbsl.Rounds(model, optimizer, every=3, outer=(0.7, 0.9), wire=wire)
         if saved:
             model.load_state_dict(saved[0])
             rounds.load_state_dict(saved[1])
@@ -266,3 +270,11 @@ def test_rounds_go_on_inside_a_round_to_the_same_bits(run_ranks):
     assert whole[0] == whole[1]
     for stop in (2, 3, 4):
         assert run_ranks(resumed_rounds, stop) == whole
+
+
+@pytest.mark.parametrize("wires", [("int4", "float32"), ("float32", "int4"), ("int4", "int8")])
+def test_rounds_go_on_in_another_format(run_ranks, wires):
+    first, second = run_ranks(resumed_rounds, 4, *wires)
+    assert first == second
+    (whole, _), _ = run_ranks(resumed_rounds, 0)
+    torch.testing.assert_close(*map(torch.tensor, (first[0], whole)), rtol=0, atol=0.1)
