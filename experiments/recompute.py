@@ -36,8 +36,11 @@ NO_PROSE = re.compile(r"<!-- table.*?<!-- end -->|```.*?```|`[^`]*`|\]\([^)]*\)"
 def rows(where: str, arm: str = "") -> pd.DataFrame:
     """Return an arm's runs (empty: all) by seed or turn, accuracies in percent."""
     path, _, condition = where.partition(":")
-    names = (f"{path}_runs.csv", f"{path}/arms_runs.csv", f"{path}.csv")
-    table = pd.read_csv(next(file for name in names if (file := RESULTS / name).is_file()))
+    tables = []
+    for part in path.split("+"):
+        names = (f"{part}_runs.csv", f"{part}/arms_runs.csv", f"{part}.csv")
+        tables.append(pd.read_csv(next(f for name in names if (f := RESULTS / name).is_file())))
+    table = pd.concat(tables)
     table = table.query(condition) if condition else table
     table = table[table["arm"] == arm] if arm else table
     if table.empty:
@@ -102,6 +105,15 @@ def hypothesis(where: str, one: str, other: str) -> list[float]:
     tests["dual_3"] = ahead(where, "hybrid", "dual_3") + 1.0
     alone = {other: ahead(where, one, other)}
     return [holm(tests if other in tests else alone, other), *[-1.0] * (one == "hybrid")]
+
+
+def cause(where: str, one: str, other: str) -> float:
+    """Return p of a hypothesis of configs/causes, corrected for its five."""
+    large, dual = "all_large", ("dual_3_rounds", "dual_4_rounds")
+    pairs = [(f"{large}_156", large), (f"{large}_rounds_4", f"{large}_156")]
+    pairs += [(f"{large}_rounds_8", f"{large}_rounds_4")]
+    pairs += [tuple(f"{each}_{merges}" for each in dual) for merges in (4, 8)]
+    return holm({f"{a} {b}": ahead(where, a, b) for a, b in pairs}, f"{one} {other}")
 
 
 def detectable(where: str) -> list[float]:
@@ -180,7 +192,7 @@ def speed_limit(where: str) -> float:
     return len(speeds) * min(speeds) / sum(speeds)
 
 
-VERBS = {verb.__name__: verb for verb in (cost, corrected, hypothesis, detectable, change)}
+VERBS = {verb.__name__: verb for verb in (cost, corrected, hypothesis, cause, detectable, change)}
 VERBS |= {verb.__name__: verb for verb in (format_p, goal_p, repeats, gain_p, speed_limit)}
 VERBS |= {
     "const": lambda *numbers: [*map(float, numbers)],  # what no row says, such as a margin

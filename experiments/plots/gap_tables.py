@@ -1,8 +1,8 @@
-"""Tables of configs/gap: its arms, and the hypotheses registered before they ran."""
+"""Tables of configs/gap and configs/causes: arms, and hypotheses registered before they ran."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -46,7 +46,7 @@ class Hypothesis:
     """That one arm is better than another one by more than a margin.
 
     Attributes:
-        name: As in experiments/configs/gap/README.md.
+        name: As in the README.md of the configs.
         arm: The arm.
         other: The arm that it is compared with.
         margin: Points that the difference is tested against.
@@ -67,9 +67,18 @@ HYPOTHESES = (
     Hypothesis("H3, 1 Gb/s", "dual_3", "ddp_128_1gbps", together=False),
     Hypothesis("H4", "hybrid", "dual_3", margin=-1.0),
 )
+CAUSES = (
+    Hypothesis("C1", "all_large_156", "all_large"),
+    Hypothesis("C2", "all_large_rounds_4", "all_large_156"),
+    Hypothesis("C3", "all_large_rounds_8", "all_large_rounds_4"),
+    Hypothesis("C4", "dual_3_rounds_4", "dual_4_rounds_4"),
+    Hypothesis("C5", "dual_3_rounds_8", "dual_4_rounds_8"),
+)
 
 
-def tested(accuracy: Mapping[str, Mapping[int, float]]) -> list[tuple[Hypothesis, Estimate, float]]:
+def tested(
+    accuracy: Mapping[str, Mapping[int, float]], registered: Sequence[Hypothesis]
+) -> list[tuple[Hypothesis, Estimate, float]]:
     """Return each hypothesis that two or more seeds tell of, its difference in points, and its p.
 
     The interval is that of the difference; p is that it is the margin, by a two-sided t-test, after
@@ -78,9 +87,10 @@ def tested(accuracy: Mapping[str, Mapping[int, float]]) -> list[tuple[Hypothesis
 
     Args:
         accuracy: Of each arm and seed, in percent.
+        registered: All that the correction is for.
     """
     found = []
-    for each in HYPOTHESES:
+    for each in registered:
         one, other = accuracy.get(each.arm, {}), accuracy.get(each.other, {})
         seeds = sorted(one.keys() & other.keys())
         if len(seeds) < 2:
@@ -94,18 +104,26 @@ def tested(accuracy: Mapping[str, Mapping[int, float]]) -> list[tuple[Hypothesis
 
 
 def hypotheses(up: str) -> list[str]:
-    """Return what the registered runs say of each hypothesis."""
-    lines = [
-        f"| ([rows]({up}results/gap/arms_runs.csv)) | difference, points, 95 % | seeds "
-        "| p, corrected |",
-        "|---|---|---|---|",
-    ]
-    for each, found, p in tested(_accuracy(_runs())):
+    """Return what the registered runs of configs/gap say of each hypothesis."""
+    head = f"[rows]({up}results/gap/arms_runs.csv)"
+    return _verdicts(head, tested(_accuracy(_runs()), HYPOTHESES))
+
+
+def causes(up: str) -> list[str]:
+    """Return what the runs of configs/causes, and those of configs/gap, say of each hypothesis."""
+    head = f"rows: [causes]({up}results/causes/arms_runs.csv), [gap]({up}results/gap/arms_runs.csv)"
+    runs = _runs() + read(RESULTS / "causes/arms_runs.csv")
+    return _verdicts(head, tested(_accuracy(runs), CAUSES))
+
+
+def _verdicts(head: str, found: Sequence[tuple[Hypothesis, Estimate, float]]) -> list[str]:
+    lines = [f"| ({head}) | difference, points, 95 % | seeds | p, corrected |", "|---|---|---|---|"]
+    for each, estimate, p in found:
         against = f" (against {each.margin:+g})" if each.margin else ""
         alone = "" if each.together else " (not corrected)"
         lines.append(
-            f"| {each.name}: `{each.arm}` minus `{each.other}` | {found.mean:+.1f} ± "
-            f"{found.half:.1f} | {found.count} | {shown_p(p)}{against}{alone} |"
+            f"| {each.name}: `{each.arm}` minus `{each.other}` | {estimate.mean:+.1f} ± "
+            f"{estimate.half:.1f} | {estimate.count} | {shown_p(p)}{against}{alone} |"
         )
     return lines
 

@@ -92,7 +92,7 @@ def test_hypotheses_are_tested_by_seed_and_corrected_together():
         "hybrid": {seed: 44.5 + seed + 0.2 * (seed % 3) for seed in seeds},
         "ddp_128": {0: 48.0},  # one seed tells nothing
     }
-    found = {each.name: (i, p) for each, i, p in gap_tables.tested(accuracy)}
+    found = {each.name: (i, p) for each, i, p in gap_tables.tested(accuracy, gap_tables.HYPOTHESES)}
     assert list(found) == ["H1", "H2", "H3, 1 Gb/s", "H4"]
     assert found["H1"][0].mean == pytest.approx(1.96)
     assert found["H2"][0].count == 2
