@@ -62,7 +62,7 @@ from dbsl.run.session import Session
 class Config(BceConfig, *settings_of_extras(), RunConfig):
     """Dual-batch learning with cyclic progressive resizing.
 
-    Lists take commas or spaces. The value unset takes back what a file or a resumed run sets.
+    Lists take commas or spaces. The value unset removes what a file or a resumed run sets.
     """
 
     # --- training

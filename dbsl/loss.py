@@ -71,7 +71,7 @@ def check_free(name: Any, whose: str, taken: Mapping[str, str] = MappingProxyTyp
     holder = {**RESERVED, **taken}.get(name)
     if holder or not isinstance(name, str):
         why = f", which {holder} has" if holder else ""
-        raise SettingError(f"{whose} must have a name of its own, got {name!r}{why}")
+        raise SettingError(f"{whose} must have a unique name, got {name!r}{why}")
 
 
 def _kind(value: Any) -> str:
@@ -128,11 +128,11 @@ class BceConfig:
     """Binary cross-entropy's settings."""
 
     # --- binary cross-entropy
-    # binary cross-entropy instead of cross-entropy: each class is a yes or no of its own
+    # binary cross-entropy instead of cross-entropy: an independent yes or no for each class
     bce_loss: bool = False
-    # more arguments of binary cross-entropy as name=value: target_thresh=0.2, the share of a class
-    # above which it counts as whole, and else as absent (unset: shares stay, as label smoothing and
-    # mixing make them); sum=True adds up the losses of the classes instead of their mean
+    # more arguments of binary cross-entropy as name=value: target_thresh=0.2 (targets above it
+    # become 1, others 0; unset: targets stay as label smoothing and mixing make them) sum=True (sum
+    # over the classes instead of the mean)
     bce_kwargs: Annotated[tuple[str, ...], Needs("bce_loss")] = field(default=(), metadata=PAIRS)
 
     def __post_init__(self) -> None:

@@ -193,7 +193,7 @@ def load_initial(model: nn.Module, file: str, say: Callable[[str], object]) -> N
     model.load_state_dict({n: v for n, v in state.items() if n not in unlike}, strict=False)
     if unlike:
         say(f"new, as {file} has none that fit: {', '.join(n for n in unlike if n in wanted)}")
-    source = f"timm's of {config['architecture']}, as no config.json of it is beside {file}"
+    source = f"timm's of {config['architecture']}, without a config.json of it next to {file}"
     with suppress(SettingError):  # none, or another program's
         saved = read_model_config(Path(file).parent)
         if saved["architecture"] == config["architecture"]:
@@ -436,7 +436,7 @@ def read_model_config(folder: str | Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if missing := [name for name in needed if name not in config]:
-            raise ValueError(f"{path} is no model's, without {missing[0]}")
+            raise ValueError(f"{path} is not a model's: it has no {missing[0]}")
     except (OSError, ValueError) as error:
         raise SettingError(f"folder must hold config.json, got {folder} ({error})") from None
     return config

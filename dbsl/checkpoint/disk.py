@@ -272,7 +272,7 @@ def newest(
         try:
             found.check()
         except CheckpointError as error:
-            warn(f"passed over: {error}")
+            warn(f"skipped: {error}")
             continue
         return found
     return None
@@ -288,7 +288,7 @@ def checkpoints_in(
             complete.append(Found.at(folder))
         except CheckpointError as error:
             if (folder / MANIFEST).exists():
-                warn(f"passed over: {error}")
+                warn(f"skipped: {error}")
     return sorted(complete, key=lambda found: found.manifest.sequence, reverse=True)
 
 

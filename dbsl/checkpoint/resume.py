@@ -95,7 +95,7 @@ def is_finished(found: Found, config: RunConfig) -> bool:
     refuse([(trained > config.epochs, text, config.epochs)])
     # It has ended: it must not be overwritten.
     is_lost = found.folder is None and trained < config.epochs and path.exists()
-    text = "keep_checkpoints must be at least 1 in a run that is to be made longer"
+    text = "keep_checkpoints must be at least 1 to make a run longer"
     refuse([(is_lost, text, f"a finished run without a checkpoint in {run}")])
     return trained == config.epochs
 
@@ -212,7 +212,7 @@ def check_joining(
     process has not found them out yet.
     """
     if code and (files := unlike(job.get(SUMS, {}), code.sums)):
-        raise SettingError(f"code must be that of the job, got another {files} here")
+        raise SettingError(f"code must be that of the job, got a different {files} here")
     listed = [
         f"{name} {as_given(job)} there, {as_given(own)} here"
         for name, (job, own) in changed_settings(job, now).items()
@@ -296,7 +296,7 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             handover = make_handover(saved, _of_all_shards(found, state, config.workers), run)
     own = {name for name, extra in state["extras"].items() if extra}
     if absent := ", ".join(sorted(own - found_extras().keys())):
-        accelerator.print(f"warning: state is dropped of extras that are gone: {absent}")
+        accelerator.print(f"warning: dropped the state of missing extras: {absent}")
     return Resumed(found.folder, manifest.sequence, state, handover)
 
 

@@ -87,7 +87,7 @@ def _meet(timeout_s: float) -> dist.Store | None:
             store.add(start, 1)
         while (came := store.add(start, 0)) < processes:  # one thread answers them all
             waited_s = time.monotonic() - began
-            counted = f"{came} of {processes} processes have come"
+            counted = f"{came} of {processes} processes have connected"
             if waited_s > timeout_s:
                 raise SyncError(f"{counted} within {timeout_s:g} s (--worker-timeout)")
             if waited_s > _QUIET_S and not told:
@@ -98,7 +98,7 @@ def _meet(timeout_s: float) -> dist.Store | None:
         raise
     except RuntimeError as error:
         raise SyncError(
-            f"rank 0 or the launcher ended while {came} of {processes} processes had come"
+            f"rank 0 or the launcher ended while {came} of {processes} processes had connected"
         ) from error
     return store
 
@@ -202,7 +202,7 @@ class RunningJob:
             return Admission(pair, clock, sequence)
         if ending == Ending.FINISHED:
             raise NothingLeft(f"rank {self.rank} joins no more: nothing is left to do: {said}")
-        raise SyncError(f"rank 0 has not taken rank {self.rank} in: {said}")
+        raise SyncError(f"rank 0 has not admitted rank {self.rank}: {said}")
 
 
 def find_running_job() -> RunningJob | None:

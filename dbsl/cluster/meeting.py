@@ -204,7 +204,9 @@ class SimulatedCluster(Cluster):
         try:
             self._drop(worker, worker, "simulated")
         except SettingError as error:
-            raise SyncError(f"worker {worker} was lost, without it is no plan: {error}") from error
+            raise SyncError(
+                f"worker {worker} was lost, and no plan is possible without it: {error}"
+            ) from error
 
     def join(self, worker: int) -> None:
         """Go on with one more worker, unless it is there or the run has nothing left for it."""

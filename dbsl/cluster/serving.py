@@ -373,7 +373,7 @@ class ServingCluster(Cluster):
             self._drop(rank, worker, reason)
         except Exception as error:  # the others cannot carry its share
             self._failure = SyncError(
-                f"rank {rank} was lost ({reason}), and without it there is no plan: {error}"
+                f"rank {rank} was lost ({reason}), and no plan is possible without it: {error}"
             )
             return False
         return True
@@ -391,7 +391,7 @@ class ServingCluster(Cluster):
             if self._stopping or self._interrupted or self._failure:
                 raise SettingError("the job is stopping")
             if self.is_served(rank):
-                raise SettingError(f"another process is heard as rank {rank}")
+                raise SettingError(f"another process already runs as rank {rank}")
             if worker in self.server.members.active:
                 raise NothingLeft(f"worker {worker} has done all its rounds")
             clock = self._take_in(rank, worker)

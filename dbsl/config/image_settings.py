@@ -94,7 +94,7 @@ class ImageConfig:
     # share of the training images to evaluate on instead of the test split, in (0, 1)
     holdout: Annotated[float | None, Within(0, 1, open_low=True, open_high=True), Role.ROUND] = None
     # crop: random crop and flip; paper: flip, rotation and zoom; timm: timm's pipeline, with the
-    # settings below; none: nothing; unset: timm with one of those settings, else crop
+    # settings below; none: unchanged; unset: timm with one of those settings, else crop
     augment: Augment | None = None
     # processes that decode large images; unset: by the cores; 0: none
     loader_workers: Annotated[Number | None, Role.FREE | Role.NODE] = None
@@ -117,9 +117,8 @@ class ImageConfig:
     crop_pct: Annotated[float | None, Within(0, 1, open_low=True)] = None
     # how evaluation images are resized; unset: bilinear
     interpolation: Interpolation | None = None
-    # means of red, green and blue in [0, 1], or one for all; unset: those of the weights that are
-    # started from; else the training images' own where they stay on the device (see --crop-pct);
-    # else ImageNet's
+    # means of red, green and blue in [0, 1], or one for all; unset: those of the initial weights;
+    # else the training images' own where they stay on the device (see --crop-pct); else ImageNet's
     mean: Annotated[tuple[float, ...] | None, Within(0, 1, lengths=(1, 3))] = None
     # standard deviations of red, green and blue in (0, 1], or one for all; unset: as with --mean
     std: Annotated[tuple[float, ...] | None, Within(0, 1, open_low=True, lengths=(1, 3))] = None

@@ -156,7 +156,7 @@ def _read_flags(cls: type, flags: Sequence[str], prog: str = "") -> dict[str, An
     for flag in flags:
         if not flag.startswith("--"):
             if taker is None:
-                raise SettingError(f"values must come behind a flag that takes them, got {flag!r}")
+                raise SettingError(f"values must follow a flag that takes them, got {flag!r}")
             found[taker][-1].append(flag)
         else:
             given, equals, value = flag[2:].partition("=")
@@ -347,7 +347,7 @@ def run_folder_of(resume: str, output_dir: str | None) -> Path:
         got = resume if Path(resume).exists() else f"{resume}, which does not exist"
         raise SettingError(f"resume must be auto, a run folder or a checkpoint in one, got {got}")
     if output_dir is not None and Path(output_dir).resolve() != folder.resolve():
-        must = f"output_dir must be left out or {folder}, where the run goes on"
+        must = f"output_dir must be left out or {folder}, where the run continues"
         raise SettingError(f"{must}, got {output_dir}")
     return folder
 

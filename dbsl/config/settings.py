@@ -83,8 +83,8 @@ class LrKwargs(TypedDict, total=False):
 class TrainingConfig(ImageConfig):
     """What is trained, in which batches and for how long, and how workers meet."""
 
-    # how often an epoch has each of its images, in a row and with another augmentation each time;
-    # the number of samples stays, so that an epoch has fewer images
+    # times that an epoch repeats each of its images in a row, augmented differently; the number of
+    # samples stays, so an epoch has fewer images
     aug_repeats: Annotated[
         Count, Role.ORDER | Role.DATA, Excludes(augment="none", why=": copies are equal")
     ] = 1
@@ -92,18 +92,19 @@ class TrainingConfig(ImageConfig):
     mixup: Annotated[Amount, Role.DATA] = 0.0  # alpha of mixup, say 0.2; 0: off
     # alpha of CutMix, say 1.0; 0: off; with --mixup, each batch gets one of the two
     cutmix: Annotated[Amount, Role.DATA] = 0.0
-    # more arguments of timm's Mixup as name=value: prob=1 switch_prob=0.5 (of CutMix where both are
-    # on) mode=batch (pair, elem: what one mixing is drawn for) cutmix_minmax=0.2,0.8 (sides of
-    # CutMix's area over the image's; it replaces --cutmix); off_epoch=90: none from there on
+    # more arguments of timm's Mixup as name=value: prob=1 switch_prob=0.5 (probability of CutMix if
+    # both are on) mode=batch (or pair, elem: one draw per batch, pair or image)
+    # cutmix_minmax=0.2,0.8 (range of CutMix's sides over the image's; replaces --cutmix)
+    # off_epoch=90 (first epoch without mixing)
     mixup_kwargs: Annotated[tuple[str, ...], Role.DATA] = field(default=(), metadata=PAIRS)
     # --- model
     # timm name, local-dir:FOLDER or hf-hub:USER/NAME; the last two start from its weights
     model: Annotated[str, Role.STEP | Role.SOLVED] = "resnet18"
     # start from timm's weights of the model; they are downloaded unless cached
     pretrained: Annotated[bool, Role.MODEL] = False
-    # file of weights to start from, of safetensors or torch; the classifier, and a stem for small
-    # images, are new where theirs do not fit. Images are normalised as the config.json beside the
-    # file says, else as timm's weights of the model are; --mean and --std win
+    # file of initial weights (safetensors or torch); a classifier or small-image stem that does not
+    # fit is new. Images are normalised as the config.json next to the file says, else as timm's
+    # weights of the model; --mean and --std win
     initial_checkpoint: Annotated[str | None, Role.MODEL, Excludes("pretrained")] = None
     # more arguments of timm's model as name=value: drop_path_rate=0.1 (stochastic depth)
     # drop_block_rate=0.1 global_pool=avg bn_eps=1e-3 init_values=1e-6
@@ -119,11 +120,11 @@ class TrainingConfig(ImageConfig):
     momentum: BelowOne = 0.9
     weight_decay: Amount = 5e-4  # weight decay; biases and norms have none
     # more arguments of timm's optimizer as name=value: eps=1e-8 betas=0.9,0.95 amsgrad=True;
-    # layer_decay=0.75, a factor on the learning rate from layer to layer down, at least
-    # layer_decay_min_scale=0.1
+    # layer_decay=0.75 (each layer's learning rate over that of the layer above)
+    # layer_decay_min_scale=0.1 (least factor of a layer)
     opt_kwargs: Annotated[tuple[str, ...], Role.STEP] = field(default=(), metadata=PAIRS)
-    # bound of gradient clipping, right before each optimizer step; unset: none. gradient_norm in
-    # metrics.jsonl is the norm before it
+    # bound of gradient clipping before each optimizer step; unset: no clipping. gradient_norm in
+    # metrics.jsonl is the norm before clipping
     clip_grad: Annotated[
         Positive | None, Role.STEP, Excludes(push="gradients", sync=("ssp", "asp"), why=_IN_PARTS)
     ] = None
@@ -138,7 +139,8 @@ class TrainingConfig(ImageConfig):
         Role.WORKERS | Role.SPLIT | Role.ROUND | Role.TIMED,
         Derived(PROCESSES, "dedicated_server", UNLIKE),
     ] = None
-    # share of workers on the small batch, in [0, 1]
+    # share of workers on the small batch, in [0, 1]; rounded to whole workers, at least one if
+    # above 0
     small_ratio: Annotated[Share, _NO_JOINTLY] = 0.0
     # number of workers on the small batch; wins over --small-ratio
     small_workers: Annotated[
@@ -147,7 +149,7 @@ class TrainingConfig(ImageConfig):
         Derived("small_ratio", "workers"),
         _NO_JOINTLY,
     ] = None
-    # how much longer an epoch may take with small batches than with large ones alone: a ratio k > 1
+    # time that an epoch of dual batch may take, over that of all-large workers: a ratio k > 1
     time_ratio: Annotated[float, Within(1, open_low=True), Role.PLAN | Role.SOLVED] = 1.05
     # share of samples trained in small batches, in (0, 1); replaces --time-ratio
     small_share: Annotated[Positive | None, Role.PLAN | Role.SOLVED] = None
@@ -228,8 +230,8 @@ class TrainingConfig(ImageConfig):
     # format of what workers send. Rounds take bf16, int8, int4 or int2. --sync step takes bf16, fp16
     # or powersgd:RANK[:STEPS], PowerSGD of that rank after STEPS steps in float32
     wire: str = "float32"
-    # give each joint step the whole global batch, and leave out the samples of an epoch that are
-    # too few for another; else an epoch's steps have equal sizes, at most the global batch
+    # give each joint step the whole global batch, and leave out an epoch's last samples if they do
+    # not fill one; otherwise the steps of an epoch have equal sizes, at most the global batch
     drop_last: Annotated[bool, Role.PLAN, _JOINTLY] = False
     # batch-norm statistics over the global batch, with --sync step on GPUs
     sync_batch_norm: Annotated[
@@ -265,8 +267,8 @@ class TrainingConfig(ImageConfig):
     # --- schedule
     # passes over the training data; all workers share each pass
     epochs: Annotated[int, Within(1, 10**6)] = 20
-    # image sides in pixels, ascending, as --schedule has them; one trains at that alone; unset: 3/4
-    # of the images' own side, then all of it; 160 and 224 where sides differ
+    # image sides in pixels, ascending; --schedule says when each is used; unset: 3/4 of the images'
+    # side and the whole side, or 160 and 224 if sides differ
     resolutions: Annotated[
         tuple[int, ...] | None,
         Role.PLAN | Role.ROUND | Role.TIMED,
@@ -280,10 +282,10 @@ class TrainingConfig(ImageConfig):
     # learning rate of the first stage; unset: 0.1 for SGD, else the optimizer's own (adamw 0.001)
     lr: Annotated[Positive | None, Derived("optimizer")] = None
     # samples per step that --lr was chosen for, for example a recipe's. A run with other batches
-    # keeps --lr and prints what timm's rule would make it; unset: nothing is printed
+    # keeps --lr and prints the rate by timm's rule; unset: prints nothing
     lr_batch_size: Annotated[Count | None, Role.FREE] = None
     # how the learning rate falls: at milestones (step), along a cosine (cosine), or as a power of
-    # what is left of the run (poly)
+    # the remaining run (poly)
     lr_schedule: LrSchedule = "step"
     # scale a worker's learning rate by batch / large batch (linear), or its square root (sqrt)
     lr_scaling: Annotated[LrScaling, _NO_JOINTLY] = "none"
@@ -296,12 +298,13 @@ class TrainingConfig(ImageConfig):
     warmup_epochs: Annotated[Amount | None, Derived("epochs")] = None
     # learning rate that cosine and poly end at
     min_lr: Annotated[Amount, Needs(lr_schedule=("cosine", "poly"))] = 0.0
-    # more arguments of timm's schedulers as name=value: warmup_lr, where the warm-up starts (unset:
-    # lr/100); warmup_prefix=False: cosine and poly begin with the warm-up, not after it;
-    # cooldown_epochs, the last ones, at --min-lr; k_decay, above 1 for a later fall; power of poly
+    # more arguments of timm's schedulers as name=value: warmup_lr (start of the warm-up; unset:
+    # lr/100) warmup_prefix=False (cosine and poly begin with the warm-up, not after it)
+    # cooldown_epochs (last epochs, at --min-lr) k_decay (above 1: a later fall) power (exponent of
+    # poly)
     lr_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
-    # when workers clear their optimizer's state: never, where a stage or its resolution begins
-    # (stage), or before every round (round)
+    # when workers clear their optimizer's state: never, when a stage or resolution begins (stage),
+    # or before every round (round)
     reset_momentum: Annotated[ResetMomentum, Excludes(push="gradients")] = "never"
 
     @property
@@ -343,14 +346,13 @@ class MachineConfig:
     # --- machine
     # seed of everything random: split, order, weights, dropout
     seed: Annotated[int, Within(0, 2**63 - 1), Role.ORDER] = 0
-    # threads of torch; unset: this process's part of the cores, at most OMP_NUM_THREADS; a 1 there
-    # counts only if the launcher was started with it, because launchers set 1 themselves
+    # torch's threads; unset: this process's part of the cores, at most OMP_NUM_THREADS, unless the
+    # launcher itself set that to 1
     cpu_threads: Annotated[
         int | None, Within(1, 1024), Role.NODE | Role.TIMED, Derived(PROCESSES, NODES)
     ] = None
-    # precision of forward passes; auto: what accelerate launch was asked for, else bf16 where the
-    # device computes it natively, else no; no: float32, where PyTorch lets convolutions on CUDA use
-    # TF32, but not matrix products
+    # precision of forward passes; auto: as accelerate launch says, else bf16 if the device computes
+    # it natively, else no; no: float32, with TF32 in convolutions on CUDA
     mixed_precision: Annotated[
         Precision,
         Role.STEP,
@@ -368,14 +370,15 @@ class RunConfig(MachineConfig, TrainingConfig):
     """Everything that `dbsl` reads; train.py adds what it alone reads."""
 
     # --- run
-    # steps of a worker between its lines of loss, speed and gradient norm in metrics.jsonl; 0: none
+    # steps of a worker between two lines of its loss, speed and gradient norm in metrics.jsonl; 0:
+    # no lines
     log_every: Annotated[Number, Role.FREE] = 50
     # epochs (2) or minutes (10m) between checkpoints; 0: only at the end, or when stopped
     checkpoint_every: Annotated[int | str, Role.FREE] = "10m"
     # number of newest checkpoints to keep; 0: one while the run lasts, none after it
     keep_checkpoints: Annotated[Number, Role.FREE] = 2
-    # run folder or checkpoint to go on from, or the URL of a mirror, which is pulled into a new run
-    # folder; auto: --output-dir, if it has a run, else --mirror, if that has one
+    # run folder or checkpoint to resume, or the URL of a mirror to copy into a new run folder;
+    # auto: --output-dir, if it has a run, else --mirror, if that has one
     resume: Annotated[str | None, Role.FREE | Role.COMMAND] = None
     # allow --resume with settings that change what is trained
     allow_config_change: Annotated[bool, Role.FREE | Role.COMMAND] = False
@@ -385,14 +388,14 @@ class RunConfig(MachineConfig, TrainingConfig):
     eval_only: Annotated[bool, Role.COMMAND] = False
     # rounds that may be refused because loss or weights are not finite
     max_bad_rounds: Annotated[Number, Role.FREE] = 10
-    # use torch.compile; graphs for all batch sizes are made before training
+    # use torch.compile, and compile for all batch sizes before training
     compile: Annotated[
         bool,
         Role.STEP,
         Excludes("sync_batch_norm", why=": processes would wait while each compiles its own steps"),
         Excludes("balance", why=", which changes batch sizes: each would be compiled"),
     ] = False
-    # run folder, a new one; unset: runs/<dataset>-<model>-<time>
+    # new run folder; unset: runs/<dataset>-<model>-<time>
     output_dir: Annotated[str | None, Role.FREE | Role.COMMAND] = None
     # what a run found out, as its config.yaml has it; no flag
     resolved: Annotated[Mapping[str, Any], Role.FREE | Role.COMMAND | Role.NODE] = field(

@@ -465,7 +465,7 @@ def _check_saved(folder: Path) -> None:
         state = json.loads((split / "state.json").read_text(encoding="utf-8"))
         for file in [split / entry["filename"] for entry in state["_data_files"]]:
             if not os.path.abspath(file).startswith(inside):
-                raise SettingError(f"its data files must lie inside the folder, got {file}")
+                raise SettingError(f"its data files must be inside the folder, got {file}")
 
 
 def _digits() -> datasets.Dataset:
@@ -531,7 +531,7 @@ def _with_labels(path: str, images: Mapping[str, Sequence[Path]]) -> list[str]:
     if len(depths[train]) > 1 or len({folder.name for folder in folders}) < 2:
         raise SettingError(
             "it must have a folder of images for each of two classes or more, or a metadata.csv "
-            f"beside the images, with the columns {_COLUMNS}, but has training images in "
+            f"next to the images, with the columns {_COLUMNS}, but has training images in "
             f"{' and '.join(map(str, dict.fromkeys((folders[0], folders[-1]))))}"
         )
     labelled = [name for name in images if depths[name] == depths[train]]

@@ -207,7 +207,7 @@ class ImageSplit:
         roots += [datasets.config.HF_CACHE_HOME, datasets.config.HF_DATASETS_CACHE]
         place = os.path.abspath(path.rpartition("::")[2].removeprefix("file://"))
         if not any(place.startswith(os.path.join(os.path.abspath(r), "")) for r in roots):
-            raise SettingError(f"path must lie inside the dataset's folder, got {path}")
+            raise SettingError(f"path must be inside the dataset's folder, got {path}")
 
     def __getitem__(self, request: Request) -> Loaded:
         """Return a batch: images, uint8 [b, 3, R, R], their places in it, int64 [b], and bad rows.

@@ -66,9 +66,9 @@ class ChartSettings(RunConfig):
     """Which trackers."""
 
     # --- run
-    # trackers of the run, with commas between: any that Accelerate knows and that is installed
-    # (wandb, tensorboard, trackio, mlflow, comet_ml, aim, clearml, dvclive, swanlab), all of those,
-    # or none; wandb works offline without a login or a network
+    # comma-separated trackers that Accelerate knows and that are installed (wandb, tensorboard,
+    # trackio, mlflow, comet_ml, aim, clearml, dvclive, swanlab), all of those, or none; wandb works
+    # offline without a login or a network
     report_to: Annotated[str, Role.FREE] = "wandb"
 
 

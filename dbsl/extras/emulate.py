@@ -44,7 +44,8 @@ class EmulateSettings(RunConfig):
     link_gbps: Annotated[float | None, Within(1e-6)] = None
     # delay of a message, milliseconds; with --link-gbps
     link_ms: Annotated[float, Within(0), Needs("link_gbps")] = 0.0
-    # share of a joint step's computing that gradients travel behind, in [0, 1]; with --link-gbps
+    # share of a joint step's computing that hides its exchange of gradients, in [0, 1]; with
+    # --link-gbps
     link_overlap: Annotated[float, Within(0, 1), Needs("link_gbps", sync="step")] = 0.0
 
 

@@ -26,8 +26,8 @@ from dbsl.run.folder import RESULTS, settings_in
 huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
 
 CARD = "README.md"
-_LOAD = """To read the model (up to 64 px a ResNet has a 3x3 stem, which `load_model` knows of; \
-else `timm.create_model('local-dir:{name}', pretrained=True)` does, too):
+_LOAD = """To read the model (`timm.create_model('local-dir:{name}', pretrained=True)` works too, \
+except for a ResNet up to 64 px, whose 3x3 stem only `load_model` knows):
 
 ```python
 from dbsl.model import load_model
@@ -81,7 +81,7 @@ class Hub(Extra):
                     hub.create_repo(repo_id, exist_ok=True)
                 except Exception as reason:  # network, hub or name: many types
                     raise SettingError(
-                        f"push_to_hub must be a repository that can be made, got {repo_id} "
+                        f"push_to_hub must be a repository that can be created, got {repo_id} "
                         f"({in_line(reason)})"
                     ) from reason
 

@@ -280,8 +280,8 @@ class RunLog:
         if self._normalises and least < min(_FEW, max(s for s in sizes if s < math.inf)):
             self._normalises = False
             self._say(
-                f"warning: worker {sizes.index(least)} has batches of {least}, of which batch norm "
-                "has no good statistics; --min-batch-size 8 plans larger ones"
+                f"warning: worker {sizes.index(least)} has batches of {least}, too few for batch "
+                "norm's statistics; --min-batch-size 8 plans larger ones"
             )
         stage, before = self._run.stage_at(epoch), self._plan_at(epoch)
         resolution = stage.resolution

@@ -155,7 +155,7 @@ class StepMeter:
         """Go on from what `state_dict` returned."""
         before, now = (", ".join(names) or "none" for names in (state["figures"], self._figures))
         if before != now:
-            must = f"loss_function must give the figures of before ({before})"
+            must = f"loss_function must return the same figures as before ({before})"
             raise SettingError(f"{must}, got {now}")
         self.take_over(state)
         for worker, window in state["windows"].items():

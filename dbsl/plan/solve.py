@@ -253,7 +253,7 @@ class _DualBatch:
             if not rules.clamp:
                 raise NoPlanError(bound)
             batch, published = least, None
-            self.notes.append(f"{bound}; taken as {batch}, samples moved to finish together")
+            self.notes.append(f"{bound}; set to {batch}, samples moved so that all finish together")
         if batch > NEARLY_LARGE * limit:
             self.notes.append(_nearly_large(model, batch, limit))
         return batch, published

@@ -106,7 +106,7 @@ def unused_resolutions(
     why = {
         "cyclic": f"every learning-rate stage is shorter than {len(resolutions)} epochs",
         "progressive": f"the run is shorter than {len(resolutions)} epochs",
-        "fixed": "schedule fixed uses the highest resolution alone",
+        "fixed": "schedule fixed uses only the highest resolution",
     }[schedule]
     return f"no epoch is at {' and '.join(unused)} px: {why}"
 

@@ -146,7 +146,7 @@ class Profiler:
             try:
                 write_profiles(self.path, self.spec.setup, self._known)
             except OSError as error:
-                logger.warning("step times are not kept for the next run (%s)", error)
+                logger.warning("step times were not saved for the next run (%s)", error)
         return replace(profile, memory=self._for_now(profile.memory))
 
     def _for_now(self, memory: MemoryModel | None) -> MemoryModel | None:

@@ -127,7 +127,7 @@ class RunFolder:
         if not self.path.is_dir():
             raise SettingError(f"output_dir must be a folder, got file {self.path}")
         inside = {entry.name for entry in self.path.iterdir()} - {LOCK}
-        hint = "; --resume auto goes on with the run in it" * ("config.yaml" in inside)
+        hint = "; --resume auto continues the run in it" * ("config.yaml" in inside)
         got = f"{self.path}, which exists{hint}"
         refuse([(new and inside, "output_dir must be a new folder", got)])
         lock = self.path / LOCK

@@ -88,7 +88,7 @@ class Stopping:
 
     def _say(self, name: str) -> None:
         # Not print: the signal may have come in the middle of one.
-        os.write(2, f"{name}: {self._then}; once more to end\n".encode())
+        os.write(2, f"{name}: {self._then}; repeat to end now\n".encode())
 
     def _tell(self, hears: socket.socket, own: set[int]) -> None:
         # The main thread may be anywhere, also inside a lock that a listener takes.

@@ -75,11 +75,11 @@ def launch_all(
         launch, status = runs.failed[0]
         where = f"{launch.folder}.log" if jobs > 1 else "above"
         raise SettingError(
-            f"every run must end well, got status {status} of {launch.folder} (see {where}); "
-            "the same command goes on"
+            f"every run must end with status 0, got status {status} of {launch.folder} (see "
+            f"{where}); repeat the command to continue"
         )
     if any(statuses) or None in statuses:
-        raise RunStopped("stopped; the same command goes on")
+        raise RunStopped("stopped; repeat the command to continue")
 
 
 @cache

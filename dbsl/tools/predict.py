@@ -1,4 +1,4 @@
-"""Classes of images by a trained model: ``python -m dbsl.predict runs/x photo.jpg folder/``."""
+"""Classify images with a trained model: ``python -m dbsl.predict runs/x photo.jpg folder/``."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(
         "python -m dbsl.predict",
         description=f"{__doc__.split(':')[0]}. An image that cannot be read is named in a warning "
-        "and left out. The status is 1 if you have named that image (and not its folder), or if no "
-        "image is left.",
+        "and left out. The exit status is 1 if you named that image itself, not its folder, or if "
+        "no image is left.",
     )
     parser.add_argument("run", type=Path, help="run folder, checkpoint or downloaded model")
     parser.add_argument("images", type=Path, nargs="+", help="image files, or folders of them")
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.best and arguments.ema:
         raise SettingError("best must not be given with ema, got both")
     if arguments.csv and not os.access(arguments.csv.parent, os.W_OK):
-        raise SettingError(f"csv must lie in a folder that can be written, got {arguments.csv}")
+        raise SettingError(f"csv must be in a folder that can be written, got {arguments.csv}")
     files, status, rows = image_files(arguments.images), 0, []
     for file, found in predict(arguments.run, files, best=arguments.best, ema=arguments.ema):
         if isinstance(found, str):

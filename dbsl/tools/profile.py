@@ -41,13 +41,14 @@ class _Arguments:
     momentum: float = 0.9
     # weight decay of the optimizer; only whether it is 0 changes the step
     weight_decay: float = 5e-4
-    clip_mode: ClipMode | None = None  # measure steps that clip gradients so; unset: they do not
-    # samples that are computed at once at most; unset: whole batches
+    # clip gradients like this in the measured steps; unset: no clipping
+    clip_mode: ClipMode | None = None
+    # most samples on the device at once; unset: the whole batch
     micro_batch_size: _Two | None = None
     held_out: tuple[int, ...] = ()  # batch sizes to measure but leave out of the fit, as a check
     # precision of forward passes; auto: bf16 where the device computes it natively, else no
     mixed_precision: Precision = "auto"
-    compile: bool = False  # measure the model as torch.compile makes it
+    compile: bool = False  # measure the model with torch.compile
     cpu_threads: int | None = None  # threads of torch; unset: all cores, or OMP_NUM_THREADS
     profile_seconds: Positive = 30.0  # seconds to measure for, all resolutions together
     profile_refresh: bool = False  # measure even if the cache has the times

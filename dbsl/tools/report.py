@@ -1,4 +1,4 @@
-"""A finished run's pictures and model card, once more: ``python -m dbsl.report runs/x``."""
+"""Draw a finished run's pictures and card again: ``python -m dbsl.report runs/x``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Report on a run."""
     parser = argparse.ArgumentParser("python -m dbsl.report", description=__doc__.split(":")[0])
     parser.add_argument("run", type=Path, help="folder of a finished run")
-    parser.add_argument("--report-to", help="trackers to send the run to, with commas between")
+    parser.add_argument("--report-to", help="comma-separated trackers to send the run to")
     arguments = parser.parse_args(argv)
     report(arguments.run, arguments.report_to)
 

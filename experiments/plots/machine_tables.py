@@ -245,8 +245,8 @@ def uneven(up: str) -> list[str]:
         f"{fixed(even_dbs['changes_in_50_median'], 0)} changes) |",
         "| disturbance test, four workers slowed 3x at random, 3 seeds, a model without batch norm "
         f"([disturbed.csv]({up}results/disturbed.csv)) | time {time(group)}, last loss "
-        f"{loss(group, 2)} (95 %) against {fixed(group_equal['last_loss'], 3)}: no difference seen, "
-        "and a wide interval |",
+        f"{loss(group, 2)} (95 %) against {fixed(group_equal['last_loss'], 3)}: no difference "
+        "seen, and a wide interval |",
         "| the same, a model with batch norm and 16 samples a worker at first | time "
         f"{time(batch)}, but accuracy {percent(batch['accuracy'])[:-2]} instead of "
         f"{percent(batch_equal['accuracy'])}: see batch norm below |",

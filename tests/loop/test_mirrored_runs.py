@@ -196,7 +196,7 @@ def test_a_mirror_on_s3(tmp_path, s3, capsys, unbroken):
     fs.rm_file(f"bucket/runs/x/checkpoints/epoch-0003/{MANIFEST}")
     resume(url, tmp_path / "again")
     said = capsys.readouterr().out
-    assert re.search(r"passed over: .*/epoch-0003 is damaged: a file is missing", said)
+    assert re.search(r"skipped: .*/epoch-0003 is damaged: a file is missing", said)
     assert fingerprint(tmp_path / "run") == fingerprint(tmp_path / "again") == unbroken
     with pytest.raises(ValueError, match=r"mirror must be a URL that can be written, got s3://no"):
         run(tmp_path / "other", mirror="s3://nobody/x")

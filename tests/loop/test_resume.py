@@ -290,7 +290,7 @@ def test_a_changed_setting_is_listed_and_needs_consent_if_it_changes_the_trainin
     left = {name: extra for name, extra in found_extras().items() if name != "noise"}
     monkeypatch.setattr(resume, "found_extras", lambda: left)  # its file is not there any more
     run(folder, **again, allow_config_change=True)
-    assert "warning: state is dropped of extras that are gone: noise\n" in capsys.readouterr().out
+    assert "warning: dropped the state of missing extras: noise\n" in capsys.readouterr().out
     assert {e["learning_rate"] for e in rounds_of(folder) if e["epoch"] == 2} == {0.002}
     assert (folder / "checkpoints/epoch-0003.old").is_dir()
 

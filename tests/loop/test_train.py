@@ -447,7 +447,7 @@ REFUSED = [
     (["--lr"], "--lr must be a number, got nothing"),
     (["--small_workers", "x"], "--small-workers must be a whole number, got 'x'"),
     (["--resolutions", "24,x"], "--resolutions must be whole numbers, got '24,x'"),
-    (["--compile", "yes"], "values must come behind a flag that takes them, got 'yes'"),
+    (["--compile", "yes"], "values must follow a flag that takes them, got 'yes'"),
     (["--batch-size=3"], f"{HELP}, got --batch-size, which is --large-batch-size or --local-b"),
     (["--class_weights", "1"], f"{HELP}, got --class-weights, which is a line of loss_function"),
 ]
@@ -547,7 +547,7 @@ def test_help_is_grouped_and_every_flag_explains_itself(capsys, monkeypatch):
         assert len(flags) == 1, name
     assert "--resolved" not in text
     words = " ".join(text.split())
-    assert "--small-ratio X share of workers on the small batch, in [0, 1] (default: 0.0)" in words
+    assert "--small-ratio X share of workers on the small batch, in [0, 1];" in words
     assert "--large-batch-size N,..|auto samples per step" in words
     assert "--merge mean|delta|ratio|half merge rule" in words
     assert "{None}" not in words

@@ -110,7 +110,7 @@ def test_a_second_process_of_a_rank_that_is_heard_is_refused(start):
     other = start(first, 1, "asp", 3, until=asked)
     said = start(ask_when_open, 1)()
     asked.set()
-    refused = "error: rank 0 has not taken rank 1 in: another process is heard as rank 1\n"
+    refused = "error: rank 0 has not admitted rank 1: another process already runs as rank 1\n"
     assert said.startswith(refused)
     assert server()[0] == other()[0] == [0, 1, 2]
 
@@ -185,7 +185,7 @@ def test_a_process_whose_connection_is_slow_still_finds_the_job(store, monkeypat
 @pytest.mark.parametrize(
     ("reason", "error", "said"),
     [
-        (SettingError("no plan"), SyncError, "rank 0 has not taken rank 1 in: no plan"),
+        (SettingError("no plan"), SyncError, "rank 0 has not admitted rank 1: no plan"),
         (NothingLeft("the end"), NothingLeft, "rank 1 joins no more: nothing is left"),
     ],
 )

@@ -297,7 +297,7 @@ def test_one_traceback_tells_of_a_bug_that_several_ranks_meet_and_no_signal_foll
         assert stopped.wait() == 0
         return stopped.stderr
 
-    assert stop() == "SIGTERM: finishing the step and saving; once more to end\n"
+    assert stop() == "SIGTERM: finishing the step and saving; repeat to end now\n"
     errors = (KeyError("bug"), KeyError("bug"), SyncError("gone"), ValueError("other"))
     found = [Forked(lambda e=e: failing(e), **place, RANK=str(r)) for r, e in enumerate(errors)]
     assert [process.wait() for process in found] == [1, 1, 2, 1]
@@ -325,7 +325,7 @@ def coming_rank(rank, port, missing):
 
 
 LATE = "within 2 s (--worker-timeout)"
-ENDED = "rank 0 or the launcher ended while 2 of 3 processes had come"
+ENDED = "rank 0 or the launcher ended while 2 of 3 processes had connected"
 NOBODY = f"nothing answers at 127.0.0.1:{{port}}, where rank 0 was to be {LATE}"
 
 
@@ -333,7 +333,7 @@ NOBODY = f"nothing answers at 127.0.0.1:{{port}}, where rank 0 was to be {LATE}"
     ("missing", "said"),
     [
         ((), ["True"] * 3),
-        ((2,), [f"2 of 3 processes have come {LATE}", ENDED, "None"]),
+        ((2,), [f"2 of 3 processes have connected {LATE}", ENDED, "None"]),
         ((0, 1), ["None", "None", NOBODY]),
     ],
 )
@@ -359,7 +359,7 @@ def test_a_process_that_waits_for_many_asks_the_store_one_question_a_look(monkey
     monkeypatch.setattr(dbsl.cluster.launch, "_open_store", lambda *where: store)
     environ(**NOWHERE | {"RANK": 3, "WORLD_SIZE": 256})
     for _ in range(2):  # as where it is launched again
-        with pytest.raises(SyncError, match=r"^1 of 256 processes have come within 0\.2 s"):
+        with pytest.raises(SyncError, match=r"^1 of 256 processes have connected within 0\.2 s"):
             join_processes(0.2, cpu=True)
     assert store.questions < 15  # in six looks
 

@@ -227,7 +227,7 @@ def test_weights_normalise_as_the_config_beside_them_says_else_as_timm(tmp_path,
     cases = [
         (files[0], {}, own, f"{said}, of {run}/config.json"),
         *(
-            (file, {}, halves, f"{timms}, as no config.json of it is beside {file}")
+            (file, {}, halves, f"{timms}, without a config.json of it next to {file}")
             for file in files[1:]
         ),
         (

@@ -86,7 +86,7 @@ def test_what_cannot_be_read_is_named_and_the_other_images_are_classified(
         (["{run}", "{images}", "--top", "11"], "top must be in [1, 10], the classes, got 11"),
         (["{run}", "{images}", "--best"], "folder must hold model_best.safetensors, got"),
         (["{run}", "{images}", "--best", "--ema"], "best must not be given with ema"),
-        (["{run}", "{images}", "--csv", "{empty}/no/x.csv"], "csv must lie in a folder that can"),
+        (["{run}", "{images}", "--csv", "{empty}/no/x.csv"], "csv must be in a folder that can"),
     ],
 )
 def test_bad_input_is_one_line(run_folder, photographs, tmp_path, flags, message):

@@ -70,8 +70,8 @@ class MirrorSettings(RunConfig):
     """Where a copy of the run folder is kept."""
 
     # --- run
-    # URL (s3://bucket/runs/x, gs://, hf://, file:///) that gets a copy of the run folder while the
-    # run goes on; a run that is resumed keeps it; none: not this time
+    # URL (s3://bucket/runs/x, gs://, hf://, file:///) for a copy of the run folder during the run;
+    # a resumed run keeps it; none: no copy this time
     mirror: Annotated[str | None, Role.FREE | Role.COMMAND, Excludes("eval_only")] = None
 
     def __post_init__(self) -> None:
@@ -251,7 +251,7 @@ class Mirror(Extra):
             if not self._cut:
                 tqdm.write(
                     f"warning: {self._bucket.url} could not be written ({in_line(error)}); the run "
-                    "goes on, and the mirror is tried again"
+                    "continues and tries again"
                 )
             self.failures, self._failed, self._cut = self.failures + 1, self._failed + 1, True
             failed = self._failed
@@ -345,7 +345,7 @@ def _claim(
     begun_again = config.resume == "auto" and not there  # it was lost before its first checkpoint
     strange = [n for n in names if not n.startswith(".")] if LISTING not in names else []
     if (others and not begun_again) or (strange and not there):
-        what = f"another run (--resume {url} goes on with it)" if others else strange[0]
+        what = f"another run (--resume {url} continues it)" if others else strange[0]
         raise SettingError(f"mirror must be empty or have this run, got {url}, which has {what}")
     sequence = max(passed_over, found.manifest.sequence if found and found.manifest else 0)
     by_name = config.resume is not None and Path(config.resume).parent.name == CHECKPOINTS
@@ -398,7 +398,7 @@ def _pull(url: str, config: RunConfig, say: Callable[[str], Any]) -> str:
                     raise DamagedError(f"{url}/{CHECKPOINTS}/{name} is incomplete: no {LISTING}")
                 tried(_get_checkpoint, bucket, name, listing, into)
             except DamagedError as error:
-                say(f"warning: passed over: {error}")
+                say(f"warning: skipped: {error}")
                 passed_over = max(passed_over, listing.sequence if listing else 0)
                 continue
             tried(_get_results, bucket, listing.run, into / RUN)

@@ -47,11 +47,10 @@ class StreamSettings(ImageConfig):
     """Whether data are read in row groups as they are needed."""
 
     # --- data
-    # GiB of disk for data that may be larger: parquet shards (a folder, a URL or a hub id) are read
-    # by row group into a cache of that size; unset: the whole data set is on the disk
+    # GiB of disk cache for parquet shards (a folder, a URL or a hub id) that may be larger than the
+    # disk; unset: no cache
     cache_gib: Annotated[float | None, Within(0, open_low=True), Role.ORDER | Role.DATA] = None
-    # images that are shuffled together, with --cache-gib; more are shuffled better, and need a
-    # larger cache
+    # images shuffled together, with --cache-gib; more mix better and need a larger cache
     shuffle_block: Annotated[int, Within(1), Role.ORDER | Role.DATA, Needs("cache_gib")] = (
         SHUFFLE_BLOCK
     )

@@ -156,7 +156,7 @@ class ShardedSplit(ImageSplit):
 
     def _check_path(self, path: str) -> None:
         """Refuse an image that lies elsewhere: what a shard names may be any file, or a URL."""
-        raise SettingError("its bytes must lie in the shard")
+        raise SettingError("its bytes must be in the shard")
 
 
 def open_shards(config: ImageConfig, folder: Path, keep: Keep) -> Splits:

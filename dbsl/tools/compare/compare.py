@@ -55,22 +55,22 @@ class CompareConfig:  # every field is a flag, its comment the help
     # YAML files, configs of train.py; each is an arm
     arms: tuple[str, ...] = field(metadata=POSITIONAL)
     seeds: Count = 3  # runs of each arm, with seeds first_seed, first_seed + 1, ...
-    first_seed: int = 0  # tune with other seeds than are reported: 100
+    first_seed: int = 0  # first seed; tune with seeds that you do not report, say 100
     baseline: str | None = None  # arm that the others are compared with; unset: the first
     # accuracy whose time is reported, in (0, 1]; unset: a point below the baseline's last epoch
     target: Annotated[float, Within(0, 1, open_low=True)] | None = None
     # train every arm again, with as many epochs as fit into the baseline's time
     equal_time: bool = False
-    # setting of all arms as name=value, say dataset=FOLDER; may be given again
+    # setting of all arms as name=value, say dataset=FOLDER; may be repeated
     set: tuple[str, ...] = field(default=(), metadata=REPEATED)
-    # values of a setting as name=value,value; makes an arm of each; may be given again
+    # values of a setting as name=value,value; makes an arm of each; may be repeated
     vary: tuple[str, ...] = field(default=(), metadata=REPEATED)
     jobs: Count = 1  # runs at a time
     # folder of the runs; each is in <folder of the arms>-<arm>-s<seed>
     runs_dir: str = "runs"
     # folder of tables and pictures; unset: results/<folder of the arms>
     output_dir: str | None = None
-    report_only: bool = False  # write tables of the finished runs, train nothing
+    report_only: bool = False  # write tables of the finished runs, and train nothing
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -78,7 +78,7 @@ class CompareConfig:  # every field is a flag, its comment the help
         names = [Path(arm).stem for arm in self.arms]
         if not names or len(set(names)) < len(names):
             raise SettingError(
-                f"arms must be one or more YAML files with names of their own, "
+                f"arms must be one or more YAML files with different names, "
                 f"got {', '.join(names) or 'none'}"
             )
         for option in ("set", "vary"):
@@ -354,15 +354,15 @@ def _check_same(arm: Arm, folder: Path) -> None:
     if not folder.exists():
         return
     if not note.exists():
-        raise SettingError(f"runs_dir must have runs of comparisons alone, got {folder}")
+        raise SettingError(f"runs_dir must have only runs of comparisons, got {folder}")
     made = yaml.safe_load(note.read_text(encoding="utf-8")) or {}
     before, now = _alike(made), _alike(arm.settings)
     for key in sorted({*now, *before}):
         if before.get(key) != now.get(key):
             raise SettingError(
                 f"{key} of arm {arm.name} must be {as_given(made.get(key))} as in {note}, or "
-                f"runs_dir another, got {as_given(arm.settings.get(key))}; without {folder} it is "
-                "run again"
+                f"runs_dir another, got {as_given(arm.settings.get(key))}; remove {folder} to run "
+                "it again"
             )
 
 

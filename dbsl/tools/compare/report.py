@@ -55,7 +55,7 @@ def write_comparison(
             shown[f"{arm}{_OF_AVERAGE}"] = of_average
     rows = table(shown, baseline, target)
     if not rows:
-        raise SettingError("arms must have a finished run at least, got none")
+        raise SettingError("arms must have at least one finished run, got none")
     folder.mkdir(parents=True, exist_ok=True)
     made = {"date": date.today().isoformat(), "command": command}
     arms = [
@@ -88,7 +88,7 @@ def _undetected(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     least, most = (f(row["detectable"] for row in unclear) for f in (min, max))
     seeds = " or ".join(str(n) for n in sorted({row["seeds"] for row in unclear}))
     return [
-        f"without *: not told from 0; with {seeds} seeds a difference of {least:.1f} to {most:.1f} "
+        f"without *: not significant; with {seeds} seeds a difference of {least:.1f} to {most:.1f} "
         "points, by arm, would be found in four of five such comparisons"
     ]
 
@@ -250,7 +250,7 @@ def arms_figure(arms: Mapping[str, Sequence[ArmRun]], baseline: str) -> Figure:
     right.set_yticks(range(len(finished)), list(finished))
     right.invert_yaxis()
     label = "accuracy at the last epoch (%):\nmean, 95 % t-interval, single seeds"
-    right.set_xlabel(label + "\ntriangle: the interval goes on beyond what is possible" * goes_on)
+    right.set_xlabel(label + "\ntriangle: the interval extends beyond possible values" * goes_on)
     low, high = right.get_xlim()
     right.set_xlim(max(low, 0.0), min(high, 100.0))
     for axes in (left, right):

@@ -76,7 +76,7 @@ def write_report(
             )
         lines += [
             f"warning: at batch {result.batch_size} the best trial's {', '.join(result.at_edge)} "
-            f"lies {EDGE_RULE}: a wider one may give fewer steps"
+            f"lies {EDGE_RULE}: a wider range may give fewer steps"
             for result in found.values()
             if result and result.at_edge
         ]

@@ -71,7 +71,7 @@ _OF_DATA = [own for own in settings_of_extras() if not issubclass(own, RunConfig
 class StudyConfig(
     *_OF_DATA, MachineConfig, ImageConfig
 ):  # every field is a flag, its comment the help
-    """Count steps to a goal at every batch size; a range is two values, one value is fixed."""
+    """Count steps to a goal at every batch size; a range takes two values; one value is fixed."""
 
     # --- the study
     goal_error: float | None = None  # classification error to fall under, in (0, 1); required
@@ -187,8 +187,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     accelerator = start_accelerator(config.mixed_precision, 60.0)
     if accelerator.num_processes > 1:
         raise SettingError(
-            f"processes must say how many trials run at a time, without a launcher of several, "
-            f"got {accelerator.num_processes} launched"
+            "processes must set the number of trials at a time, without a launcher of several "
+            f"processes, got {accelerator.num_processes} launched"
         )
     config = replace(config, mixed_precision=accelerator.mixed_precision)
     work = _open(config, _load(config, accelerator))
@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         workloads = read_workloads([work.folder / dataset_name(config.dataset)])
         print(write_report(workloads, work.folder, config.goal_error))
         if running := work.claims.running():
-            print(f"{running} trials still run in other processes; the last to end reports them")
+            print(f"{running} trials still run in other processes; the last one writes the report")
 
 
 def _plot(config: StudyConfig) -> None:
@@ -262,7 +262,7 @@ def _run_all(work: _Work, stopping: Stopping) -> None:
 
     def may_go_on() -> None:
         if stopping.reason or (parent and os.getppid() != int(parent)):
-            raise RunStopped("stopped; the same command goes on")
+            raise RunStopped("stopped; repeat the command to continue")
 
     while True:
         may_go_on()
@@ -325,12 +325,12 @@ def _in_processes(
             except subprocess.TimeoutExpired:
                 child.kill()
     if stopping.reason:
-        raise RunStopped("stopped; the same command goes on")
+        raise RunStopped("stopped; repeat the command to continue")
     failed = [child.returncode for child in children if child.returncode]
     if failed:
         raise SettingError(
-            f"all processes must end well, got status {failed[0]} of {len(failed)} (see above); "
-            "the same command goes on"
+            f"all processes must end with status 0, got status {failed[0]} of {len(failed)} (see "
+            "above); repeat the command to continue"
         )
 
 

@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, name, dama
     assert (found.folder.name, found.manifest.sequence) == ("save-000001", 1)
     unseen = name == "manifest.json" and damage in ("link", "remove")
     assert len(warnings) == (not unseen)
-    assert all(line.startswith("passed over: ") and "save-000002" in line for line in warnings)
+    assert all(line.startswith("skipped: ") and "save-000002" in line for line in warnings)
 
 
 @pytest.mark.parametrize("name", ["json", "safetensors", "sums.json"])

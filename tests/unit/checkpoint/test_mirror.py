@@ -226,7 +226,7 @@ def test_a_pull_may_lose_the_connection_at_any_call(tmp_path, calls, capsys, mir
         with pytest.raises(ValueError, match=r"^resume must be a URL that can be read, got .* cut"):
             pull(tmp_path / "never")
     assert not [p for p in tmp_path.iterdir() if "never" in p.name]
-    assert "passed over" not in capsys.readouterr().out
+    assert "skipped" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -268,8 +268,8 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_line(tmp_path, memory, capsy
     else:
         memory.rm_file(f"{newest}/{'mirror.json' if kind == 'listing' else 'run/config.yaml'}")
     assert pull(tmp_path / "pulled") == 1
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if "passed over" in x]
-    assert line.startswith(f"warning: passed over: {URL}/checkpoints/save-000002 is ")
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "skipped" in x]
+    assert line.startswith(f"warning: skipped: {URL}/checkpoints/save-000002 is ")
 
 
 def test_a_url_without_a_whole_checkpoint_cannot_be_resumed(tmp_path, mirrored):
@@ -383,7 +383,9 @@ def test_a_mirror_of_another_run_or_ahead_of_this_one_is_refused(
     before = dict(memory.store)
     other = folder_with(tmp_path / "other", 1)
     for settings in ({}, {"resume": "auto"}):
-        with pytest.raises(ValueError, match=r"which has another run \(--resume memory.* goes on"):
+        with pytest.raises(
+            ValueError, match=r"which has another run \(--resume memory.* continues"
+        ):
             mirror_of(other, **settings)
     old = folder / "checkpoints/save-000001"
     with pytest.raises(ValueError, match=r"mirror must not be ahead of .*, got save-000002 at mem"):

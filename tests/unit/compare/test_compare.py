@@ -263,7 +263,7 @@ def test_runs_have_their_comparison_arm_and_seed_in_trackers(arms, monkeypatch, 
     [
         ("nowhere.yaml", "config must be a readable YAML file, got nowhere.yaml"),
         ("LARGE --set lr", "set must be of the form name=value, got lr"),
-        ("a/x.yaml b/x.yaml", "arms must be one or more YAML files with names of their own"),
+        ("a/x.yaml b/x.yaml", "arms must be one or more YAML files with different names"),
         ("LARGE --baseline y", "baseline must be one of large, got y"),
         ("LARGE --vary lr=0.1,0.1", "vary must have values that differ, got lr=0.1,0.1"),
         ("LARGE --vary lr=1 --set lr=2", "set and vary must give a setting once"),
@@ -271,7 +271,7 @@ def test_runs_have_their_comparison_arm_and_seed_in_trackers(arms, monkeypatch, 
         ("LARGE --vary lrr=1,2", "--lr, got --lrr (arm large-lrr1)"),
         ("LARGE --set momentun=0.5", "--momentum, got --momentun (arm large)"),
         ("LARGE --vary lr=0.1,fast", "--lr must be a number, got 'fast' (arm large-lrfast)"),
-        ("LARGE --report-only", "a finished run at least, got none"),
+        ("LARGE --report-only", "at least one finished run, got none"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_in_one_line(arguments, message, arms, capsys, tmp_path):
@@ -315,7 +315,7 @@ def test_equal_time_trains_again_with_other_epochs_and_moved_milestones(
         ({}, ["--set", "lr=0.5"], "lr of arm large must be unset as in .*large-s0.arm.yaml"),
         ({}, ["--set", "large_batch_size=4"], "large_batch_size of arm large must be 8 as in"),
         ({"momentum": 0.5}, [], "momentum of arm large must be 0.5 as in"),
-        (None, [], r"must have runs of comparisons alone, got .*large-s0"),
+        (None, [], r"must have only runs of comparisons, got .*large-s0"),
     ],
 )
 def test_runs_of_other_settings_are_not_taken_for_the_arms(arms, tmp_path, noted, options, message):

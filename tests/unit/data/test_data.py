@@ -429,7 +429,10 @@ def test_an_unlabelled_test_folder_is_left_out(tmp_path, caplog, val, test):
         (["train/cat/1.jpg", "train/cat/2.jpg"], r"has training images in .*/train/cat\)$"),
         (["cat/1.jpg", "cat/2.jpg"], r"has training images in .*/cat\)$"),
         (["1.jpg", "2.jpg"], r"has training images in .*/set\)$"),
-        (["train/1.jpg", "metadata.csv"], r"metadata.csv beside the images, .* in .*/set/train\)$"),
+        (
+            ["train/1.jpg", "metadata.csv"],
+            r"metadata.csv next to the images, .* in .*/set/train\)$",
+        ),
         (["images/1.jpg", "train.csv"], "a column of images, got columns 'id' .*'label'"),
         (["train/cat/1.jpg", "train/dog/x/1.jpg"], r"in .*/train/cat and .*/train/dog/x\)$"),
     ],
@@ -768,7 +771,7 @@ def test_a_table_cannot_name_files_outside_of_its_folder(tmp_path, path):
     if "inside" in path:
         assert len(load(tmp_path / "set/train.parquet").train) == 16
         return
-    with pytest.raises(ValueError, match=r"path must lie inside the dataset's folder, got"):
+    with pytest.raises(ValueError, match=r"path must be inside the dataset's folder, got"):
         load(tmp_path / "set/train.parquet")
 
 
@@ -777,7 +780,7 @@ def test_a_saved_dataset_cannot_name_files_outside_of_its_folder(tmp_path):
         save(tmp_path / name, train=make_table([flat_image(0)] * 4))
     state = tmp_path / "set/train/state.json"
     state.write_text(state.read_text().replace('"data-', '"../../other/train/data-'))
-    with pytest.raises(ValueError, match="its data files must lie inside the folder"):
+    with pytest.raises(ValueError, match="its data files must be inside the folder"):
         load(tmp_path / "set")
 
 

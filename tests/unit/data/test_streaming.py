@@ -350,7 +350,7 @@ def test_a_bad_image_is_left_out_and_one_that_lies_elsewhere_is_not_read(shards,
         read_all(source, 16)
     bad = data.train.bad | data.evaluation.bad
     assert sorted(bad) == [2, 9]
-    assert bad[9] == "its bytes must lie in the shard"
+    assert bad[9] == "its bytes must be in the shard"
     assert "row group 1 of" in caplog.text
 
 

@@ -90,7 +90,7 @@ def test_a_finished_run_is_pushed_with_a_card_that_has_its_numbers(hub, tmp_path
 @pytest.mark.parametrize(
     ("broken", "name", "why"),
     [
-        ("create_repo", "someone/model", r"that can be made, got someone/model \("),
+        ("create_repo", "someone/model", r"that can be created, got someone/model \("),
         (None, "google/vit", r".*, got google/vit \(this user writes to someone, us\)"),
     ],
 )

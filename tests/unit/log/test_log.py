@@ -409,7 +409,7 @@ def test_a_batch_that_balance_made_too_small_for_batch_norm_is_told_once(
         for size in (3, 2):
             small = replace(first, local_batch_size=size)
             log.plan(0, 1, replace(PLANS[24], workers=(small, *others)))
-    told = "warning: worker 0 has batches of 3, of which batch norm has no good statistics"
+    told = "warning: worker 0 has batches of 3, too few for batch norm's statistics"
     printed = capsys.readouterr().out
     assert (printed.count(told), printed.count("batch norm")) == (normalises, normalises)
 

@@ -28,7 +28,7 @@ def rows(stages):
         ("cyclic", 2, "no epoch is at 32 px: every learning-rate stage is shorter than 2 epochs"),
         ("progressive", 2, None),
         ("progressive", 1, "no epoch is at 32 px: the run is shorter than 2 epochs"),
-        ("fixed", 9, "no epoch is at 32 px: schedule fixed uses the highest resolution alone"),
+        ("fixed", 9, "no epoch is at 32 px: schedule fixed uses only the highest resolution"),
     ],
 )
 def test_a_resolution_without_an_epoch_is_named_with_the_reason(schedule, epochs, message):

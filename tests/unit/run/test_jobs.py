@@ -97,7 +97,7 @@ def test_a_signal_stops_all_runs_after_they_have_saved(make, tmp_path, number):
         os.kill(os.getpid(), number)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(RunStopped, match="the same command goes on"):
+    with pytest.raises(RunStopped, match="repeat the command to continue"):
         launch(make("slow", "starting", "quick"), 2)
     assert [p.parts[-3] for p in sorted(tmp_path.glob("runs/*/*/save-1"))] == ["0"]
     assert not (tmp_path / "runs/2").exists()

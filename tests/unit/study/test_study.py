@@ -319,7 +319,7 @@ def test_stopped_study_gives_its_trial_back_and_says_how_to_go_on(tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 75
     assert "giving its trial back" in process.stderr
-    assert "stopped; the same command goes on" in process.stderr
+    assert "stopped; repeat the command to continue" in process.stderr
     assert not [path for path in tmp_path.glob("locks/*.attempts") if path.read_text() != "0"]
 
 
