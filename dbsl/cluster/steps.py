@@ -207,6 +207,7 @@ class Stepper:
     process steps, `clip`.
     """
 
+    shares_batch = False  # whether this process takes a part of its worker's batch
     clip: Clip = staticmethod(keep_whole)
     on_gradients: Callable[[float], object] = staticmethod(lambda weight: None)
 
@@ -319,7 +320,7 @@ class DistributedSteps(Stepper):
 
     `example_loss` is that of a model, as in training; `on_exchange` is called before each exchange,
     and gradients travel as `wire`. Those of an odd step are not made smaller by PowerSGD, whose
-    remainders wait for the next.
+    remainders wait for the next. With a `group` its processes alone step together.
     """
 
     def __init__(
@@ -328,13 +329,14 @@ class DistributedSteps(Stepper):
         example_loss: Callable[[nn.Module], Tensor],
         on_exchange: Callable[[], object] = lambda: None,
         wire: Wire = FLOAT32,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(*arguments, wire=wire)
-        self.joint = True
+        self.joint, self.shares_batch, self._group = True, group is not None, group
         self._raw, self._example_loss, self._on_exchange = self.model, example_loss, on_exchange
         hooks = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
         self._reduce = hooks.get(wire.name, allreduce_hook)
-        self._world_size = dist.get_world_size()
+        self._world_size = dist.get_world_size(group)
         self._weight = 1 / self._world_size  # this worker's, in an average
         self._wrap()
 
@@ -369,7 +371,7 @@ class DistributedSteps(Stepper):
         """Average running statistics over processes, weighted as their losses."""
         if self._buffers.numel():
             self._buffers.mul_(self._weight)
-            dist.all_reduce(self._buffers)
+            dist.all_reduce(self._buffers, group=self._group)
         self._weight = 1 / self._world_size  # equal now: any weights that sum to 1 keep them
 
     def _wrap(self) -> None:
@@ -392,6 +394,7 @@ class DistributedSteps(Stepper):
             self.model = DistributedDataParallel(
                 self._raw,
                 device_ids=devices,
+                process_group=self._group,
                 gradient_as_bucket_view=True,
                 **{_SYNC_BUFFERS: False},  # in forward passes: statistics stay local
                 **one,
@@ -412,7 +415,7 @@ class DistributedSteps(Stepper):
             found = dict(zip(map(id, bucket.parameters()), bucket.gradients(), strict=True))
             trained = (id(p) for p in self._raw.parameters() if p.requires_grad)
             return self.low_rank(bucket.buffer(), [found[own] for own in trained])
-        return self._reduce(None, bucket)
+        return self._reduce(self._group, bucket)
 
     @torch.no_grad()
     def _sum_gradients(self) -> None:
@@ -423,7 +426,7 @@ class DistributedSteps(Stepper):
         gradients = [p.grad for p in parameters]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         flat = flat.to(self._dtype or flat.dtype)
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=self._group)
         summed = flat.split([gradient.numel() for gradient in gradients])
         for gradient, own in zip(gradients, summed, strict=True):
             gradient.copy_(own.view_as(gradient))

@@ -72,7 +72,7 @@ class StepMeter:
         for worker in workers:
             self._windows[worker] = _Window()
         self._parameters = list(stepper.model.parameters())
-        stepper.on_gradients = self.look
+        self._shares_batch, stepper.on_gradients = stepper.shares_batch, self.look
         self._device, self._scaler = accelerator.device, accelerator.scaler
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)  # profiling came before
@@ -105,6 +105,8 @@ class StepMeter:
             self._write(step, learning_rate, progress)
         self._due, self._square = [], None
         samples = sum(len(part.indices) for part in step.parts)
+        if self._shares_batch and samples:  # the others of its worker have the rest
+            samples = round(samples / step.parts[0].weight)
         worker = workers[0] if len(workers) == 1 else None
         self.on_step(samples, self._turn.epoch, learning_rate, worker)
 

@@ -18,6 +18,7 @@ from dbsl.data.sources import Source, TrainingData
 from dbsl.data.transforms import Mixing
 from dbsl.loss import LossOf
 from dbsl.plan.follow import Planner
+from dbsl.plan.islands import Islands, parts_of_process, split_inside
 from dbsl.plan.ledger import TurnSampler
 from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.sampler import Part, Step, evaluation_batch_size, micro_parts
@@ -39,6 +40,7 @@ class Run(Generic[ConfigT]):
     planner: Planner
     known: KnownWorkers  # what the workers can do
     sampler: TurnSampler
+    islands: Islands  # the processes of each worker
     machine: Machine  # how the workers' machines and network differ from that
     mixing: Mixing | None  # mixes images and labels of a batch
     loss_of: LossOf  # mean loss of a model on images [B, 3, R, R] and labels
@@ -46,6 +48,7 @@ class Run(Generic[ConfigT]):
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     default_workers: bool = False  # nobody has said how many workers there are
     nodes: tuple[int, ...] = (0,)  # the node of each process, from 0
+    place: int = 0  # this process's, among its worker's
     figures: tuple[str, ...] = ()  # names of what the loss function gives besides the loss
     also: Mapping[str, Source] = field(default_factory=dict)  # further evaluation sets, by name
     extras: Extras = field(default_factory=Extras)  # what its settings ask for of dbsl/extras
@@ -66,7 +69,10 @@ class Run(Generic[ConfigT]):
     def largest_batch(self) -> int:
         """Images of a worker that are on the device at once, at the start."""
         return max(
-            min(worker.local_batch_size, self._at_once(resolution, number) or math.inf)
+            min(
+                -(-worker.local_batch_size // self.islands.sizes[number]),
+                self._at_once(resolution, number) or math.inf,
+            )
             for resolution, plan in self.plans.items()
             for number, worker in enumerate(plan.workers)
         )
@@ -85,6 +91,17 @@ class Run(Generic[ConfigT]):
     def stage_at(self, epoch: int) -> Stage:
         """Return the stage of an epoch."""
         return stage_at(self.stages, epoch)
+
+    def steps(self, segment: Segment, turn: Turn) -> list[Step]:
+        """Return the steps of a turn; of a worker that has several processes, this one's parts."""
+        steps, least = self.sampler.steps(segment, turn), self.sampler.least
+        if self.known.processes is None or not steps:
+            return steps
+        (worker,) = turn.workers
+        models = self.known.processes[self.stage_at(turn.epoch).resolution]
+        own = models[list(self.islands.processes[worker])]
+        sizes = split_inside(segment.plan.workers[worker].local_batch_size, own, least)
+        return parts_of_process(steps, sizes, self.place, least)
 
     def micro_parts(self, step: Step, resolution: int) -> Iterator[Part]:
         """Yield what is computed at once of a step: its parts, or their micro-batches."""
@@ -118,7 +135,7 @@ class Run(Generic[ConfigT]):
             plan = self.plans[stage.resolution]  # the planner decides when it is asked
             groups = [(w,) for w in workers] if plan.global_batch_size is None else [tuple(workers)]
             turns = (Turn(g, stage.first_epoch, r) for g in groups for r in range(self.rounds))
-            steps = (s for turn in turns for s in self.sampler.steps(Segment(plan), turn))
+            steps = (s for turn in turns for s in self.steps(Segment(plan), turn))
             parts = (part for step in steps for part in self.micro_parts(step, stage.resolution))
             sizes[stage.resolution] = {len(part.indices) for part in parts}
         return sizes

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from torch import nn
 
 from dbsl.optimizer import build_optimizer
+from dbsl.plan.islands import Islands
 from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.sampler import Order
 from dbsl.plan.stages import make_stages
@@ -73,6 +74,7 @@ def prepare(case: Case) -> Run:
         planner=planner,
         known=known,
         sampler=sampler,
+        islands=Islands.of(config),
         machine=case.emulation,
         mixing=None,
         loss_of=None,
