@@ -150,6 +150,7 @@ class _Opening:
         cluster, stepper = connect(run, accelerator, merge, job, sums)
         meter = StepMeter(run.config.log_every, figures=run.figures)
         meter.attach(cluster.workers, stepper, accelerator)
+        meter.shares_batch = run.place is not None
         parts = (self.stopping, self.stopwatch, meter)
         session = Session(run, folder, accelerator, cluster, stepper, *parts)
         run.extras.each(Extra.begin, session)

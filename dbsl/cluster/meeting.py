@@ -343,7 +343,7 @@ class BarrierCluster(Cluster):
         others are in the same round, and hear of it when they come to its end. Those of one worker,
         who wait for each other in each step, stop at the same step.
         """
-        if self._island.control is not None:
+        if self._island.control is not None and not round_over:
             action = self._island.control.agree(action)
         if not round_over and action != Action.STOP:
             return Action.GO_ON

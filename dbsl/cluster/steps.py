@@ -207,7 +207,6 @@ class Stepper:
     process steps, `clip`.
     """
 
-    shares_batch = False  # whether this process takes a part of its worker's batch
     clip: Clip = staticmethod(keep_whole)
     on_gradients: Callable[[float], object] = staticmethod(lambda weight: None)
 
@@ -332,7 +331,7 @@ class DistributedSteps(Stepper):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(*arguments, wire=wire)
-        self.joint, self.shares_batch, self._group = True, group is not None, group
+        self.joint, self._group = True, group
         self._raw, self._example_loss, self._on_exchange = self.model, example_loss, on_exchange
         hooks = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
         self._reduce = hooks.get(wire.name, allreduce_hook)

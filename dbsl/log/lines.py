@@ -17,7 +17,7 @@ from dbsl.base.errors import plural, short_loss, steadier
 from dbsl.cluster.formats import joint_messages, message_bytes, numbers_of, trained_shapes
 from dbsl.config.settings import FLOAT32, RunConfig, wire_of
 from dbsl.plan.stages import Stage, learning_rate_at
-from dbsl.plan.text import format_run, nodes_in_words
+from dbsl.plan.text import format_run, nodes_in_words, sizes_in_words
 from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, JoinedWorker, LostWorker, Plan, RoundReport
 from dbsl.run.accelerator import describe_precision
 from dbsl.run.evaluation import Evaluation, further_sets, more_in_words
@@ -46,7 +46,7 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
         where += f" on {nodes_in_words(run.nodes)}"
     islands = run.islands
     if islands.several:
-        where += f" ({' + '.join(map(str, islands.sizes))})"
+        where = f"(processes: {sizes_in_words(islands.sizes)}) {where}"
     small = f", {config.small_workers} on small batches" if config.workers > 1 else ""
     sync = f", sync {config.sync}" if config.workers > 1 else ""
     threads = plural(torch.get_num_threads(), "CPU thread")

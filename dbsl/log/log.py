@@ -134,7 +134,7 @@ class RunLog:
         self._display = self._begin_display()
         self._say = self._display.print
         self.meter.on_step = self._display.step
-        if not session.stepper.shares_batch:  # else reports have the lines of a worker's processes
+        if not self.meter.shares_batch:  # else reports have the lines of a worker's processes
             self.meter.tell = self.step
         if handover is not None:
             self._recount(handover)

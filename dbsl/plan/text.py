@@ -54,12 +54,17 @@ def epoch_spans(stages: Sequence[Stage]) -> str:
 def nodes_in_words(nodes: Sequence[int]) -> str:
     """Return how many nodes there are and the processes of each, as in ``2 nodes (3 + 1)``."""
     sizes = [len(list(group)) for _, group in itertools.groupby(nodes)]
+    return f"{plural(len(sizes), 'node')} ({sizes_in_words(sizes)})"
+
+
+def sizes_in_words(sizes: Sequence[int]) -> str:
+    """Return the sizes of groups, as in ``3 + 1`` and ``2 each``."""
     texts = list(map(str, sizes))
     if len(set(sizes)) == 1:
         texts = [f"{sizes[0]} each"]
     elif len(texts) > 8:
         texts[4:-3] = ["…"]
-    return f"{plural(len(sizes), 'node')} ({' + '.join(texts)})"
+    return " + ".join(texts)
 
 
 def format_plan(plan: Plan, nodes: Sequence[int] = (), processes: Sequence[int] = ()) -> str:

@@ -116,7 +116,7 @@ def _meet_inside(
     control = ControlGroup(config.worker_timeout, heartbeats, islands)
     if inside is None or dist.get_world_size(inside) == 1:  # nobody to wait for in a step
         return Island(0, None, between)
-    return Island(run.place, inside, between, control)
+    return Island(run.place or 0, inside, between, control)
 
 
 def _server(

@@ -241,7 +241,8 @@ def prepare(
     nodes = nodes_of(accelerator)
     given = settle_islands(given, accelerator.num_processes, nodes)
     config = count_workers(given, accelerator.num_processes, accelerator.device.type)
-    islands, several = Islands.of(config), accelerator.num_processes > 1
+    islands = Islands.of(config)
+    several = islands.several and accelerator.num_processes > 1
     replaced, extras = replaced or Replaced(), extras or Extras.of(config)
     machine = extras.first(Extra.machine, config) or Machine()
     data = replaced.load_data(config, accelerator)
@@ -286,7 +287,9 @@ def prepare(
         default_workers=given.workers is None and accelerator.num_processes == 1,
         nodes=nodes,
         islands=islands,
-        place=islands.place(accelerator.process_index - config.dedicated_server) if several else 0,
+        place=islands.place(accelerator.process_index - config.dedicated_server)
+        if several
+        else None,
         figures=figures,
         also=also,
         extras=extras,
@@ -299,9 +302,13 @@ def settle_islands(config: ConfigT, processes: int, nodes: Sequence[int]) -> Con
     `nodes` has the node of each process.
     """
     given, served = config.worker_processes, config.dedicated_server
-    total, sizes = processes - served, given
+    alone, sizes = processes == 1, given
+    total = sum(given) if alone and given and given != "node" else processes - served
     if given == "node":
         sizes = tuple(Counter(nodes[served:]).values())
+    elif given and len(given) == 1 and alone:
+        sizes = given * _simulated_workers(config)
+        total = sum(sizes)
     elif given and len(given) == 1:
         sizes = given * max(1, total // given[0])
     if not sizes or (max(sizes) == 1 and sum(sizes) == total):
@@ -310,14 +317,14 @@ def settle_islands(config: ConfigT, processes: int, nodes: Sequence[int]) -> Con
     joins, one = ", which joins all processes in each step", " with several processes a worker"
     refuse(
         [
-            (processes == 1, "worker_processes must be unset in one process", given),
+            (alone and given == "node", "worker_processes must be numbers in one process", given),
             (
                 sum(sizes) != total,
                 f"worker_processes must add up to the {total} processes{less}",
                 given,
             ),
             (config.sync == "step", f"sync must not be step with worker_processes{joins}", "step"),
-            (config.sync != "bsp", f"sync must be bsp{one}", config.sync),
+            (config.sync != "bsp" and not alone, f"sync must be bsp{one}", config.sync),
             (config.push == "gradients", f"push must be weights{one}", config.push),
             *(
                 (getattr(config, name) == "auto", f"{name} must be a number or unset{one}", "auto")
@@ -337,7 +344,7 @@ def count_workers(config: ConfigT, processes: int, device: str) -> ConfigT:
     worker.
     """
     alone, small_workers, ratio = processes == 1, config.small_workers, config.small_ratio
-    total = workers_of(config, processes) or (4 if says_unlike(config) else 1)
+    total = workers_of(config, processes) or _simulated_workers(config)
     if small_workers is None:
         small_workers = max(1, round_half_up(ratio * total)) if ratio > 0 else 0
     other, less = config.workers not in (None, total), " less the dedicated server"
@@ -362,6 +369,10 @@ def count_workers(config: ConfigT, processes: int, device: str) -> ConfigT:
         ]
     )
     return replace(config, workers=total, small_workers=small_workers)
+
+
+def _simulated_workers(config: RunConfig) -> int:
+    return config.workers or (4 if says_unlike(config) else 1)
 
 
 def _make_stages(

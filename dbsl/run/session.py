@@ -152,7 +152,7 @@ class Session(EvaluationSession[ConfigT]):
         stage, segment = run.stage_at(turn.epoch), cluster.segment(turn)
         self.log.plan(turn.epoch, turn.round, segment.plan)
         set_dropout(run.model, stage.dropout)
-        place = (turn.workers[0], turn.epoch, turn.round, *[run.place] * (run.place > 0))
+        place = (turn.workers[0], turn.epoch, turn.round, *[run.place] * bool(run.place))
         torch.manual_seed(stream_seed(run.config.seed, "dropout", *place))
         self.checkpointer.restore_random_state()  # if the run was stopped inside this round
         anew = not progress.steps

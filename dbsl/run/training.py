@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,10 +21,10 @@ from dbsl.loss import LossOf
 from dbsl.plan.follow import Planner
 from dbsl.plan.islands import Islands, parts_of_process, split_inside
 from dbsl.plan.ledger import TurnSampler
-from dbsl.plan.machines import KnownWorkers
+from dbsl.plan.machines import KnownWorkers, split_batch
 from dbsl.plan.sampler import Part, Step, evaluation_batch_size, micro_parts
 from dbsl.plan.stages import Stage, stage_at
-from dbsl.plan.types import Plan, Segment, Turn
+from dbsl.plan.types import Plan, Segment, TimeModel, Turn
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)  # a script's own config
 
@@ -48,7 +49,8 @@ class Run(Generic[ConfigT]):
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     default_workers: bool = False  # nobody has said how many workers there are
     nodes: tuple[int, ...] = (0,)  # the node of each process, from 0
-    place: int = 0  # this process's, among its worker's
+    # This process's, among those of its worker; None: it takes the whole batch.
+    place: int | None = None
     figures: tuple[str, ...] = ()  # names of what the loss function gives besides the loss
     also: Mapping[str, Source] = field(default_factory=dict)  # further evaluation sets, by name
     extras: Extras = field(default_factory=Extras)  # what its settings ask for of dbsl/extras
@@ -68,9 +70,10 @@ class Run(Generic[ConfigT]):
     @property
     def largest_batch(self) -> int:
         """Images of a worker that are on the device at once, at the start."""
+        several = self.place is not None
         return max(
             min(
-                -(-worker.local_batch_size // self.islands.sizes[number]),
+                -(-worker.local_batch_size // (self.islands.sizes[number] if several else 1)),
                 self._at_once(resolution, number) or math.inf,
             )
             for resolution, plan in self.plans.items()
@@ -95,13 +98,18 @@ class Run(Generic[ConfigT]):
     def steps(self, segment: Segment, turn: Turn) -> list[Step]:
         """Return the steps of a turn; of a worker that has several processes, this one's parts."""
         steps, least = self.sampler.steps(segment, turn), self.sampler.least
-        if self.known.processes is None or not steps:
+        if self.place is None or not steps:
             return steps
+        sizes, _ = self.inside(segment, turn)
+        return parts_of_process(steps, sizes, self.place, least)
+
+    def inside(self, segment: Segment, turn: Turn) -> tuple[tuple[int, ...], TimeModel]:
+        """Return what each process takes of its worker's whole batch, and their time models."""
         (worker,) = turn.workers
         models = self.known.processes[self.stage_at(turn.epoch).resolution]
-        own = models[list(self.islands.processes[worker])]
-        sizes = split_inside(segment.plan.workers[worker].local_batch_size, own, least)
-        return parts_of_process(steps, sizes, self.place, least)
+        models = models[list(self.islands.processes[worker])]
+        batch = segment.plan.workers[worker].local_batch_size
+        return split_inside(batch, models, self.sampler.least), models
 
     def micro_parts(self, step: Step, resolution: int) -> Iterator[Part]:
         """Yield what is computed at once of a step: its parts, or their micro-batches."""
@@ -157,8 +165,15 @@ class SimulatedTimes:
     def computed(self, worker: int, epoch: int, round_: int) -> tuple[float, int]:
         """Return the seconds that a worker's round takes to compute, and its steps."""
         run, machine = self.run, self.run.machine
-        steps = run.sampler.steps(run.planner.at(epoch, round_), Turn((worker,), epoch, round_))
-        samples = sum(len(part.indices) for step in steps for part in step.parts)
-        model = run.known.models[run.stage_at(epoch).resolution][worker]
-        seconds = model.time(samples, len(steps)) * machine.factor(worker, epoch)
+        turn, segment = Turn((worker,), epoch, round_), run.planner.at(epoch, round_)
+        steps = run.sampler.steps(segment, turn)
+        counts = [len(part.indices) for step in steps for part in step.parts]
+        if run.known.processes is None:
+            model = run.known.models[run.stage_at(epoch).resolution][worker]
+            seconds = model.time(sum(counts), len(steps))
+        else:  # those of its slowest process, in each step
+            sizes, models = run.inside(segment, turn)
+            parts = (split_batch(count, sizes, run.sampler.least) for count in counts)
+            seconds = sum(float(models.time(own, np.sign(own)).max()) for own in parts)
+        seconds *= machine.factor(worker, epoch)
         return seconds * machine.noise_factor(worker, epoch, round_), len(steps)

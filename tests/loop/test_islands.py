@@ -1,20 +1,31 @@
 """Workers of several processes equal workers of one process that take the joint batches."""
 
 import json
-from dataclasses import replace
+import os
+import signal
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import dbsl.cluster.alive
+from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.config.parse import parse_config
 from dbsl.data.sources import TensorData
 from dbsl.open import open_session
 from dbsl.run.training import Run
-from tests.helpers import TINY, end_ranks, start_ranks, to_flags
+from tests.helpers import (
+    TINY,
+    end_ranks,
+    fingerprint,
+    rounds_of,
+    rows,
+    start_ranks,
+    to_flags,
+    wait_all,
+)
 from train import Config, loss_function, train
 
 OWN = {"model", "train_samples", "eval_samples", "resolutions"}
@@ -81,10 +92,13 @@ ISLANDS = {
 }
 
 
+WIRES = {"two of two": "float32", "three and one": "int8", "uneven inside": "float32"}
+
+
 @pytest.mark.parametrize("case", ISLANDS)
 def test_workers_of_several_processes_equal_workers_of_one_with_the_joint_batches(tmp_path, case):
     islands, slope, joined, sizes = ISLANDS[case]
-    common = {"local_batch_sizes": sizes, "momentum": 0.9, "clip_grad": 0.5}
+    common = {"local_batch_sizes": sizes, "momentum": 0.9, "clip_grad": 0.5, "wire": WIRES[case]}
     several = {"worker_processes": islands, "slope": slope, "intercept": (0.01,) * len(slope)}
     ranks = 4
     found, plan, said = trained(tmp_path / "islands", ranks, **common, **several)
@@ -92,8 +106,8 @@ def test_workers_of_several_processes_equal_workers_of_one_with_the_joint_batche
     expected, of_one, _ = trained(tmp_path / "ones", 2, **common, **one)
     assert [w["samples"] for w in plan["workers"]] == [w["samples"] for w in of_one["workers"]]
     assert difference(found, expected) < 1e-9
-    sizes = (2, 2) if islands == (2,) else islands
-    assert f"2 workers in 4 processes ({sizes[0]} + {sizes[1]})" in said
+    sizes = "3 + 1" if islands == (3, 1) else "2 each"
+    assert f"2 workers (processes: {sizes}) in 4 processes" in said
 
 
 def test_four_workers_of_one_process_are_not_two_of_two(tmp_path):
@@ -101,3 +115,92 @@ def test_four_workers_of_one_process_are_not_two_of_two(tmp_path):
     found, *_ = trained(tmp_path / "islands", 4, **common, worker_processes=(2,))
     fours, *_ = trained(tmp_path / "ones", 4, local_batch_sizes=(4,) * 4)
     assert difference(found, fours) > 1e-4
+
+
+def test_simulated_steps_take_what_the_slowest_process_does_and_a_sum_on_the_inner_link(tmp_path):
+    slope = (0.001, 0.003, 0.00075)  # 6 + 2 of 8 samples take 6 ms, as do 8 of worker 1
+    how = {"local_batch_sizes": (8, 4), "intercept": (0.0,), "worker_processes": (2, 1)}
+    _, plan, said = trained(tmp_path / "run", 1, **how, slope=slope, inner_link_gbps=0.001)
+    assert "2 workers (processes: 2 + 1) simulated in one process" in said
+    assert [worker["samples"] for worker in plan["workers"]] == [48, 48]
+    last = rows(tmp_path / "run", "round")[-1]["virtual_time_s"]
+    assert last == pytest.approx(2 * 3 * (0.006 + 75 * 32 / 1e6))  # rounds, steps; 75 numbers
+
+
+# --- stopped, killed, resumed
+
+
+LONGER = {"epochs": 3, "worker_processes": (2, 1), "local_batch_sizes": (8, 4), "momentum": 0.9}
+LONGER |= {"rounds_per_epoch": 1, "checkpoint_every": 1, "worker_timeout": 60, "resume": "auto"}
+LONGER |= {"ema_decay": 0.5, "noise_scale": True, "log_every": 3}
+
+
+def at_step(number, rank, what, often_s=0.0):
+    """Return what has this signal come to one process after so many of its steps.
+
+    Processes of a worker ask each other after so many seconds whether to stop.
+    """
+
+    def act():
+        steps, after_step = [], Checkpointer.after_step
+
+        def counted(self, *, round_over):
+            steps.append(round_over)
+            if torch.distributed.get_rank() == rank and len(steps) == number:
+                os.kill(os.getpid(), what)
+            after_step(self, round_over=round_over)
+
+        Checkpointer.after_step = counted
+        dbsl.cluster.alive._ASK_EVERY_S = often_s
+
+    return act
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    end_ranks(start(folder, 3, **LONGER))
+    return folder
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_second_process_that_is_stopped_or_killed_ends_the_run_which_resumes_to_the_same_bits(
+    tmp_path, whole, killed
+):
+    folder, second = tmp_path / "run", 1
+    # In the third epoch the first one's checkpoint is whole.
+    moment = (19, second, signal.SIGKILL) if killed else (11, second, signal.SIGTERM)
+    broken = start(folder, 3, act=at_step(*moment), **LONGER)
+    assert wait_all(broken) == ([2, -9, 2] if killed else [75] * 3), broken[0].stderr
+    if killed:
+        said = f"error: rank {second} (a process of worker 0) died or fell silent"
+        assert all(said in broken[rank].stderr for rank in (0, 2)), broken[0].stderr
+    else:
+        shards = sorted(folder.glob("checkpoints/save-*/rank-0000[01].json"))
+        assert [json.loads(path.read_text())["progress"]["steps"] for path in shards] == [3, 3]
+    again = end_ranks(start(folder, 3, **LONGER))
+    assert "resumed from" in again
+    assert fingerprint(folder) == fingerprint(whole)
+
+
+@pytest.mark.parametrize("islands", [(3, 1), (1, 1, 2), None])
+def test_other_islands_train_on_each_sample_once(tmp_path, islands):
+    settings = LONGER | {"local_batch_sizes": None, "large_batch_size": (4,)}
+    stop = at_step(14, 3, signal.SIGTERM, often_s=9.0)  # its round ends before
+    broken = start(tmp_path / "run", 4, act=stop, **settings | {"worker_processes": (2, 2)})
+    assert wait_all(broken) == [75] * 4, broken[0].stderr
+
+    def recorded():
+        record(tmp_path)
+
+    now = {"worker_processes": islands, "allow_config_change": True}
+    said = end_ranks(start(tmp_path / "run", 4, act=recorded, **settings | now))
+    assert "resumed from" in said
+    seen = {}
+    for path in tmp_path.glob("samples-*.jsonl"):
+        for epoch, parts in map(json.loads, path.read_text().splitlines()):
+            seen.setdefault(epoch, []).extend(i for part in parts for i in part)
+    assert sorted(seen[2]) == list(range(96))
+    left = [row["samples"] for row in rounds_of(tmp_path / "run") if row["epoch"] == 1]
+    assert sorted(set(seen[1])) == sorted(seen[1])
+    assert sum(left) == 96
