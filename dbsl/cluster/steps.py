@@ -376,9 +376,10 @@ class DistributedSteps(Stepper):
     def _wrap(self) -> None:
         """Wrap the model for DDP, which shares the gradients of what is trained at that time.
 
-        One step's forward and backward pass is taken and forgotten: after the first one DDP orders
+        Two steps' forward and backward passes are taken and forgotten: in the second one DDP orders
         its buckets anew, and a sum over three ranks rounds by the buckets. A resumed run would
-        differ from an unbroken one, which has that behind it.
+        differ from an unbroken one, which has that behind it, and in an odd step processes without
+        a sample would not take part.
         """
         self.model, self._warm = self._raw, False  # the hooks of a wrapper before go with it
         self._raw.zero_grad(set_to_none=True)
@@ -400,7 +401,8 @@ class DistributedSteps(Stepper):
             )
         self.model.register_comm_hook(None, self._exchange)
         with weights.kept(), torch.random.fork_rng(devices or []), uncompiled(self._raw):
-            self._example_loss(self.model).backward()
+            for _ in range(2):
+                self._example_loss(self.model).backward()
         self._warm = True
         self._raw.zero_grad(set_to_none=True)
 

@@ -58,8 +58,13 @@ def record(folder):
     Run.batches = recorded
 
 
-def start(folder, ranks, samples=96, act=lambda: None, **settings):
-    """Start processes that train a model in float64 without batch norm."""
+def build_normalised():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+
+
+def start(folder, ranks, samples=96, act=lambda: None, build=build, **settings):
+    """Start processes that train a model in float64, without batch norm unless it is another."""
     given = {name: value for name, value in TINY.items() if name not in OWN}
     flags = to_flags(folder, **{**dict.fromkeys(OWN), **given, **ROUNDS, **settings})
 
@@ -84,30 +89,41 @@ def difference(weights, others):
     return max((weights[name] - others[name]).abs().max().item() for name in weights)
 
 
-# Processes of each worker, their seconds per sample, those of the workers, and their batches.
+# Processes of each worker, their seconds per sample, those of the workers, their batches, and more
+# that both have. In batches of 2 one process of three has no sample.
 ISLANDS = {
-    "two of two": ((2,), (0.002,), (0.001,), (8, 8)),
-    "three and one": ((3, 1), (0.003,), (0.001, 0.003), (9, 4)),
-    "uneven inside": ((2, 2), (0.002, 0.006, 0.004, 0.004), (0.0015, 0.002), (8, 5)),
+    "two of two": ((2,), (0.002,), (0.001,), (8, 8), {}),
+    "three and one": ((3, 1), (0.003,), (0.001, 0.003), (9, 4), {"wire": "int8"}),
+    "uneven inside": ((2, 2), (0.002, 0.006, 0.004, 0.004), (0.0015, 0.002), (8, 5), {}),
+    "served": ((3, 1), (0.003,), (0.001, 0.003), (2, 5), {"dedicated_server": True}),
 }
-
-
-WIRES = {"two of two": "float32", "three and one": "int8", "uneven inside": "float32"}
+ISLANDS["served"][-1].update(merge="delta", micro_batch_size=(1,))
 
 
 @pytest.mark.parametrize("case", ISLANDS)
 def test_workers_of_several_processes_equal_workers_of_one_with_the_joint_batches(tmp_path, case):
-    islands, slope, joined, sizes = ISLANDS[case]
-    common = {"local_batch_sizes": sizes, "momentum": 0.9, "clip_grad": 0.5, "wire": WIRES[case]}
+    islands, slope, joined, sizes, more = ISLANDS[case]
+    common = {"local_batch_sizes": sizes, "momentum": 0.9, "clip_grad": 0.5, **more}
     several = {"worker_processes": islands, "slope": slope, "intercept": (0.01,) * len(slope)}
-    ranks = 4
-    found, plan, said = trained(tmp_path / "islands", ranks, **common, **several)
+    served = "dedicated_server" in more
+    found, plan, said = trained(tmp_path / "islands", 4 + served, **common, **several)
     one = {"slope": joined, "intercept": (0.01,) * len(joined)}
-    expected, of_one, _ = trained(tmp_path / "ones", 2, **common, **one)
+    expected, of_one, _ = trained(tmp_path / "ones", 2 + served, **common, **one)
     assert [w["samples"] for w in plan["workers"]] == [w["samples"] for w in of_one["workers"]]
     assert difference(found, expected) < 1e-9
     sizes = "3 + 1" if islands == (3, 1) else "2 each"
-    assert f"2 workers (processes: {sizes}) in 4 processes" in said
+    assert f"2 workers (processes: {sizes}) in {4 + served} processes" in said
+
+
+def test_one_worker_of_all_processes_takes_the_joint_steps_of_all_workers(tmp_path):
+    """Batch norm takes each part by itself in both, and running statistics are averaged alike."""
+    common = {"build": build_normalised, "samples": 90, "rounds_per_epoch": 1, "momentum": 0.9}
+    common |= {"slope": (0.001, 0.0013), "intercept": (0.0,) * 2}
+    joint, *_ = trained(tmp_path / "step", 2, sync="step", local_batch_sizes=(5, 4), **common)
+    island = {"worker_processes": (2,), "local_batch_sizes": (9,)}
+    found, *_ = trained(tmp_path / "island", 2, **island, **common)
+    assert {"1.running_mean", "1.running_var"} <= found.keys()
+    assert difference(found, joint) < 1e-9
 
 
 def test_four_workers_of_one_process_are_not_two_of_two(tmp_path):
