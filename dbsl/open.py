@@ -38,11 +38,23 @@ from dbsl.log.log import check_result, start_log
 from dbsl.log.meter import StepMeter
 from dbsl.loss import LossFunction
 from dbsl.optimizer import check_optimizer, default_learning_rate
-from dbsl.run.accelerator import common_threads, start_accelerator, start_joining_accelerator
+from dbsl.run.accelerator import (
+    common_threads,
+    nodes_of,
+    start_accelerator,
+    start_joining_accelerator,
+)
 from dbsl.run.connect import connect
 from dbsl.run.evaluation import EvaluationSession
 from dbsl.run.folder import RunFolder, check_alike, default_folder, read_code
-from dbsl.run.prepare import ModelOrBuilder, OptimizerBuilder, Replaced, prepare, prepare_evaluation
+from dbsl.run.prepare import (
+    ModelOrBuilder,
+    OptimizerBuilder,
+    Replaced,
+    prepare,
+    prepare_evaluation,
+    settle_islands,
+)
 from dbsl.run.session import Session
 from dbsl.run.stopping import Stopping, Stopwatch, deadline_of
 from dbsl.run.training import ConfigT, Run
@@ -138,6 +150,7 @@ class _Opening:
         cluster, stepper = connect(run, accelerator, merge, job, sums)
         meter = StepMeter(run.config.log_every, figures=run.figures)
         meter.attach(cluster.workers, stepper, accelerator)
+        meter.shares_batch = run.place is not None
         parts = (self.stopping, self.stopwatch, meter)
         session = Session(run, folder, accelerator, cluster, stepper, *parts)
         run.extras.each(Extra.begin, session)
@@ -207,6 +220,7 @@ class _Opening:
         found_out = {"mixed_precision": accelerator.mixed_precision, "cpu_threads": threads}
         config = replace(self.config, **found_out)
         config = extras.first(Extra.config, config, accelerator) or config
+        config = settle_islands(config, processes, nodes_of(accelerator))
         found = find_checkpoint(config, accelerator)
         if found and is_finished(found, config):  # what could not be done at its end is done now
             folder = found.run_folder

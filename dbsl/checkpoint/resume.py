@@ -36,6 +36,7 @@ from dbsl.config.settings import (
     meets_at_server,
     takes_joint_steps,
     without_rates,
+    workers_of,
 )
 from dbsl.model import BEST
 from dbsl.optimizer import optimizer_class
@@ -233,8 +234,7 @@ def adapt_to_processes(
     if found is None or found.manifest is None:
         return config
     before, workers = _complete(found.manifest.config, config), found.manifest.workers
-    alone = config.workers or workers
-    now = alone if processes == 1 else processes - config.dedicated_server
+    now = workers_of(config, processes) or workers
     if now == workers:
         return replace(config, workers=now)
     same = config.resolved.get(PROCESSES)  # a launch of other processes has dropped its own

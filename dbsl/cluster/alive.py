@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -37,13 +38,15 @@ from dbsl.cluster.wire import (
     share_from,
     text_row,
 )
-from dbsl.plan.types import RoundReport
+from dbsl.plan.types import Action, RoundReport
 
 _BEAT_S = 0.4
 _GRACE_S = 5.0
 _NOTICED_S = 2.0  # by then a death is heard of, and so is every living process
 _TOLD_S = _NOTICED_S + 4 * _BEAT_S
 _END_S = 3.2  # that the main thread has to end the process itself
+_ASK_EVERY_S = 1.0  # that processes tell each other whether to stop or to save
+_MEETING = 10**9  # exchanges of all processes are counted in these, those inside a worker in ones
 _LAST = "!"  # begins the last beat
 _LOST = "lost: "
 
@@ -156,12 +159,14 @@ class Heartbeats:
 
     Where an exchange does not fail when a peer dies (NCCL's waits on the device, for its own
     timeout), what rank 0 has found ends the process.
+
+    Where workers have several processes, `workers` has the worker of each rank.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self._rank = dist.get_rank()
+    def __init__(self, timeout_s: float, workers: Mapping[int, int] | None = None) -> None:
+        self._rank, self._workers = dist.get_rank(), workers or {}
         # By rank; in rank 0 that of the others, too, which is infinite once they have left.
-        self._entered = dict.fromkeys(range(dist.get_world_size()), 0.0)
+        self._entered: dict[int, float] = dict.fromkeys(range(dist.get_world_size()), 0)
         self._said = ""  # what rank 0 is to hear besides
         self._found = ""  # whose fault it is
         self._known = threading.Event()
@@ -180,7 +185,12 @@ class Heartbeats:
             }
 
     def enter(self) -> None:
-        """Note that this process begins an exchange with the others."""
+        """Note that this process begins an exchange with all others."""
+        entered = self._entered[self._rank]
+        self._entered[self._rank] = entered - entered % _MEETING + _MEETING
+
+    def enter_inside(self) -> None:
+        """Note that this process begins an exchange with those of its worker."""
         self._entered[self._rank] += 1
 
     @contextmanager
@@ -218,17 +228,17 @@ class Heartbeats:
         self._known.wait(_TOLD_S)
 
     def _word(self) -> str:
-        return f"{self._entered[self._rank]:.0f} {self._said}"
+        return f"{self._entered[self._rank]} {self._said}"
 
     def _hear(self, peer: int, word: str) -> None:
         """Note what another process says: in rank 0 how far it is, elsewhere what rank 0 found."""
         count, _, said = word.partition(" ")
         if self._rank == SERVER_RANK:
-            self._entered[peer] = float(count or "inf")
+            self._entered[peer] = int(count) if count else math.inf
             if said.startswith(_LOST):
-                _later(_NOTICED_S, self._find_hanging, said.removeprefix(_LOST))
+                _later(_NOTICED_S, self._find_hanging, peer, said.removeprefix(_LOST))
             elif said:
-                self._find(f"rank {peer} {said}")
+                self._find(f"{self._name(peer)} {said}")
         elif not count:  # it has left
             self._known.set()
         elif not count.isdecimal():
@@ -237,14 +247,27 @@ class Heartbeats:
     def _gone(self, peer: int) -> None:
         with self._lock:  # all are there
             failure = self._pulses[peer].failure
-        self._find(f"rank {peer} died or fell silent ({failure})")
+        self._find(f"{self._name(peer)} died or fell silent ({failure})")
 
-    def _find_hanging(self, reason: str) -> None:
-        """Find who entered the fewest exchanges, unless it is known whose fault it is."""
-        fewest = min(self._entered.values())
-        hanging = [str(rank) for rank, count in self._entered.items() if count == fewest]
-        none = len(hanging) == len(self._entered)
-        self._find(_no_one(reason) if none else f"rank {', '.join(hanging)} hangs ({reason})")
+    def _find_hanging(self, peer: int, reason: str) -> None:
+        """Find who entered the fewest exchanges, unless it is known whose fault it is.
+
+        Only processes of one worker enter the same exchanges inside it: they count where one of
+        them, the `peer`, tells that it waits in vain.
+        """
+        among = {r: n // _MEETING if n < math.inf else n for r, n in self._entered.items()}
+        mates = [r for r, worker in self._workers.items() if worker == self._workers.get(peer)]
+        if len(mates) > 1 and among[peer] == min(among.values()):
+            among = {rank: self._entered[rank] for rank in mates}
+        hanging = [rank for rank, count in among.items() if count == min(among.values())]
+        names = f"rank {', '.join(map(str, hanging))}"
+        names = self._name(*hanging) if len(hanging) == 1 else names
+        none = len(hanging) == len(among)
+        self._find(_no_one(reason) if none else f"{names} hangs ({reason})")
+
+    def _name(self, rank: int) -> str:
+        worker = self._workers.get(rank)
+        return f"rank {rank}" if worker is None else f"rank {rank} (a process of worker {worker})"
 
     def _find(self, what: str) -> None:
         """Note whose fault it is; this process ends, unless its main thread is faster."""
@@ -263,7 +286,7 @@ class Heartbeats:
             os._exit(2)
 
 
-def _later(seconds: float, call: Callable[..., object], *arguments: str) -> None:
+def _later(seconds: float, call: Callable[..., object], *arguments: int | str) -> None:
     timer = threading.Timer(seconds, call, arguments)
     timer.daemon = True
     timer.start()
@@ -274,14 +297,42 @@ def _no_one(reason: str) -> str:
 
 
 class ControlGroup:
-    """What all processes agree on, apart from the weights' process group; waits for `timeout_s`."""
+    """What all processes agree on, apart from the weights' process group; waits for `timeout_s`.
 
-    def __init__(self, timeout_s: float, heartbeats: Heartbeats | None = None) -> None:
+    With `islands`, the ranks of each worker, those of one worker agree.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        heartbeats: Heartbeats | None = None,
+        islands: Sequence[Sequence[int]] = (),
+    ) -> None:
         self.heartbeats = heartbeats
-        self.enter = heartbeats.enter if heartbeats else lambda: None
+        self.enter = lambda: None
+        if heartbeats:
+            self.enter = heartbeats.enter_inside if islands else heartbeats.enter
         # In host memory: asking must not wait for what a device has queued.
         how = {"backend": "gloo", "timeout": timedelta(seconds=timeout_s)}
-        self._group, self._writers = dist.new_group(**how), dist.new_group(**how)
+        if islands:
+            self._group, _ = dist.new_subgroups_by_enumeration(islands, **how)
+        else:
+            self._group, self._writers = dist.new_group(**how), dist.new_group(**how)
+        self._steps, self._ask_at, self._asked_s = 0, 1, time.monotonic()
+
+    def agree(self, action: Action) -> Action:
+        """Return the strongest wish; asked at each step, they tell each other once a second."""
+        self._steps += 1
+        if self._steps < self._ask_at:
+            return Action.GO_ON
+        now = time.monotonic()
+        step_s = max(now - self._asked_s, 1e-6) / self._steps
+        # The first one's steps decide when they ask again.
+        first = dist.get_rank(self._group) == 0
+        own = round(min(max(_ASK_EVERY_S / step_s, 1.0), 1000.0)) if first else 0
+        strongest, self._ask_at = self.highest(action, own)
+        self._steps, self._asked_s = 0, now
+        return Action(strongest)
 
     def highest(self, *values: int) -> list[int]:
         """Return the highest of each of all processes' values (a collective)."""

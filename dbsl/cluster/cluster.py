@@ -54,6 +54,8 @@ class Cluster(ABC):
     # Called by a process that takes no steps while others do, where it may save: at a barrier once
     # a round's steps are taken, else from time to time.
     idle: Callable[[], object] = staticmethod(lambda: None)
+    # Called before reports are exchanged.
+    finish_round: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -128,11 +130,10 @@ class Cluster(ABC):
         waited_s, self._waited_s = self._waited_s, 0.0  # what it waits from now on is the next's
         report = replace(report, compute_time_s=report.time_s, wait_time_s=waited_s)
         with self._waiting():
-            self._hand_over(report)
-        return report.refused
+            return self._hand_over(report)
 
-    def _hand_over(self, report: RoundReport) -> None:
-        """Give a real worker's weights, or gradients, to the server, or to the others."""
+    def _hand_over(self, report: RoundReport) -> bool:
+        """Give a real worker's weights, or gradients, to the others; True: they were refused."""
         raise NotImplementedError
 
     def end(self) -> End:

@@ -11,13 +11,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dbsl.base.errors import SettingError, SyncError
+from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.formats import End, RoundedSum
 from dbsl.cluster.merges import Delta
@@ -32,10 +33,18 @@ from dbsl.plan.types import (
     Handover,
     RoundReport,
     Turn,
+    join_reports,
     report_from_plain,
 )
 
-_ASK_EVERY_S = 1.0  # that processes tell each other whether to stop or to save
+
+class Island(NamedTuple):
+    """This process among those of its worker, with which it takes joint steps."""
+
+    place: int = 0  # in its worker; the first meets other workers
+    inside: dist.ProcessGroup | None = None  # its worker's processes; None: it has one
+    between: dist.ProcessGroup | None = None  # the first processes of workers; None: all are
+    control: ControlGroup | None = None  # what its worker's processes agree on
 
 
 class JointCluster(Cluster):
@@ -45,14 +54,11 @@ class JointCluster(Cluster):
     reports.
     """
 
-    finish_round: Callable[[], object] = staticmethod(lambda: None)  # before reports are exchanged
-
     def __init__(self, weights: FlatWeights, **common: Any) -> None:
         super().__init__(weights, **common)
         self._start: Tensor | None = None  # weights at the start of the round, inside one
         self._spent_s = 0.0  # on the round that a stopped run was in
         self._before = 0  # steps of it that other workers took
-        self._steps, self._ask_at, self._asked_s = 0, 1, time.monotonic()
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield rounds and the ends of epochs, the same in every process."""
@@ -111,18 +117,7 @@ class JointCluster(Cluster):
 
     def agree(self, action: Action, *, round_over: bool) -> Action:
         """Return the strongest wish; processes ask each other about once a second, at one step."""
-        if self.control is None:
-            return action
-        self._steps += 1
-        if self._steps < self._ask_at:
-            return Action.GO_ON
-        now = time.monotonic()
-        step_s = max(now - self._asked_s, 1e-6) / self._steps
-        # Rank 0's steps decide when they ask again.
-        own = round(min(max(_ASK_EVERY_S / step_s, 1.0), 1000.0)) if dist.get_rank() == 0 else 0
-        strongest, self._ask_at = self.control.highest(action, own)
-        self._steps, self._asked_s = 0, now
-        return Action(strongest)
+        return action if self.control is None else self.control.agree(action)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {
@@ -298,17 +293,27 @@ class BarrierCluster(Cluster):
 
     Where `wire` is not float32, gradients are rounded to it, and of weights their change since the
     pull.
+
+    A worker may be an `island` of several processes. Its first process sums with those of other
+    workers, and the others get the sum from it.
     """
 
     def __init__(
-        self, *both: Any, delta: Delta | None = None, gathers: bool = False, **common: Any
+        self,
+        *both: Any,
+        delta: Delta | None = None,
+        gathers: bool = False,
+        island: Island | None = None,
+        **common: Any,
     ) -> None:
         super().__init__(*both, **common)
+        self._island = island or Island()
         self._gathers, self._has_global = gathers, False
         self._at_server = delta is not None and self.server is not None
         self._delta = None if self._at_server else delta
         rounds = self.wire != "float32"
-        self._rounded = RoundedSum(self.wire, self.weights) if rounds else None
+        sums, between = rounds and not self._island.place, self._island.between
+        self._rounded = RoundedSum(self.wire, self.weights, between) if sums else None
         # What was pulled, where changes count from it.
         changes = self.pushes_weights and (rounds or delta is not None)
         self._pulled = self.weights.vector.clone() if changes else None
@@ -337,8 +342,11 @@ class BarrierCluster(Cluster):
         """Return the strongest wish of all processes.
 
         They ask each other where a round's steps are over, or where one of them is to stop: the
-        others are in the same round, and hear of it when they come to its end.
+        others are in the same round, and hear of it when they come to its end. Those of one worker,
+        who wait for each other in each step, stop at the same step.
         """
+        if self._island.control is not None and not round_over:
+            action = self._island.control.agree(action)
         if not round_over and action != Action.STOP:
             return Action.GO_ON
         return Action(*self.control.highest(action))
@@ -369,15 +377,23 @@ class BarrierCluster(Cluster):
         if self._delta is not None and start.outer is not None:
             self._delta.load_state_dict(start.outer)
 
+    def push(self, reports: Sequence[RoundReport]) -> bool:
+        """Merge this worker's weights, or gradients, with the others'; True: they were refused."""
+        self.finish_round()
+        return super().push(reports)
+
     @torch.no_grad()
-    def _hand_over(self, report: RoundReport | None) -> None:
+    def _hand_over(self, report: RoundReport | None) -> bool:
         """Merge what all workers push; `report` is None on a dedicated server."""
-        reports = self.control.gather_reports(report)
+        reports = join_reports(self.control.gather_reports(report))
+        own = next((r for r in reports if r.worker in self.workers), None)
         self.control.enter()
         if self._gathers:
-            count = 0 if self.server is None else dist.get_world_size()
+            count = 0 if self.server is None else dist.get_world_size(self._island.between)
             pushed = [torch.empty_like(self.outgoing) for _ in range(count)]
-            dist.gather(self.outgoing, pushed or None, dst=SERVER_RANK)
+            if not self._island.place:
+                group = self._island.between
+                dist.gather(self.outgoing, pushed or None, dst=SERVER_RANK, group=group)
             self._has_global = False
             self._refused += sum(r.refused for r in reports)
             # All began with the same weights. A dedicated server comes first.
@@ -386,9 +402,10 @@ class BarrierCluster(Cluster):
                 self.server.push(weights, each)
         else:
             taken = [r for r in reports if not r.refused]
-            self._take(self._summed(report, taken) if taken else None, reports)
+            self._take(self._summed(own, taken) if taken else None, reports)
         if self.server is not None:
             self.server.finished.clear()  # turns() says when an epoch ends, on every rank alike
+        return own is not None and own.refused
 
     def _summed(self, report: RoundReport | None, taken: Sequence[RoundReport]) -> Tensor | None:
         """Return the new weights, or the sum of gradients, the same on every rank.
@@ -398,16 +415,21 @@ class BarrierCluster(Cluster):
         if report is None or report.refused:
             share = torch.zeros_like(self.outgoing)  # zero times what is not finite would not be
         elif self.pushes_weights:
-            change = self.outgoing if self._rounded is None else self.outgoing - self._pulled
+            change = self.outgoing if self.wire == "float32" else self.outgoing - self._pulled
             share = change * (report.merge_weight / sum(r.merge_weight for r in taken))
         else:
             share = self.outgoing.clone()
-        if self._rounded is None:
-            dist.all_reduce(share)
-            return share
-        summed = self._rounded(share)
+        island = self._island
+        summed = share if self._rounded is None else self._rounded(share)
+        if self._rounded is None and not island.place:
+            dist.all_reduce(summed, group=island.between)
+        if island.inside is not None:
+            dist.broadcast(summed, group=island.inside, group_src=0)
+        if self.wire == "float32":
+            return summed
         if not summed.isfinite().all():
-            self._rounded.forget()
+            if self._rounded is not None:
+                self._rounded.forget()
             return None
         return summed.add_(self._pulled) if self.pushes_weights else summed
 

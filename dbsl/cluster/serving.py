@@ -115,9 +115,10 @@ class ServedCluster(Cluster):
             self._interrupted = True
             self.on_stop()
 
-    def _hand_over(self, report: RoundReport) -> None:
+    def _hand_over(self, report: RoundReport) -> bool:
         with self._exchange():
             self._link.push(report, self.outgoing)
+        return report.refused
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"left": self._link.end.rounding.left}
@@ -235,8 +236,9 @@ class ServingCluster(Cluster):
             else:  # a copy to a GPU takes its time, and others need not wait for it
                 self.weights.load(weights)
 
-    def _hand_over(self, report: RoundReport) -> None:
+    def _hand_over(self, report: RoundReport) -> bool:
         self._merge(self._pushed.copy_(self.outgoing), report)
+        return report.refused
 
     # --- what any worker asks of the server
 

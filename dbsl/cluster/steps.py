@@ -319,7 +319,7 @@ class DistributedSteps(Stepper):
 
     `example_loss` is that of a model, as in training; `on_exchange` is called before each exchange,
     and gradients travel as `wire`. Those of an odd step are not made smaller by PowerSGD, whose
-    remainders wait for the next.
+    remainders wait for the next. With a `group` its processes alone step together.
     """
 
     def __init__(
@@ -328,13 +328,14 @@ class DistributedSteps(Stepper):
         example_loss: Callable[[nn.Module], Tensor],
         on_exchange: Callable[[], object] = lambda: None,
         wire: Wire = FLOAT32,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(*arguments, wire=wire)
-        self.joint = True
+        self.joint, self._group = True, group
         self._raw, self._example_loss, self._on_exchange = self.model, example_loss, on_exchange
         hooks = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
         self._reduce = hooks.get(wire.name, allreduce_hook)
-        self._world_size = dist.get_world_size()
+        self._world_size = dist.get_world_size(group)
         self._weight = 1 / self._world_size  # this worker's, in an average
         self._wrap()
 
@@ -369,15 +370,16 @@ class DistributedSteps(Stepper):
         """Average running statistics over processes, weighted as their losses."""
         if self._buffers.numel():
             self._buffers.mul_(self._weight)
-            dist.all_reduce(self._buffers)
+            dist.all_reduce(self._buffers, group=self._group)
         self._weight = 1 / self._world_size  # equal now: any weights that sum to 1 keep them
 
     def _wrap(self) -> None:
         """Wrap the model for DDP, which shares the gradients of what is trained at that time.
 
-        One step's forward and backward pass is taken and forgotten: after the first one DDP orders
+        Two steps' forward and backward passes are taken and forgotten: in the second one DDP orders
         its buckets anew, and a sum over three ranks rounds by the buckets. A resumed run would
-        differ from an unbroken one, which has that behind it.
+        differ from an unbroken one, which has that behind it, and in an odd step processes without
+        a sample would not take part.
         """
         self.model, self._warm = self._raw, False  # the hooks of a wrapper before go with it
         self._raw.zero_grad(set_to_none=True)
@@ -392,6 +394,7 @@ class DistributedSteps(Stepper):
             self.model = DistributedDataParallel(
                 self._raw,
                 device_ids=devices,
+                process_group=self._group,
                 gradient_as_bucket_view=True,
                 **{_SYNC_BUFFERS: False},  # in forward passes: statistics stay local
                 **one,
@@ -414,7 +417,7 @@ class DistributedSteps(Stepper):
             found = dict(zip(map(id, bucket.parameters()), bucket.gradients(), strict=True))
             trained = (id(p) for p in self._raw.parameters() if p.requires_grad)
             return self.low_rank(bucket.buffer(), [found[own] for own in trained])
-        return self._reduce(None, bucket)
+        return self._reduce(self._group, bucket)
 
     @torch.no_grad()
     def _sum_gradients(self) -> None:
@@ -425,7 +428,7 @@ class DistributedSteps(Stepper):
         gradients = [p.grad for p in parameters]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         flat = flat.to(self._dtype or flat.dtype)
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=self._group)
         summed = flat.split([gradient.numel() for gradient in gradients])
         for gradient, own in zip(gradients, summed, strict=True):
             gradient.copy_(own.view_as(gradient))

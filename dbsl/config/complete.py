@@ -93,16 +93,18 @@ def is_as_given(name: str, given: RunConfig, complete: RunConfig) -> bool:
     return whole == given_whole
 
 
-def for_workers(config: RunConfig, name: str, values: Sequence[T] | None) -> list[list[T | None]]:
+def for_workers(
+    config: RunConfig, name: str, values: Sequence[T] | None, processes: int | None = None
+) -> list[list[T | None]]:
     """Return a value for each resolution and worker: [resolution][worker].
 
     From none, one for all, one for each resolution, or one for each resolution and worker (all
-    workers of the first resolution, then of the second).
+    workers of the first resolution, then of the second). With `processes`: for each of these.
     """
-    rows, workers = len(config.resolutions), config.workers
-    values = [None] if values is None else list(values)
+    rows, workers = len(config.resolutions), processes or config.workers
+    values, who = [None] if values is None else list(values), "process" if processes else "worker"
     if len(values) not in (1, rows, rows * workers):
-        each = f"one per resolution ({rows}) or one per resolution and worker ({rows * workers})"
+        each = f"one per resolution ({rows}) or one per resolution and {who} ({rows * workers})"
         raise SettingError(f"{name} must have 1 value, {each}, got {len(values)} values")
     if len(values) == rows * workers:
         return [values[r * workers : (r + 1) * workers] for r in range(rows)]

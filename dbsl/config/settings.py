@@ -137,7 +137,12 @@ class TrainingConfig(ImageConfig):
     workers: Annotated[
         Count | None,
         Role.WORKERS | Role.SPLIT | Role.ROUND | Role.TIMED,
-        Derived(PROCESSES, "dedicated_server", UNLIKE),
+        Derived(PROCESSES, "dedicated_server", UNLIKE, "worker_processes"),
+    ] = None
+    # processes that take each worker's steps together: one number for all workers, one for each
+    # (8,8,2), or node: a worker has all processes of its machine; unset: one
+    worker_processes: Annotated[
+        tuple[Count, ...] | Literal["node"] | None, Role.FREE | Role.PLAN
     ] = None
     # share of workers on the small batch, in [0, 1]; rounded to whole workers, at least one if
     # above 0
@@ -186,8 +191,8 @@ class TrainingConfig(ImageConfig):
     min_batch_size: Annotated[Count, Role.PLAN | Role.SOLVED] = 2
     # GiB for a step with --large-batch-size or --micro-batch-size auto; unset: what is free
     memory_limit: Annotated[Positive | None, Role.FREE] = None
-    # seconds per sample; one value, one per resolution, or one per resolution and worker; unset:
-    # measured
+    # seconds per sample; one value, one per resolution, or one per resolution and worker (of
+    # --worker-processes: and process); unset: measured
     slope: Annotated[
         _Times,
         Derived(Role.STEP | Role.TIMED | Role.TIMES),
@@ -459,7 +464,7 @@ def _of_run(config: RunConfig) -> Iterator[Refusal]:
 def check_effects(config: RunConfig, processes: int = 1) -> None:
     """Refuse a setting that would change nothing; a run that goes on may have begun with it."""
     check_needs(config, new=True)
-    workers = config.workers if processes == 1 else processes - config.dedicated_server
+    workers = workers_of(config, processes)
     name = "small_ratio" if config.small_workers is None else "small_workers"
     small = getattr(config, name)
     text = f"{name} must be 0 with one worker, since no other is large (see large_batch_size)"
@@ -519,6 +524,13 @@ def wire_of(config: RunConfig) -> Wire:
         return parse_wire(config.wire, _GRADIENT_WIRES, " with push gradients")
     taken = _JOINT_WIRES if config.sync == "step" else ROUND_WIRES
     return parse_wire(config.wire, taken, f" with sync {config.sync}")
+
+
+def workers_of(config: RunConfig, processes: int) -> int | None:
+    """Return the workers that so many processes have; in one process as many as are asked for."""
+    if config.worker_processes:
+        return len(config.worker_processes)
+    return config.workers if processes == 1 else processes - config.dedicated_server
 
 
 def takes_joint_steps(config: RunConfig) -> bool:

@@ -42,6 +42,9 @@ class EmulateSettings(RunConfig):
     # Gbit/s between simulated workers, in each direction, at least 1e-6; unset: exchanges take no
     # time
     link_gbps: Annotated[float | None, Within(1e-6)] = None
+    # Gbit/s between the processes of a simulated worker, which sum gradients at every step, in
+    # each direction, at least 1e-6; unset: sums take no time
+    inner_link_gbps: Annotated[float | None, Within(1e-6), Needs("worker_processes")] = None
     # delay of a message, milliseconds; with --link-gbps
     link_ms: Annotated[float, Within(0), Needs("link_gbps")] = 0.0
     # share of a joint step's computing that hides its exchange of gradients, in [0, 1]; with
@@ -57,6 +60,7 @@ class Emulate(Extra):
     @classmethod
     def of(cls, config: EmulateSettings) -> Emulate | None:
         given = (config.slowdown, config.disturb, config.time_noise, config.link_gbps)
+        given += (config.inner_link_gbps,)
         return cls() if any(given) else None
 
     def check(self, config: EmulateSettings, accelerator: Accelerator) -> None:
@@ -66,6 +70,8 @@ class Emulate(Extra):
             noise, gbps = config.time_noise, config.link_gbps
             refuse([(noise, f"time_noise must be 0 {real}", noise)])
             refuse([(gbps, f"link_gbps must be unset {real}", gbps)])
+            gbps = config.inner_link_gbps
+            refuse([(gbps, f"inner_link_gbps must be unset {real}", gbps)])
 
     def machine(self, config: EmulateSettings) -> Emulation:
         link = (config.link_gbps, config.link_ms, config.link_overlap)
@@ -75,6 +81,7 @@ class Emulate(Extra):
             config.time_noise,
             config.seed,
             EmulatedLink(*link) if config.link_gbps else None,
+            EmulatedLink(config.inner_link_gbps) if config.inner_link_gbps else None,
         )
 
 
@@ -100,6 +107,7 @@ class Emulation(Machine):
     noise: float = 0.0  # standard deviation of a round's time, relative; lognormal with mean 1
     seed: int = 0  # the run's
     link: EmulatedLink | None = None  # between simulated workers; None: exchanges take no time
+    inner: EmulatedLink | None = None  # between the processes of one
 
     @property
     def slows(self) -> bool:
@@ -119,10 +127,18 @@ class Emulation(Machine):
         return math.exp(sigma * stream.standard_normal() - sigma**2 / 2)
 
     def exchange_s(self, times: SimulatedTimes, worker: int, epoch: int, round_: int) -> float:
-        """Return the seconds that a simulated worker's round takes on the link.
+        """Return the seconds that a simulated worker's round takes on its links.
 
         The server is with worker 0, unless it has a process of its own.
         """
+        inner_s, processes = 0.0, times.run.islands.sizes[worker]
+        if self.inner is not None:
+            _, steps = times.computed(worker, epoch, round_)
+            (size,) = joint_messages(FLOAT32, times.shapes)[:1]
+            inner_s = steps * self.inner.all_reduce_s(size, processes)
+        return inner_s + self._between_s(times, worker, epoch, round_)
+
+    def _between_s(self, times: SimulatedTimes, worker: int, epoch: int, round_: int) -> float:
         config, link = times.run.config, self.link
         if link is None:
             return 0.0

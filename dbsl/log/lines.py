@@ -17,7 +17,7 @@ from dbsl.base.errors import plural, short_loss, steadier
 from dbsl.cluster.formats import joint_messages, message_bytes, numbers_of, trained_shapes
 from dbsl.config.settings import FLOAT32, RunConfig, wire_of
 from dbsl.plan.stages import Stage, learning_rate_at
-from dbsl.plan.text import format_run, nodes_in_words
+from dbsl.plan.text import format_run, nodes_in_words, sizes_in_words
 from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, JoinedWorker, LostWorker, Plan, RoundReport
 from dbsl.run.accelerator import describe_precision
 from dbsl.run.evaluation import Evaluation, further_sets, more_in_words
@@ -44,17 +44,22 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
         where = "simulated in one process" if config.workers > 1 else "in one process"
     elif run.nodes[-1]:
         where += f" on {nodes_in_words(run.nodes)}"
+    islands = run.islands
+    if islands.several:
+        where = f"(processes: {sizes_in_words(islands.sizes)}) {where}"
     small = f", {config.small_workers} on small batches" if config.workers > 1 else ""
     sync = f", sync {config.sync}" if config.workers > 1 else ""
     threads = plural(torch.get_num_threads(), "CPU thread")
     if config.cpu_threads is None:
         threads += " on the first node, others by their cores"
     unset = " (--workers is unset)" if run.default_workers else ""
+    nodes = run.nodes[config.dedicated_server :]
     plans = format_run(
         *(run.stages, run.plans, config.rounds_per_epoch),
         rates=lambda stage: _rates(run, stage),
         timelines=folder is None,
-        nodes=run.nodes[-config.workers :] if processes > 1 else (),  # the last have the workers
+        nodes=[nodes[own.start] for own in islands.processes] if processes > 1 else (),
+        processes=islands.sizes,
         begin=begin,
     )
     lines = [

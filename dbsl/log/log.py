@@ -133,7 +133,9 @@ class RunLog:
         self._file = open(path, "a" if keep else "w", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._display = self._begin_display()
         self._say = self._display.print
-        self.meter.tell, self.meter.on_step = self.step, self._display.step
+        self.meter.on_step = self._display.step
+        if not self.meter.shares_batch:  # else reports have the lines of a worker's processes
+            self.meter.tell = self.step
         if handover is not None:
             self._recount(handover)
         for stage in run.stages:  # a resumed run's that are not over and are new

@@ -52,6 +52,7 @@ class StepMeter:
     worker, None for a joint step.
     """
 
+    shares_batch = False  # whether this process takes a part of its worker's batch
     tell: Callable[[StepLine], object] | None = None  # the main process's log sets both
     on_step: Callable[[int, int, float, int | None], object] = staticmethod(lambda *_: None)
 
@@ -105,6 +106,8 @@ class StepMeter:
             self._write(step, learning_rate, progress)
         self._due, self._square = [], None
         samples = sum(len(part.indices) for part in step.parts)
+        if self.shares_batch and samples:  # the others of its worker have the rest
+            samples = round(samples / step.parts[0].weight)
         worker = workers[0] if len(workers) == 1 else None
         self.on_step(samples, self._turn.epoch, learning_rate, worker)
 

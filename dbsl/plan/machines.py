@@ -35,6 +35,7 @@ class KnownWorkers:
     measured: bool  # whether the time models were measured, not given
     limits: dict[int, list[int]] | None = None  # most samples a step; None: no bound
     micro_batch_sizes: dict[int, list[int]] | None = None  # most samples at once; None: any
+    processes: dict[int, TimeModel] | None = None  # of each process, where workers have several
     # Most samples of a batch that fit into memory; None: it was not measured.
     fits: dict[int, list[int | None]] | None = None
 

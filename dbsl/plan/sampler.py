@@ -194,7 +194,7 @@ class StepSampler:
         """
         before, begin, end = (self.begin(max(n, 0)) for n in (number - 1, number, number + 1))
         batch = self._order(epoch)[begin:end]
-        ends = _ends_of_parts(len(batch), tuple(sizes), self._least)
+        ends = ends_of_parts(len(batch), tuple(sizes), self._least)
         parts = tuple(
             Part(w, batch[ends[w] : ends[w + 1]].copy(), (ends[w + 1] - ends[w]) / len(batch))
             for w in (range(len(sizes)) if workers is None else workers)
@@ -246,7 +246,7 @@ def _whole_steps(samples: int, size: int, fewest: int, start: int, drop_last: bo
 
 
 @lru_cache(maxsize=64)  # an epoch's steps have two sizes, and each is split alike
-def _ends_of_parts(samples: int, sizes: tuple[int, ...], least: int) -> tuple[int, ...]:
+def ends_of_parts(samples: int, sizes: tuple[int, ...], least: int) -> tuple[int, ...]:
     """Return where each part of a joint step ends, after a 0 where the first begins."""
     return (0, *np.cumsum(split_batch(samples, sizes, least)).tolist())
 

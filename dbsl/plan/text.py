@@ -14,24 +14,25 @@ from dbsl.plan.types import Plan, WorkerPlan
 
 _BAR_WIDTH = 48  # characters
 MAX_ROWS = 16
-_WIDTHS = {"worker": 9, "node": 8, "batch": 8, "samples": 10, "steps": 8}  # characters
+_WIDTHS = {"worker": 9, "node": 8, "processes": 11, "batch": 8, "samples": 10}  # characters
+_WIDTHS |= {"steps": 8}
 _WIDTHS |= {"weight": 8, "time": 10, "idle": 8}
 
 
 def worker_rows(
-    plan: Plan, alone_up_to: int = 0, nodes: Sequence[int] = ()
-) -> list[tuple[str, WorkerPlan, int]]:
-    """Return the plan's workers as rows of their numbers, their plan and their node.
+    plan: Plan, alone_up_to: int = 0, *places: Sequence[int]
+) -> list[tuple[str, WorkerPlan, tuple[int, ...]]]:
+    """Return the plan's workers as rows of their numbers, their plan and their places.
 
-    Neighbours with equal plans on one node share a row where there are more than `alone_up_to`
-    workers.
+    Neighbours with equal plans in the same places, such as a node, share a row where there are more
+    than `alone_up_to` workers.
     """
     alone = itertools.count() if len(plan.workers) <= alone_up_to else itertools.repeat(0)
-    workers = zip(plan.workers, nodes or itertools.repeat(0), alone, strict=False)
+    workers = zip(plan.workers, alone, *(p or itertools.repeat(0) for p in places), strict=False)
     rows, first = [], 0
-    for (worker, node, _), group in itertools.groupby(workers):
+    for (worker, _, *place), group in itertools.groupby(workers):
         last = first + len(list(group)) - 1
-        rows.append((str(first) if first == last else f"{first}-{last}", worker, node))
+        rows.append((str(first) if first == last else f"{first}-{last}", worker, tuple(place)))
         first = last + 1
     return rows
 
@@ -53,30 +54,38 @@ def epoch_spans(stages: Sequence[Stage]) -> str:
 def nodes_in_words(nodes: Sequence[int]) -> str:
     """Return how many nodes there are and the processes of each, as in ``2 nodes (3 + 1)``."""
     sizes = [len(list(group)) for _, group in itertools.groupby(nodes)]
+    return f"{plural(len(sizes), 'node')} ({sizes_in_words(sizes)})"
+
+
+def sizes_in_words(sizes: Sequence[int]) -> str:
+    """Return the sizes of groups, as in ``3 + 1`` and ``2 each``."""
     texts = list(map(str, sizes))
     if len(set(sizes)) == 1:
         texts = [f"{sizes[0]} each"]
     elif len(texts) > 8:
         texts[4:-3] = ["…"]
-    return f"{plural(len(sizes), 'node')} ({' + '.join(texts)})"
+    return " + ".join(texts)
 
 
-def format_plan(plan: Plan, nodes: Sequence[int] = ()) -> str:
+def format_plan(plan: Plan, nodes: Sequence[int] = (), processes: Sequence[int] = ()) -> str:
     """Return the plan as a table, equal workers on one line, with what it costs below.
 
-    Of several `nodes`, one for each worker, each has rows and a column says which.
+    Of several `nodes`, one for each worker, each has rows and a column says which; a column has the
+    `processes` of each worker where there are several.
     """
     left_out = {"weight", "idle"} if len(plan.workers) == 1 else set()
     if len(set(nodes)) < 2:
         left_out.add("node")
+    if max(processes, default=1) == 1:
+        left_out.add("processes")
 
     def line(*cells: object) -> str:
         columns = zip(_WIDTHS, cells, strict=True)
         return "".join(f"{c:>{_WIDTHS[name]}}" for name, c in columns if name not in left_out)
 
-    lines, rows = [line(*_WIDTHS)], worker_rows(plan, nodes=nodes)
-    for name, w, node in rows[:MAX_ROWS]:
-        counts = name, node, w.local_batch_size, w.samples, w.steps, f"{w.merge_weight:.4f}"
+    lines, rows = [line(*_WIDTHS)], worker_rows(plan, 0, nodes, processes)
+    for name, w, places in rows[:MAX_ROWS]:
+        counts = name, *places, w.local_batch_size, w.samples, w.steps, f"{w.merge_weight:.4f}"
         idle = f"{100 * (1 - w.predicted_time_s / plan.time_s):.1f} %"
         lines.append(line(*counts, duration(w.predicted_time_s), idle))
     if len(rows) > MAX_ROWS:
@@ -131,12 +140,13 @@ def format_run(
     rates: Callable[[Stage], str] = lambda stage: f"{stage.learning_rate:g}",
     timelines: bool = False,
     nodes: Sequence[int] = (),
+    processes: Sequence[int] = (),
     begin: int = 0,
 ) -> str:
     """Return the plans of a run in the order in which it meets them, and what it takes in all.
 
-    `rates` says which learning rates a stage has. See `format_plan` for `nodes`. What was over
-    before the epoch `begin` is left out.
+    `rates` says which learning rates a stage has. See `format_plan` for `nodes` and `processes`.
+    What was over before the epoch `begin` is left out.
     """
     lines, epochs = [], stages[-1].end_epoch
     stages = [
@@ -153,7 +163,7 @@ def format_run(
         ratio = "" if plain else f"; time ratio {plan.time_ratio:.3f}"
         rate = ", ".join(map(rates, its_stages))
         lines.append(f"{px(resolution, after=', ')}{epoch_spans(its_stages)}, lr {rate}{ratio}")
-        lines.append(format_plan(plan, nodes))
+        lines.append(format_plan(plan, nodes, processes))
         lines += [timeline(plan, rounds), ""] if timelines else [""]
     planned, all_large, equal = map(duration, total_times_s(stages, plans))
     joint = any(plan.global_batch_size for plan in plans.values())

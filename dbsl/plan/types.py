@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -226,6 +227,45 @@ def report_from_plain(values: Mapping[str, Any]) -> RoundReport:
     """Return the report that `asdict` was given, also where it has been a checkpoint since."""
     lines = tuple(StepLine(*line) for line in values.get("lines", ()))
     return RoundReport(**{**values, "lines": lines})
+
+
+def join_reports(reports: Sequence[RoundReport]) -> list[RoundReport]:
+    """Return a report of each worker, from those of its processes, which follow each other."""
+    several = (list(own) for _, own in groupby(reports, key=lambda report: report.worker))
+    return [_join(own) if len(own) > 1 else own[0] for own in several]
+
+
+def _join(reports: Sequence[RoundReport]) -> RoundReport:
+    first, samples = reports[0], [report.samples for report in reports]
+
+    def mean(values: Iterable[float]) -> float:
+        weighted = [v * n for v, n in zip(values, samples, strict=True) if n]
+        return sum(weighted) / max(sum(samples), 1)
+
+    # Their slowest process is how long they compute; it waits the least for other workers. All
+    # make lines of the same steps, and know of a gradient that is not finite: a loss says more.
+    lines = zip(*(report.lines for report in reports), strict=False)
+    return replace(
+        first,
+        samples=sum(samples),
+        time_s=max(report.time_s for report in reports),
+        compute_time_s=max(report.compute_time_s for report in reports),
+        wait_time_s=min(report.wait_time_s for report in reports),
+        predicted_time_s=sum(report.predicted_time_s for report in reports),
+        loss=mean(report.loss for report in reports),
+        refused=any(report.refused for report in reports),
+        fault=min((report.fault for report in reports if report.fault), default=NO_FAULT),
+        lines=tuple(
+            own[0]._replace(
+                loss=mean(line.loss for line in own),
+                images_per_s=sum(line.images_per_s for line in own),
+                memory_gib=max(line.memory_gib for line in own),
+                figures={name: mean(line.figures[name] for line in own) for name in own[0].figures},
+            )
+            for own in lines
+        ),
+        figures={name: mean(r.figures[name] for r in reports) for name in first.figures},
+    )
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,15 @@ from dbsl.base.errors import one_of_several
 from dbsl.cluster.alive import ControlGroup, Heartbeats
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.formats import RoundedSum
-from dbsl.cluster.launch import Door, RunningJob
-from dbsl.cluster.meeting import BarrierCluster, JointCluster, SimulatedCluster
+from dbsl.cluster.launch import Door, RunningJob, group_timeout
+from dbsl.cluster.meeting import BarrierCluster, Island, JointCluster, SimulatedCluster
 from dbsl.cluster.merges import MergeRule, choose_rule
 from dbsl.cluster.server import GradientServer, Server
 from dbsl.cluster.serving import through_server
 from dbsl.cluster.steps import ComputeTimer, DistributedSteps, PushedGradients, Stepper
 from dbsl.cluster.weights import FlatWeights, compile_in_place
 from dbsl.cluster.wire import CPU, SERVER_RANK
-from dbsl.config.settings import meets_at_server, wire_of
+from dbsl.config.settings import FLOAT32, meets_at_server, wire_of
 from dbsl.model import join_batch_norm, set_dropout
 from dbsl.optimizer import make_clip
 from dbsl.run.folder import SUMS
@@ -50,17 +50,23 @@ def connect(
     alone = not one_of_several()
     rank = 0 if alone else job.rank if job else dist.get_rank()
     own = rank - config.dedicated_server
-    workers = tuple(range(config.workers)) if alone else (own,) * (own >= 0)
+    workers = tuple(range(config.workers)) if alone else tuple(run.islands.owners[own:][:1])
+    workers = workers if own >= 0 else ()
     meets = not (alone or meets_at_server(config.sync))
     timeout_s = config.worker_timeout
-    control = ControlGroup(timeout_s, Heartbeats(timeout_s)) if meets else None
+    islands = [[p + config.dedicated_server for p in one] for one in run.islands.processes]
+    owners = {rank: worker for worker, ranks in enumerate(islands) for rank in ranks}
+    several = run.islands.several and not alone
+    heartbeats = Heartbeats(timeout_s, owners if several else None) if meets else None
+    control = ControlGroup(timeout_s, heartbeats) if meets else None
+    island = _meet_inside(run, accelerator, heartbeats, islands) if several else Island()
     weights, server = FlatWeights(run.model), None
     if rank == SERVER_RANK and config.sync != "step":
         server = _server(run, weights, accelerator.device if alone or meets else CPU, merge, alone)
     if config.compile or torch.backends.cudnn.benchmark:  # only now: graphs keep weights' addresses
         make_ready(run, weights, workers, accelerator)
     timer = ComputeTimer(accelerator.device, None if alone else run.machine)
-    stepper = _stepper(run, weights, timer, workers, accelerator, control)
+    stepper = _stepper(run, weights, timer, workers, accelerator, control, island)
     common = {
         "planner": run.planner,
         "epochs": config.epochs,
@@ -81,7 +87,10 @@ def connect(
         if config.merge == "delta":
             common["delta"] = choose_rule(config, weights, None)
         common["gathers"] = merge is not None
-        return BarrierCluster(weights, server, **common), stepper
+        cluster = BarrierCluster(weights, server, island=island, **common)
+        if island.inside is not None:
+            cluster.finish_round = stepper.average_buffers
+        return cluster, stepper
     common["timeout_s"] = timeout_s
     if job is not None:
         common["admission"] = admission = job.enter(timeout_s)
@@ -90,6 +99,24 @@ def connect(
     elif server is not None:
         common["door"] = Door(asdict(config) | {SUMS: sums or {}}, dist.get_world_size(), timeout_s)
     return through_server(weights, server, **common), stepper
+
+
+def _meet_inside(
+    run: Run, accelerator: Accelerator, heartbeats: Heartbeats, islands: Sequence[Sequence[int]]
+) -> Island:
+    """Return this process's place among those of its worker (a collective of all processes).
+
+    Not by a device mesh: workers may be of unlike sizes, and a dedicated server is of none.
+    """
+    config, cpu = run.config, accelerator.device.type == "cpu"
+    timeout = group_timeout(config.worker_timeout, cpu=cpu)
+    inside, _ = dist.new_subgroups_by_enumeration(islands, timeout=timeout)
+    firsts = [*range(config.dedicated_server), *(ranks[0] for ranks in islands)]
+    between = dist.new_group(firsts, timeout=timeout)
+    control = ControlGroup(config.worker_timeout, heartbeats, islands)
+    if inside is None or dist.get_world_size(inside) == 1:  # nobody to wait for in a step
+        return Island(0, None, between)
+    return Island(run.place or 0, inside, between, control)
 
 
 def _server(
@@ -115,6 +142,7 @@ def _stepper(
     workers: tuple[int, ...],
     accelerator: Accelerator,
     control: ControlGroup | None,
+    island: Island,
 ) -> Stepper:
     config, model = run.config, run.model
     if config.push == "gradients":
@@ -127,15 +155,17 @@ def _stepper(
         for worker in (workers[:1] if joint else workers)  # of joint steps one for all
     }
     common = (model, weights, timer, optimizers)
-    if not joint or control is None:
+    inside = island.inside is not None
+    if not inside and (not joint or control is None):
         stepper = Stepper(*common, joint=joint, wire=wire)
     else:
         images, labels = run.data.example(2, config.resolutions[0])
         stepper = DistributedSteps(
             *common,
             example_loss=lambda parallel: run.loss_of(parallel, images, labels),
-            on_exchange=control.enter,
-            wire=wire,
+            on_exchange=(island.control if inside else control).enter,
+            wire=FLOAT32 if inside else wire,  # else it is how workers meet
+            group=island.inside,
         )
     stepper.clip = make_clip(run.model, config.clip_grad, config.clip_mode)
     return stepper

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial, wraps
@@ -25,7 +26,14 @@ from dbsl.config.fields import Role, refuse, with_role
 from dbsl.config.hooks import Extra, Extras, Machine
 from dbsl.config.image_settings import ImageConfig
 from dbsl.config.parse import read_settings, run_folder_of
-from dbsl.config.settings import NO_SIDE, RunConfig, steps_in_parts, takes_joint_steps, wire_of
+from dbsl.config.settings import (
+    NO_SIDE,
+    RunConfig,
+    steps_in_parts,
+    takes_joint_steps,
+    wire_of,
+    workers_of,
+)
 from dbsl.data.dataset import load_data
 from dbsl.data.sources import Source, TrainingData, as_source
 from dbsl.data.transforms import Mixing
@@ -40,6 +48,7 @@ from dbsl.model import (
 )
 from dbsl.optimizer import build_optimizer, join_optimizers, keep_ratios
 from dbsl.plan.follow import PlanMaker, Planner
+from dbsl.plan.islands import Islands
 from dbsl.plan.ledger import Members, TurnSampler
 from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.sampler import Order
@@ -229,7 +238,11 @@ def prepare(
     extras: Extras | None = None,
 ) -> Run[ConfigT]:
     """Load the data, build the model, measure step times unless given, and plan the run."""
+    nodes = nodes_of(accelerator)
+    given = settle_islands(given, accelerator.num_processes, nodes)
     config = count_workers(given, accelerator.num_processes, accelerator.device.type)
+    islands = Islands.of(config)
+    several = islands.several and accelerator.num_processes > 1
     replaced, extras = replaced or Replaced(), extras or Extras.of(config)
     machine = extras.first(Extra.machine, config) or Machine()
     data = replaced.load_data(config, accelerator)
@@ -272,28 +285,72 @@ def prepare(
         loss_of=loss_of,
         build_optimizer=partial(replaced.build_optimizer, config),
         default_workers=given.workers is None and accelerator.num_processes == 1,
-        nodes=nodes_of(accelerator),
+        nodes=nodes,
+        islands=islands,
+        place=islands.place(accelerator.process_index - config.dedicated_server)
+        if several
+        else None,
         figures=figures,
         also=also,
         extras=extras,
     )
 
 
+def settle_islands(config: ConfigT, processes: int, nodes: Sequence[int]) -> ConfigT:
+    """Return the config with the processes of each worker by number; None: each has one.
+
+    `nodes` has the node of each process.
+    """
+    given, served = config.worker_processes, config.dedicated_server
+    alone, sizes = processes == 1, given
+    total = sum(given) if alone and given and given != "node" else processes - served
+    if given == "node":
+        sizes = tuple(Counter(nodes[served:]).values())
+    elif given and len(given) == 1 and alone:
+        sizes = given * _simulated_workers(config)
+        total = sum(sizes)
+    elif given and len(given) == 1:
+        sizes = given * max(1, total // given[0])
+    if not sizes or (max(sizes) == 1 and sum(sizes) == total):
+        return replace(config, worker_processes=None)
+    less = " less the dedicated server" * served
+    joins, one = ", which joins all processes in each step", " with several processes a worker"
+    refuse(
+        [
+            (alone and given == "node", "worker_processes must be numbers in one process", given),
+            (
+                sum(sizes) != total,
+                f"worker_processes must add up to the {total} processes{less}",
+                given,
+            ),
+            (config.sync == "step", f"sync must not be step with worker_processes{joins}", "step"),
+            (config.sync != "bsp" and not alone, f"sync must be bsp{one}", config.sync),
+            (config.push == "gradients", f"push must be weights{one}", config.push),
+            *(
+                (getattr(config, name) == "auto", f"{name} must be a number or unset{one}", "auto")
+                for name in ("large_batch_size", "micro_batch_size")
+            ),
+        ]
+    )
+    return replace(config, worker_processes=sizes)
+
+
 def count_workers(config: ConfigT, processes: int, device: str) -> ConfigT:
     """Return the config with its number of workers and of small workers among them.
 
-    One process holds all workers; of several, each is one, but for a dedicated server. Unless told
-    otherwise one process has 4 workers where something is said of unlike ones, else 1: on equal
-    samples several workers cost accuracy. A ratio above 0 makes at least one small worker.
+    One process holds all workers; of several, each is one, but for a dedicated server, or a part of
+    one. Unless told otherwise one process has 4 workers where something is said of unlike ones,
+    else 1: on equal samples several workers cost accuracy. A ratio above 0 makes at least one small
+    worker.
     """
     alone, small_workers, ratio = processes == 1, config.small_workers, config.small_ratio
-    total = processes - config.dedicated_server
-    if alone:
-        total = config.workers or (4 if says_unlike(config) else 1)
+    total = workers_of(config, processes) or _simulated_workers(config)
     if small_workers is None:
         small_workers = max(1, round_half_up(ratio * total)) if ratio > 0 else 0
     other, less = config.workers not in (None, total), " less the dedicated server"
     number = f"workers must equal the number of processes{less * config.dedicated_server} ({total})"
+    if config.worker_processes:
+        number = f"workers must equal those of worker_processes ({total})"
     served = "dedicated_server must have at least 2 processes"
     most = f"small_workers must be at most the workers ({total})"
     sent = "wire must be float32 with one worker, which sends nothing"
@@ -312,6 +369,10 @@ def count_workers(config: ConfigT, processes: int, device: str) -> ConfigT:
         ]
     )
     return replace(config, workers=total, small_workers=small_workers)
+
+
+def _simulated_workers(config: RunConfig) -> int:
+    return config.workers or (4 if says_unlike(config) else 1)
 
 
 def _make_stages(

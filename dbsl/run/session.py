@@ -152,8 +152,8 @@ class Session(EvaluationSession[ConfigT]):
         stage, segment = run.stage_at(turn.epoch), cluster.segment(turn)
         self.log.plan(turn.epoch, turn.round, segment.plan)
         set_dropout(run.model, stage.dropout)
-        seed = stream_seed(run.config.seed, "dropout", turn.workers[0], turn.epoch, turn.round)
-        torch.manual_seed(seed)
+        place = (turn.workers[0], turn.epoch, turn.round, *[run.place] * bool(run.place))
+        torch.manual_seed(stream_seed(run.config.seed, "dropout", *place))
         self.checkpointer.restore_random_state()  # if the run was stopped inside this round
         anew = not progress.steps
         work = Work(self, turn, stage, segment)  # loader processes begin, while the weights come
@@ -198,7 +198,7 @@ class Work:
     def __init__(self, session: Session, turn: Turn, stage: Stage, segment: Segment) -> None:
         run, self._session = session.run, session
         self._turn, self._stage, self._segment = turn, stage, segment
-        self._all = run.sampler.steps(segment, turn)
+        self._all = run.steps(segment, turn)
         self._left = self._all[session.progress.steps :]
         parts = [part for step in self._left for part in run.micro_parts(step, stage.resolution)]
         self._batches = run.batches(parts, stage.resolution, turn.epoch)

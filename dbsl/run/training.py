@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,11 +19,12 @@ from dbsl.data.sources import Source, TrainingData
 from dbsl.data.transforms import Mixing
 from dbsl.loss import LossOf
 from dbsl.plan.follow import Planner
+from dbsl.plan.islands import Islands, parts_of_process, split_inside
 from dbsl.plan.ledger import TurnSampler
-from dbsl.plan.machines import KnownWorkers
+from dbsl.plan.machines import KnownWorkers, split_batch
 from dbsl.plan.sampler import Part, Step, evaluation_batch_size, micro_parts
 from dbsl.plan.stages import Stage, stage_at
-from dbsl.plan.types import Plan, Segment, Turn
+from dbsl.plan.types import Plan, Segment, TimeModel, Turn
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)  # a script's own config
 
@@ -39,6 +41,7 @@ class Run(Generic[ConfigT]):
     planner: Planner
     known: KnownWorkers  # what the workers can do
     sampler: TurnSampler
+    islands: Islands  # the processes of each worker
     machine: Machine  # how the workers' machines and network differ from that
     mixing: Mixing | None  # mixes images and labels of a batch
     loss_of: LossOf  # mean loss of a model on images [B, 3, R, R] and labels
@@ -46,6 +49,8 @@ class Run(Generic[ConfigT]):
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     default_workers: bool = False  # nobody has said how many workers there are
     nodes: tuple[int, ...] = (0,)  # the node of each process, from 0
+    # This process's, among those of its worker; None: it takes the whole batch.
+    place: int | None = None
     figures: tuple[str, ...] = ()  # names of what the loss function gives besides the loss
     also: Mapping[str, Source] = field(default_factory=dict)  # further evaluation sets, by name
     extras: Extras = field(default_factory=Extras)  # what its settings ask for of dbsl/extras
@@ -65,8 +70,12 @@ class Run(Generic[ConfigT]):
     @property
     def largest_batch(self) -> int:
         """Images of a worker that are on the device at once, at the start."""
+        several = self.place is not None
         return max(
-            min(worker.local_batch_size, self._at_once(resolution, number) or math.inf)
+            min(
+                -(-worker.local_batch_size // (self.islands.sizes[number] if several else 1)),
+                self._at_once(resolution, number) or math.inf,
+            )
             for resolution, plan in self.plans.items()
             for number, worker in enumerate(plan.workers)
         )
@@ -85,6 +94,22 @@ class Run(Generic[ConfigT]):
     def stage_at(self, epoch: int) -> Stage:
         """Return the stage of an epoch."""
         return stage_at(self.stages, epoch)
+
+    def steps(self, segment: Segment, turn: Turn) -> list[Step]:
+        """Return the steps of a turn; of a worker that has several processes, this one's parts."""
+        steps, least = self.sampler.steps(segment, turn), self.sampler.least
+        if self.place is None or not steps:
+            return steps
+        sizes, _ = self.inside(segment, turn)
+        return parts_of_process(steps, sizes, self.place, least)
+
+    def inside(self, segment: Segment, turn: Turn) -> tuple[tuple[int, ...], TimeModel]:
+        """Return what each process takes of its worker's whole batch, and their time models."""
+        (worker,) = turn.workers
+        models = self.known.processes[self.stage_at(turn.epoch).resolution]
+        models = models[list(self.islands.processes[worker])]
+        batch = segment.plan.workers[worker].local_batch_size
+        return split_inside(batch, models, self.sampler.least), models
 
     def micro_parts(self, step: Step, resolution: int) -> Iterator[Part]:
         """Yield what is computed at once of a step: its parts, or their micro-batches."""
@@ -118,7 +143,7 @@ class Run(Generic[ConfigT]):
             plan = self.plans[stage.resolution]  # the planner decides when it is asked
             groups = [(w,) for w in workers] if plan.global_batch_size is None else [tuple(workers)]
             turns = (Turn(g, stage.first_epoch, r) for g in groups for r in range(self.rounds))
-            steps = (s for turn in turns for s in self.sampler.steps(Segment(plan), turn))
+            steps = (s for turn in turns for s in self.steps(Segment(plan), turn))
             parts = (part for step in steps for part in self.micro_parts(step, stage.resolution))
             sizes[stage.resolution] = {len(part.indices) for part in parts}
         return sizes
@@ -140,8 +165,15 @@ class SimulatedTimes:
     def computed(self, worker: int, epoch: int, round_: int) -> tuple[float, int]:
         """Return the seconds that a worker's round takes to compute, and its steps."""
         run, machine = self.run, self.run.machine
-        steps = run.sampler.steps(run.planner.at(epoch, round_), Turn((worker,), epoch, round_))
-        samples = sum(len(part.indices) for step in steps for part in step.parts)
-        model = run.known.models[run.stage_at(epoch).resolution][worker]
-        seconds = model.time(samples, len(steps)) * machine.factor(worker, epoch)
+        turn, segment = Turn((worker,), epoch, round_), run.planner.at(epoch, round_)
+        steps = run.sampler.steps(segment, turn)
+        counts = [len(part.indices) for step in steps for part in step.parts]
+        if run.known.processes is None:
+            model = run.known.models[run.stage_at(epoch).resolution][worker]
+            seconds = model.time(sum(counts), len(steps))
+        else:  # those of its slowest process, in each step
+            sizes, models = run.inside(segment, turn)
+            parts = (split_batch(count, sizes, run.sampler.least) for count in counts)
+            seconds = sum(float(models.time(own, np.sign(own)).max()) for own in parts)
+        seconds *= machine.factor(worker, epoch)
         return seconds * machine.noise_factor(worker, epoch, round_), len(steps)

@@ -20,6 +20,7 @@ from dbsl.config.settings import RunConfig, takes_joint_steps
 from dbsl.data.sources import TrainingData
 from dbsl.loss import LossOf, digest_of
 from dbsl.optimizer import BuildOptimizer
+from dbsl.plan.islands import Islands
 from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.types import TimeModel
 from dbsl.profile.cache import Profiler
@@ -81,20 +82,22 @@ def know_workers(
         micro = measure.largest_batches(at_most, **words)
     elif config.micro_batch_size is not None:
         micro = for_workers(config, "micro_batch_size", config.micro_batch_size)
+    islands = Islands.of(config)
     models, fits = measure.models(large, micro) if measured else (_given_models(config), None)
 
     def by_resolution(rows: Sequence | None) -> dict | None:
         return rows and dict(zip(config.resolutions, rows, strict=True))
 
     known = KnownWorkers(
-        models=by_resolution(models),
+        models=by_resolution([islands.join(one) for one in models]),
+        processes=by_resolution(models) if islands.several else None,
         large_batch_sizes=by_resolution(large),
         limits=by_resolution(limits),
         measured=measured,
         micro_batch_sizes=by_resolution(micro),
         fits=by_resolution(fits),
     )
-    return known, _with_known(config, known)
+    return known, _with_known(config, known, models)
 
 
 def _check_large_batches(
@@ -118,16 +121,17 @@ def _check_large_batches(
 
 def _given_models(config: RunConfig) -> list[TimeModel]:
     given = (config.slope, config.intercept, config.floor or (0.0,))
-    columns = (for_workers(config, *column) for column in zip(_OF_MODELS, given, strict=True))
+    islands = Islands.of(config)
+    count = len(islands.owners) if islands.several else None
+    columns = (for_workers(config, *c, count) for c in zip(_OF_MODELS, given, strict=True))
     return [TimeModel(*map(np.array, rows)) for rows in zip(*columns, strict=True)]
 
 
-def _with_known(config: RunConfig, known: KnownWorkers) -> RunConfig:
+def _with_known(config: RunConfig, known: KnownWorkers, models: list[TimeModel]) -> RunConfig:
     # For joint steps a large batch would be a limit that nobody set.
     keeps_large = config.large_batch_size is not None or not takes_joint_steps(config)
     slope, intercept, floor = (
-        from_workers([getattr(model, name).tolist() for model in known.models.values()])
-        for name in _OF_MODELS
+        from_workers([getattr(model, name).tolist() for model in models]) for name in _OF_MODELS
     )
     micro = known.micro_batch_sizes
     return replace(
@@ -207,9 +211,11 @@ class Measurements:
     def __init__(self, config: RunConfig, profiler: Profiler, accelerator: Accelerator) -> None:
         self.config, self.profiler, self.accelerator = config, profiler, accelerator
         self._limit_bytes = config.memory_limit and config.memory_limit * GIB
-        # The workers of this process; a dedicated server measures as the first does.
+        # The workers that this process is of; a dedicated server measures as the first does.
         own = max(0, accelerator.process_index - config.dedicated_server)
-        self._here = range(config.workers) if accelerator.num_processes == 1 else (own,)
+        self._islands = Islands.of(config)
+        self._all = owners = self._islands.owners  # the worker of each process
+        self._here = owners if accelerator.num_processes == 1 else owners[own : own + 1]
 
     def largest_batches(self, most: Sequence[int], **words: str) -> list[list[int]]:
         """Return the largest batches that fit into memory, at most these: [resolution][worker]."""
@@ -223,13 +229,14 @@ class Measurements:
     def models(
         self, large: list[list[int]], micro: list[list[int]] | None
     ) -> tuple[list[TimeModel], list[list[int | None]]]:
-        """Return time models of all workers, by resolution, and the batches that fit.
+        """Return time models of all processes, by resolution, and the batches that fit.
 
-        These are [resolution][worker], and None where memory of whole batches was not measured.
+        These are [resolution][worker], and None where memory of whole batches was not measured, or
+        a worker has several processes.
         """
         config, measured, fits = self.config, [], []
         for number, resolution in enumerate(config.resolutions):
-            largest, profiles = max(large[number]), {}
+            largest, profiles = max(self._of_process(large[number])), {}
             at_once = [None] * len(self._here)
             if micro is not None:
                 largest = max(largest, _largest_of(config, large[number], number))
@@ -246,12 +253,17 @@ class Measurements:
             for name in _OF_MODELS
         )
         models = [
-            _equal_but_for_noise(TimeModel(*map(np.array, rows)), min(row))
+            _equal_but_for_noise(TimeModel(*map(np.array, rows)), min(self._of_process(row)))
             for *rows, row in zip(*columns, large, strict=True)
         ]
-        return models, [
-            [None if count < 0 else int(count) for count in row] for row in self._of_all(fits)
-        ]
+        found = self._of_all(fits)
+        if self._islands.several:
+            return models, [[None] * config.workers for _ in found]
+        return models, [[None if count < 0 else int(count) for count in row] for row in found]
+
+    def _of_process(self, row: Sequence[int]) -> list[int]:
+        """Return what a process has of each worker's batch, in equal parts."""
+        return [-(-size // n) for size, n in zip(row, self._islands.sizes, strict=True)]
 
     def _profile(self, resolution: int, largest: int, most: int | None) -> StepProfile:
         try:
@@ -273,8 +285,8 @@ class Measurements:
         return f"; a bad fit{where}: predictions may be far off (--profile-refresh measures again)"
 
     def _of_all(self, values: list[list[float]]) -> list[list[float]]:
-        """Return values of the workers here, [resolution][worker], as those of all workers."""
-        workers, accelerator = self.config.workers, self.accelerator
+        """Return values of the processes here, [resolution][process], as those of all."""
+        workers, accelerator = len(self._all), self.accelerator
         if accelerator.num_processes == 1:
             return values
         here = torch.tensor(values, dtype=torch.float64, device=accelerator.device)

@@ -43,7 +43,7 @@ class Case:
     Attributes:
         options: Settings of train.py's `Config`.
         samples: Training samples.
-        models: True and planned time models, one per worker.
+        models: True and planned time models, one per process of a worker.
         large: Largest batch of each worker.
         least: Samples of a batch at least.
         emulation: Factors on the workers' times.
@@ -80,12 +80,14 @@ class Case:
         """Return the case for as many workers; joint steps keep their global batch."""
         options = self.options | {"workers": workers}
         options["small_workers"] = min(workers, options["small_workers"])
+        if sizes := options.get("worker_processes"):
+            options["worker_processes"] = tuple(_as_many(sizes, workers))
         if self.joint:
             options.setdefault("global_batch_size", sum(self.large))
         return replace(
             self,
             options=options,
-            models=_as_many(self.models, workers),
+            models=_as_many(self.models, sum(options.get("worker_processes") or (1,) * workers)),
             large=_as_many(self.large, workers),
         )
 
@@ -157,17 +159,21 @@ def _options(draw, sync: str, known: dict[str, Any]) -> dict[str, Any]:
         "resolutions": (8, 16) if draw(st.booleans()) and push == "weights" else (8,),
         "seed": draw(st.integers(0, 99)),
     }
+    sizes = st.lists(st.integers(1, 3), min_size=workers, max_size=workers)
+    if not joint and draw(st.booleans()):
+        options["worker_processes"] = tuple(draw(sizes))
     return options
 
 
 @st.composite
 def _machines(draw, options: dict[str, Any]) -> tuple[list[TimeModel], Emulation]:
-    """Draw what the workers' time models are, and how much slower they are than that."""
+    """Draw what the processes' time models are, and how much slower workers are than that."""
     workers = options["workers"]
-    intercept, speeds = draw(st.sampled_from((0.002, 0.01))), [1.0] * workers
+    processes = sum(options.get("worker_processes") or (1,) * workers)
+    intercept, speeds = draw(st.sampled_from((0.002, 0.01))), [1.0] * processes
     if draw(st.booleans()):
         speed = st.sampled_from((1.0, 2.0, 7.0))
-        speeds = draw(st.lists(speed, min_size=workers, max_size=workers))
+        speeds = draw(st.lists(speed, min_size=processes, max_size=processes))
     emulation = Emulation(
         slowdown=draw(st.dictionaries(_worker(workers), st.sampled_from((1.5, 3.0, 20.0)))),
         disturbance=parse_disturb("0.3:1-3:4") if draw(st.booleans()) else None,

@@ -6,7 +6,7 @@ import json
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,9 +141,14 @@ class _Player:
         run, cluster, played = self._run, self._cluster, self.played
         server, version = cluster.server, cluster.server and cluster.server.version
         played.turns += 1
-        steps = run.sampler.steps(segment, turn)
+        places = run.islands.sizes[turn.workers[0]]  # those that share a batch have one each
+        several = [replace(run, place=place).steps(segment, turn) for place in range(places)]
+        steps = several[0]
         own = dict.fromkeys(turn.workers, 0)
-        for part in (part for step in steps for part in step.parts):
+        for step in zip(*several, strict=True) if places > 1 else ():  # as each process has it
+            assert len({(one.progress, one.odd, one.reweighted) for one in step}) == 1
+            assert abs(sum(part.weight for one in step for part in one.parts) - 1) < 1e-9
+        for part in (part for of_one in several for step in of_one for part in step.parts):
             own[part.worker] += len(part.indices)
             self._joined.discard((part.worker, turn.epoch))
             np.add.at(self._counts[turn.epoch], part.indices, 1)

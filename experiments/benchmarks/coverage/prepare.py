@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from torch import nn
 
 from dbsl.optimizer import build_optimizer
+from dbsl.plan.islands import Islands
 from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.sampler import Order
 from dbsl.plan.stages import make_stages
@@ -40,14 +41,17 @@ def prepare(case: Case) -> Run:
         **case.options, optimizer="momentum", momentum=0.0, weight_decay=0.0, noise_scale=False
     )
     resolutions = config.resolutions
+    islands = Islands.of(config)
+    models = {
+        r: TimeModel.of(
+            [TimeModel(m.slope * r / 8, m.intercept) for m in case.models], len(case.models)
+        )
+        for r in resolutions
+    }
     # Where all are equal, a batch and a share of a round for each is known to fit.
     known = KnownWorkers(
-        models={
-            r: TimeModel.of(
-                [TimeModel(m.slope * r / 8, m.intercept) for m in case.models], len(case.models)
-            )
-            for r in resolutions
-        },
+        models={r: islands.join(one) for r, one in models.items()},
+        processes=models if islands.several else None,
         large_batch_sizes=dict.fromkeys(resolutions, case.large),
         measured=True,
     )
@@ -73,6 +77,7 @@ def prepare(case: Case) -> Run:
         planner=planner,
         known=known,
         sampler=sampler,
+        islands=islands,
         machine=case.emulation,
         mixing=None,
         loss_of=None,

@@ -1,0 +1,94 @@
+"""Workers of several processes: whose each process is, and what it takes of its worker's batch.
+
+Processes of a worker follow each other by rank. They take joint steps, so that a worker is as fast
+as they are together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dbsl.config.settings import RunConfig
+from dbsl.plan.machines import balanced_sizes, largest_remainder
+from dbsl.plan.sampler import Part, Step, ends_of_parts
+from dbsl.plan.types import TimeModel
+
+
+@dataclass(frozen=True)
+class Islands:
+    """How many processes each worker has."""
+
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def of(config: RunConfig) -> Islands:
+        """Return those of a run's workers, one each where nothing is said."""
+        return Islands(config.worker_processes or (1,) * config.workers)
+
+    @property
+    def several(self) -> bool:
+        """Whether a worker has more than one process."""
+        return max(self.sizes) > 1
+
+    @property
+    def processes(self) -> list[range]:
+        """Return the processes of each worker, counted from 0 without a dedicated server."""
+        ends = itertools.accumulate(self.sizes)
+        return [range(end - size, end) for size, end in zip(self.sizes, ends, strict=True)]
+
+    @property
+    def owners(self) -> list[int]:
+        """Return the worker of each process."""
+        return [worker for worker, size in enumerate(self.sizes) for _ in range(size)]
+
+    def place(self, process: int) -> int:
+        """Return a process's place among those of its worker; of a dedicated server (-1) 0."""
+        return process - self.processes[self.owners[process]].start if process >= 0 else 0
+
+    def join(self, models: TimeModel) -> TimeModel:
+        """Return the time models of workers whose processes, with these, end a step together."""
+        if not self.several:
+            return models
+        joined = []
+        for own in (models[list(processes)] for processes in self.processes):
+            slope = 1 / (1 / own.slope).sum()
+            intercept = slope * (own.intercept / own.slope).sum()
+            joined.append(TimeModel(float(slope), float(intercept), float(own.floor.max())))
+        return TimeModel.of(joined, len(joined))
+
+
+def split_inside(batch: int, model: TimeModel, least: int) -> tuple[int, ...]:
+    """Return what each process takes of its worker's batch, such that all end a step together.
+
+    `model` has their times. A process has at least `least` samples, or none of a batch that is too
+    small for all.
+    """
+    count = len(model)
+    if model.equal or batch < count * least:
+        return tuple(largest_remainder(np.ones(count), batch).tolist())
+    return tuple(balanced_sizes(batch, model, np.full(count, batch), least).tolist())
+
+
+def parts_of_process(
+    steps: Sequence[Step], sizes: tuple[int, ...], place: int, least: int
+) -> list[Step]:
+    """Return one process's parts of a worker's steps; over all its places each sample is in one.
+
+    Parts are in proportion to `sizes`, and weigh as much of the step's loss.
+    """
+    found, before = [], 0
+    for step in steps:
+        (whole,) = step.parts
+        count = len(whole.indices)
+        ends = ends_of_parts(count, sizes, least)
+        begin, end = ends[place : place + 2]
+        part = Part(whole.worker, whole.indices[begin:end], (end - begin) / count)
+        odd = any(a == b for a, b in itertools.pairwise(ends))
+        reweighted = before not in (0, count)
+        found.append(Step((part,), step.progress, odd=odd, reweighted=reweighted))
+        before = count
+    return found
