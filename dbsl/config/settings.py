@@ -232,8 +232,8 @@ class TrainingConfig(ImageConfig):
     ] = "weights"
     # steps whose gradients are summed in one push, with --push gradients
     push_every: Annotated[Count, Role.MEETING, Needs(push="gradients")] = 1
-    # format of what workers send. Rounds take bf16, int8, int4 or int2. --sync step takes bf16, fp16
-    # or powersgd:RANK[:STEPS], PowerSGD of that rank after STEPS steps in float32
+    # format of what workers send. Rounds take bf16, int8, int4 or int2. --sync step takes bf16,
+    # fp16 or powersgd:RANK[:STEPS], PowerSGD of that rank after STEPS steps in float32
     wire: str = "float32"
     # give each joint step the whole global batch, and leave out an epoch's last samples if they do
     # not fill one; otherwise the steps of an epoch have equal sizes, at most the global batch
