@@ -142,7 +142,8 @@ class _Player:
         server, version = cluster.server, cluster.server and cluster.server.version
         played.turns += 1
         places = run.islands.sizes[turn.workers[0]]  # those that share a batch have one each
-        several = [replace(run, place=place).steps(segment, turn) for place in range(places)]
+        of_each = [replace(run, place=p) for p in range(places)] if places > 1 else [run]
+        several = [one.steps(segment, turn) for one in of_each]
         steps = several[0]
         own = dict.fromkeys(turn.workers, 0)
         for step in zip(*several, strict=True) if places > 1 else ():  # as each process has it
