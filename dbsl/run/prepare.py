@@ -302,37 +302,36 @@ def settle_islands(config: ConfigT, processes: int, nodes: Sequence[int]) -> Con
     `nodes` has the node of each process.
     """
     given, served = config.worker_processes, config.dedicated_server
-    alone, sizes = processes == 1, given
-    total = sum(given) if alone and given and given != "node" else processes - served
+    if given is None:
+        return config
+    alone, total, less = processes == 1, processes - served, " less the dedicated server" * served
     if given == "node":
         sizes = tuple(Counter(nodes[served:]).values())
-    elif given and len(given) == 1 and alone:
-        sizes = given * _simulated_workers(config)
-        total = sum(sizes)
-    elif given and len(given) == 1:
-        sizes = given * max(1, total // given[0])
-    if not sizes or (max(sizes) == 1 and sum(sizes) == total):
-        return replace(config, worker_processes=None)
-    less = " less the dedicated server" * served
-    joins, one = ", which joins all processes in each step", " with several processes a worker"
+    elif len(given) == 1:
+        sizes = given * (_simulated_workers(config) if alone else max(1, total // given[0]))
+    else:
+        sizes = given
+    several, workers, unlike = max(sizes, default=1) > 1, len(sizes), sum(sizes) != total
+    numbers = "worker_processes must be numbers in one process"
+    added = f"worker_processes must add up to the {total} processes{less}"
+    number = f"workers must equal those of worker_processes ({workers})"
+    joint = "sync must not be step with worker_processes, as it joins all processes in each step"
+    one, real = " with several processes a worker", not alone and config.sync != "bsp"
     refuse(
         [
-            (alone and given == "node", "worker_processes must be numbers in one process", given),
-            (
-                sum(sizes) != total,
-                f"worker_processes must add up to the {total} processes{less}",
-                given,
-            ),
-            (config.sync == "step", f"sync must not be step with worker_processes{joins}", "step"),
-            (config.sync != "bsp" and not alone, f"sync must be bsp{one}", config.sync),
-            (config.push == "gradients", f"push must be weights{one}", config.push),
+            (alone and given == "node", numbers, given),
+            (not alone and unlike, added, given),
+            (config.workers not in (None, workers), number, config.workers),
+            (several and config.sync == "step", joint, "step"),
+            (several and real, f"sync must be bsp{one}", config.sync),
+            (several and config.push == "gradients", f"push must be weights{one}", config.push),
             *(
-                (getattr(config, name) == "auto", f"{name} must be a number or unset{one}", "auto")
-                for name in ("large_batch_size", "micro_batch_size")
+                (several and getattr(config, n) == "auto", f"{n} must not be auto{one}", "auto")
+                for n in ("large_batch_size", "micro_batch_size")
             ),
         ]
     )
-    return replace(config, worker_processes=sizes)
+    return replace(config, worker_processes=sizes if several else None, workers=workers)
 
 
 def count_workers(config: ConfigT, processes: int, device: str) -> ConfigT:
@@ -349,8 +348,6 @@ def count_workers(config: ConfigT, processes: int, device: str) -> ConfigT:
         small_workers = max(1, round_half_up(ratio * total)) if ratio > 0 else 0
     other, less = config.workers not in (None, total), " less the dedicated server"
     number = f"workers must equal the number of processes{less * config.dedicated_server} ({total})"
-    if config.worker_processes:
-        number = f"workers must equal those of worker_processes ({total})"
     served = "dedicated_server must have at least 2 processes"
     most = f"small_workers must be at most the workers ({total})"
     sent = "wire must be float32 with one worker, which sends nothing"

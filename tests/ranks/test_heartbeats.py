@@ -21,11 +21,11 @@ def meet(heartbeats, error=None):
     dist.barrier()
 
 
-def met(**limits):
+def met(workers=None, **limits):
     """Return heartbeats of processes that have met once; the limits are seconds."""
     for name, seconds in limits.items():
         setattr(dbsl.cluster.alive, name, seconds)
-    heartbeats = Heartbeats(20.0)
+    heartbeats = Heartbeats(20.0, workers)
     meet(heartbeats)
     return heartbeats
 
@@ -96,6 +96,26 @@ def test_a_rank_that_hangs_is_named_and_ended(run_ranks, one):
     results = run_ranks(hanging_rank, one, expect_errors=True)
     assert results.pop(one) is None
     assert results == [f"rank {one} hangs (Timed out waiting for a peer)"]
+
+
+def stepping_rank(rank):
+    """Take steps in workers of two processes: worker 0 is slow, and a process of worker 1 hangs."""
+    heartbeats = met({0: 0, 1: 0, 2: 1, 3: 1}, _NOTICED_S=0.5, _END_S=0.5)
+    for _ in range((0, 0, 3, 2)[rank]):
+        heartbeats.enter_inside()
+    if rank != 2:
+        time.sleep(HANGS_S)
+    with pytest.raises(SyncError) as ended, heartbeats.watching():
+        raise RuntimeError("[pair.cc:7] Timed out waiting for a peer")
+    return str(ended.value)
+
+
+def test_of_a_workers_processes_the_one_that_hangs_is_named_though_another_worker_is_slow(
+    run_ranks,
+):
+    results = run_ranks(stepping_rank, world_size=4, expect_errors=True)
+    said = "rank 3 (a process of worker 1) hangs (Timed out waiting for a peer)"
+    assert results == [None, None, said, None]
 
 
 def leaving_rank(rank):

@@ -27,6 +27,8 @@ def test_processes_go_to_workers_by_one_number_by_a_list_or_by_their_machine():
     assert settled(5, (0, 0, 0, 1, 1), worker_processes="node") == (3, 2)
     assert settled(5, (0, 0, 0, 1, 1), worker_processes="node", dedicated_server=True) == (2, 2)
     assert settled(3, worker_processes=(1,)) == settled(3) == (1, 1, 1)
+    assert settled(1, worker_processes=(2,), workers=3) == (2, 2, 2)
+    assert settled(1, worker_processes=(1, 1)) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -41,10 +43,16 @@ def test_processes_go_to_workers_by_one_number_by_a_list_or_by_their_machine():
             "must add up to the 4 processes less the dedicated server, got 2,3",
         ),
         (4, {"worker_processes": (2,), "workers": 4}, "workers must equal those of worker_proc"),
-        (4, {"worker_processes": (2,), "sync": "step"}, "joins all processes in each step, got st"),
+        (4, {"worker_processes": (2,), "sync": "step"}, "it joins all processes in each step, got"),
         (4, {"worker_processes": (2,), "sync": "asp"}, "sync must be bsp with several processes a"),
         (4, {"worker_processes": (2,), "push": "gradients"}, "push must be weights with several"),
-        (4, {"worker_processes": (2,), "large_batch_size": "auto"}, "large_batch_size must be a n"),
+        (
+            4,
+            {"worker_processes": (2,), "large_batch_size": "auto"},
+            "size must not be auto with se",
+        ),
+        (1, {"worker_processes": (1, 1), "workers": 3}, "workers must equal those of worker_pro"),
+        (1, {"worker_processes": "node"}, "must be numbers in one process, got node"),
     ],
 )
 def test_what_is_not_there_for_workers_of_several_processes_is_refused(
