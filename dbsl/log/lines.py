@@ -53,12 +53,13 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
     if config.cpu_threads is None:
         threads += " on the first node, others by their cores"
     unset = " (--workers is unset)" if run.default_workers else ""
-    nodes = run.nodes[config.dedicated_server :]
+    of_processes = run.nodes[config.dedicated_server :]  # one that joins knows of its own
+    nodes = [of_processes[own.start] for own in islands.processes if own.stop <= len(of_processes)]
     plans = format_run(
         *(run.stages, run.plans, config.rounds_per_epoch),
         rates=lambda stage: _rates(run, stage),
         timelines=folder is None,
-        nodes=[nodes[own.start] for own in islands.processes] if processes > 1 else (),
+        nodes=nodes if processes > 1 else (),
         processes=islands.sizes,
         begin=begin,
     )

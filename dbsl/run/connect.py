@@ -50,16 +50,10 @@ def connect(
     alone = not one_of_several()
     rank = 0 if alone else job.rank if job else dist.get_rank()
     own = rank - config.dedicated_server
-    workers = tuple(range(config.workers)) if alone else tuple(run.islands.owners[own:][:1])
-    workers = workers if own >= 0 else ()
+    workers = tuple(range(config.workers) if alone else run.islands.owners[own : own + 1])
     meets = not (alone or meets_at_server(config.sync))
     timeout_s = config.worker_timeout
-    islands = [[p + config.dedicated_server for p in one] for one in run.islands.processes]
-    owners = {rank: worker for worker, ranks in enumerate(islands) for rank in ranks}
-    several = run.islands.several and not alone
-    heartbeats = Heartbeats(timeout_s, owners if several else None) if meets else None
-    control = ControlGroup(timeout_s, heartbeats) if meets else None
-    island = _meet_inside(run, accelerator, heartbeats, islands) if several else Island()
+    control, island = _meet(run, accelerator) if meets else (None, Island())
     weights, server = FlatWeights(run.model), None
     if rank == SERVER_RANK and config.sync != "step":
         server = _server(run, weights, accelerator.device if alone or meets else CPU, merge, alone)
@@ -101,22 +95,26 @@ def connect(
     return through_server(weights, server, **common), stepper
 
 
-def _meet_inside(
-    run: Run, accelerator: Accelerator, heartbeats: Heartbeats, islands: Sequence[Sequence[int]]
-) -> Island:
-    """Return this process's place among those of its worker (a collective of all processes).
+def _meet(run: Run, accelerator: Accelerator) -> tuple[ControlGroup, Island]:
+    """Return what all processes agree on, and this one's place in its worker (a collective).
 
     Not by a device mesh: workers may be of unlike sizes, and a dedicated server is of none.
     """
-    config, cpu = run.config, accelerator.device.type == "cpu"
-    timeout = group_timeout(config.worker_timeout, cpu=cpu)
+    config, timeout_s = run.config, run.config.worker_timeout
+    if not run.islands.several:
+        return ControlGroup(timeout_s, Heartbeats(timeout_s)), Island()
+    islands = [[p + config.dedicated_server for p in one] for one in run.islands.processes]
+    owners = {rank: worker for worker, ranks in enumerate(islands) for rank in ranks}
+    heartbeats = Heartbeats(timeout_s, owners)
+    together = ControlGroup(timeout_s, heartbeats)
+    timeout = group_timeout(timeout_s, cpu=accelerator.device.type == "cpu")
     inside, _ = dist.new_subgroups_by_enumeration(islands, timeout=timeout)
     firsts = [*range(config.dedicated_server), *(ranks[0] for ranks in islands)]
     between = dist.new_group(firsts, timeout=timeout)
-    control = ControlGroup(config.worker_timeout, heartbeats, islands)
+    control = ControlGroup(timeout_s, heartbeats, islands)
     if inside is None or dist.get_world_size(inside) == 1:  # nobody to wait for in a step
-        return Island(0, None, between)
-    return Island(run.place or 0, inside, between, control)
+        return together, Island(0, None, between)
+    return together, Island(run.place or 0, inside, between, control)
 
 
 def _server(

@@ -238,11 +238,9 @@ def prepare(
     extras: Extras | None = None,
 ) -> Run[ConfigT]:
     """Load the data, build the model, measure step times unless given, and plan the run."""
-    nodes = nodes_of(accelerator)
-    given = settle_islands(given, accelerator.num_processes, nodes)
-    config = count_workers(given, accelerator.num_processes, accelerator.device.type)
-    islands = Islands.of(config)
-    several = islands.several and accelerator.num_processes > 1
+    nodes, processes = nodes_of(accelerator), accelerator.num_processes
+    given = settle_islands(given, processes, nodes)
+    config = count_workers(given, processes, accelerator.device.type)
     replaced, extras = replaced or Replaced(), extras or Extras.of(config)
     machine = extras.first(Extra.machine, config) or Machine()
     data = replaced.load_data(config, accelerator)
@@ -268,9 +266,8 @@ def prepare(
     known, config = know_workers(config, model, data, accelerator, loss_of, build)
     give_back(accelerator.device)  # what measuring took
     blocks = getattr(data.train, "blocks", None)  # your own data may not know of them
-    config, plans, planner, sampler = plan_run(
-        *(config, known, stages, len(data.train), least), blocks=blocks, say=accelerator.print
-    )
+    how = {"blocks": blocks, "say": accelerator.print}
+    config, plans, planner, sampler = plan_run(config, known, stages, len(data.train), least, **how)
     return Run(
         config=config,
         data=data,
@@ -284,12 +281,10 @@ def prepare(
         mixing=_make_mixing(config, data),
         loss_of=loss_of,
         build_optimizer=partial(replaced.build_optimizer, config),
-        default_workers=given.workers is None and accelerator.num_processes == 1,
+        default_workers=given.workers is None and processes == 1,
         nodes=nodes,
-        islands=islands,
-        place=islands.place(accelerator.process_index - config.dedicated_server)
-        if several
-        else None,
+        islands=Islands.of(config),
+        place=_place(config, accelerator),
         figures=figures,
         also=also,
         extras=extras,
@@ -332,6 +327,14 @@ def settle_islands(config: ConfigT, processes: int, nodes: Sequence[int]) -> Con
         ]
     )
     return replace(config, worker_processes=sizes if several else None, workers=workers)
+
+
+def _place(config: RunConfig, accelerator: Accelerator) -> int | None:
+    """Return this process's place among those of its worker; None: it takes the whole batch."""
+    islands = Islands.of(config)
+    if not islands.several or accelerator.num_processes == 1:
+        return None
+    return islands.place(accelerator.process_index - config.dedicated_server)
 
 
 def count_workers(config: ConfigT, processes: int, device: str) -> ConfigT:

@@ -100,10 +100,28 @@ ISLANDS = {
 ISLANDS["served"][-1].update(merge="delta", micro_batch_size=(1,))
 
 
+def check_rows(folder):
+    """Check that workers of several processes say what workers of one do of rounds and steps."""
+    several, ones = (
+        sorted(rows(folder / run, "round", "step"), key=lambda r: (r["worker"], r.get("step", 0)))
+        for run in ("islands", "ones")
+    )
+    assert {row["event"] for row in several} == {"round", "step"}
+    for row, one in zip(several, ones, strict=True):
+        for name in ("event", "worker", "round", "samples", "steps", "step", "learning_rate"):
+            assert row.get(name) == one.get(name)
+        if row["event"] == "round":
+            assert row["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        else:  # its loss is weighed by the samples of the whole round
+            assert row["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-4)
+            assert row["loss"] == pytest.approx(one["loss"], rel=0.1)
+
+
 @pytest.mark.parametrize("case", ISLANDS)
 def test_workers_of_several_processes_equal_workers_of_one_with_the_joint_batches(tmp_path, case):
     islands, slope, joined, sizes, more = ISLANDS[case]
     common = {"local_batch_sizes": sizes, "momentum": 0.9, "clip_grad": 0.5, **more}
+    common |= {"log_every": 2, "noise_scale": "served" not in case}
     several = {"worker_processes": islands, "slope": slope, "intercept": (0.01,) * len(slope)}
     served = "dedicated_server" in more
     found, plan, said = trained(tmp_path / "islands", 4 + served, **common, **several)
@@ -111,6 +129,7 @@ def test_workers_of_several_processes_equal_workers_of_one_with_the_joint_batche
     expected, of_one, _ = trained(tmp_path / "ones", 2 + served, **common, **one)
     assert [w["samples"] for w in plan["workers"]] == [w["samples"] for w in of_one["workers"]]
     assert difference(found, expected) < 1e-9
+    check_rows(tmp_path)
     sizes = "3 + 1" if islands == (3, 1) else "2 each"
     assert f"2 workers (processes: {sizes}) in {4 + served} processes" in said
 

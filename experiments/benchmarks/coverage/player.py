@@ -141,12 +141,11 @@ class _Player:
         run, cluster, played = self._run, self._cluster, self.played
         server, version = cluster.server, cluster.server and cluster.server.version
         played.turns += 1
-        places = run.islands.sizes[turn.workers[0]]  # those that share a batch have one each
-        of_each = [replace(run, place=p) for p in range(places)] if places > 1 else [run]
-        several = [one.steps(segment, turn) for one in of_each]
+        places = range(run.islands.sizes[turn.workers[0]]) if run.islands.several else [None]
+        several = [replace(run, place=place).steps(segment, turn) for place in places]
         steps = several[0]
         own = dict.fromkeys(turn.workers, 0)
-        for step in zip(*several, strict=True) if places > 1 else ():  # as each process has it
+        for step in zip(*several, strict=True) if len(places) > 1 else ():  # as each process has it
             assert len({(one.progress, one.odd, one.reweighted) for one in step}) == 1
             assert abs(sum(part.weight for one in step for part in one.parts) - 1) < 1e-9
         for part in (part for of_one in several for step in of_one for part in step.parts):
