@@ -146,7 +146,7 @@ def test_a_rank_that_saves_nothing_is_refused_with_the_largest_that_does():
 
     most = max(rank for rank in range(1, 200) if saves(rank))
     check_rank(Wire("powersgd", most), shapes, "given")
-    message = f"^wire must be powersgd with a rank of at most {most}, beyond .*, got powersgd:99$"
+    message = f"^wire must be powersgd with a rank of at most {most}: above.*, got powersgd:99$"
     with pytest.raises(SettingError, match=message):
         check_rank(Wire("powersgd", most + 1), shapes, "powersgd:99")
     with pytest.raises(

@@ -12,6 +12,7 @@ from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, RoundReport, StepLine, TimeMo
 from dbsl.run.prepare import count_workers, settle_islands
 from experiments.benchmarks.coverage.cases import cases
 from experiments.benchmarks.coverage.check import check_drawn
+from tests.helpers import slow
 
 
 def settled(processes, nodes=(), **settings):
@@ -79,6 +80,7 @@ def test_a_workers_time_is_that_of_its_processes_which_end_a_step_together(model
         assert max(taken) == pytest.approx(float(joined.time(batch)[0]), abs=max(model.slope))
 
 
+@slow
 @given(cases("bsp") | cases("asp") | cases("ssp"))
 def test_processes_of_a_worker_train_on_each_of_its_samples_once(case):
     if "worker_processes" not in case.options:
