@@ -90,7 +90,9 @@ def test_a_resumed_run_says_which_code_has_changed_and_the_card_has_both(
     tmp_path, monkeypatch, capsys
 ):
     folder, warning = tmp_path / "run", "warning: code has changed since the run began"
-    monkeypatch.delitem(sys.modules, "dbsl_train_script", raising=False)  # the script by another name
+    monkeypatch.delitem(
+        sys.modules, "dbsl_train_script", raising=False
+    )  # the script by another name
     run(folder, epochs=1)
     assert (folder / "code/train.py").exists()
     run(folder, epochs=2, resume=str(folder))
