@@ -349,15 +349,16 @@ def _own_shard(found: Found, saved: Saved, rank: int, run: Run) -> Mapping[str, 
     if rank == SERVER_RANK:
         return first
     clock = first["cluster"]["server"]["clocks"][rank - settings["dedicated_server"]]
-    cluster = {"clock": clock, "refused": 0, "time_s": None, "waited_s": 0.0}
+    cluster = {"clock": clock, "refused": 0, "time_s": None, "waited_s": 0.0, "left": None}
     anew = {"cluster": cluster, "progress": None, "timer": {}}  # no steps taken, no time spent
     try:
         state = found.shard(rank)
     except MissingShardError:  # it was lost, or had not come to save
         return first | {"stepper": {**first["stepper"], "optimizers": {}}} | anew
     # Else it was saved in another round than the server was in.
-    same = state["cluster"]["clock"] == clock
-    return state | ({"cluster": cluster} if same else anew)
+    if state["cluster"]["clock"] != clock:
+        return state | anew
+    return state | {"cluster": cluster | {"left": state["cluster"]["left"]}}
 
 
 def _of_all_shards(found: Found, first: Mapping[str, Any], workers: int) -> dict[int, Any]:

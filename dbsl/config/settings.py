@@ -142,7 +142,8 @@ class TrainingConfig(ImageConfig):
     # processes that take each worker's steps together: one number for all workers, one for each
     # (8,8,2), or node: a worker has all processes of its machine; unset: one
     worker_processes: Annotated[
-        tuple[Count, ...] | Literal["node"] | None, Role.FREE | Role.PLAN
+        tuple[Annotated[int, Within(1, 65536)], ...] | Literal["node"] | None,
+        Role.FREE | Role.PLAN,
     ] = None
     # share of workers on the small batch, in [0, 1]; rounded to whole workers, at least one if
     # above 0
