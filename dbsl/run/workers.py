@@ -269,7 +269,7 @@ class Measurements:
             for name in _OF_MODELS
         )
         models = [
-            _equal_but_for_noise(TimeModel(*map(np.array, rows)), min(self._of_process(row)))
+            equal_but_for_noise(TimeModel(*map(np.array, rows)), min(self._of_process(row)))
             for *rows, row in zip(*columns, large, strict=True)
         ]
         found = self._of_all(fits)
@@ -327,7 +327,7 @@ def _largest_of(config: RunConfig, row: Sequence[int], number: int) -> int:
     return max(row)
 
 
-def _equal_but_for_noise(model: TimeModel, batch: int) -> TimeModel:
+def equal_but_for_noise(model: TimeModel, batch: int) -> TimeModel:
     """Return the mean for all where step times at `batch` differ by no more than noise does."""
     times, workers = model.time(batch), len(model)
     if times.max() > (1 + _SAME_MACHINE) * times.min():
