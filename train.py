@@ -158,7 +158,7 @@ def end_epoch(session: Session[Config], end: EpochEnd) -> None:
         cluster.load(end)  # the merged weights into the model
         if due:
             result = evaluate(session)
-            for name, source in session.also.items():  # of open_session(evaluate_also=...)
+            for name, source in session.also.items():  # from open_session(evaluate_also=...)
                 result = result.also(name, evaluate(session, source))
             result = replace(result, time_s=spent())  # here session.finish() makes this the last
         if config.eval_train and last:
