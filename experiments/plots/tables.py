@@ -33,6 +33,7 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
         gap_tables.summary,
         gap_tables.gap,
         gap_tables.hypotheses,
+        gap_tables.causes,
         gap_tables.fixed_rate,
         machine_tables.demo_uneven,
         machine_tables.demo_slow_link,

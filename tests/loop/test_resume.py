@@ -756,7 +756,7 @@ def test_a_run_stopped_while_some_wait_at_the_barrier_goes_on(tmp_path):
 @pytest.mark.parametrize("stop", [False, True])
 def test_a_worker_that_dies_without_a_barrier_is_dropped_and_is_back_after_a_resume(tmp_path, stop):
     settings = {**ROUNDS, **ONE_SIDE, "epochs": 16, "train_samples": 120, "sync": "asp"}
-    settings |= {"worker_timeout": 30}
+    settings |= {"worker_timeout": 30, "wire": "int8"}
     folder = tmp_path / "run"
     processes = start(folder, **settings)
     wait_for(folder / "checkpoints/epoch-0002/manifest.json", processes)
