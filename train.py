@@ -1,6 +1,6 @@
-"""Train with every worker on a batch size of its own: dual-batch learning, resolution by stage.
+"""Train with a batch size for every worker: dual-batch learning, resolution by stage.
 
-    accelerate launch train.py --small-ratio 0.1 --output-dir runs/first    # digits, 4 workers
+    accelerate launch train.py --small-ratio 0.1 --output-dir runs/first    # digits; 1 of 4 small
     accelerate launch train.py --dataset uoft-cs/cifar100 --small-workers 3 --epochs 140
     accelerate launch --config_file accelerate_configs/four_cpu.yaml train.py --small-workers 3
     accelerate launch train.py --config runs/first/config.yaml --output-dir runs/again
@@ -158,7 +158,7 @@ def end_epoch(session: Session[Config], end: EpochEnd) -> None:
         cluster.load(end)  # the merged weights into the model
         if due:
             result = evaluate(session)
-            for name, source in session.also.items():  # of open_session(evaluate_also=...)
+            for name, source in session.also.items():  # from open_session(evaluate_also=...)
                 result = result.also(name, evaluate(session, source))
             result = replace(result, time_s=spent())  # here session.finish() makes this the last
         if config.eval_train and last:

@@ -22,7 +22,7 @@ from dbsl.plan.types import RESERVED
 
 Figures = Mapping[str, Tensor | float]  # means over the batch, as the loss
 Loss = Tensor | tuple[Tensor, Figures]  # the mean loss of a batch, or it and figures
-# Of a model, its inputs, their labels and the settings.
+# Takes a model, its inputs, their labels and the settings.
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Any], Loss]
 LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]  # the same for one run, without figures
 
@@ -136,7 +136,7 @@ class BceConfig:
     bce_kwargs: Annotated[tuple[str, ...], Needs("bce_loss")] = field(default=(), metadata=PAIRS)
 
     def __post_init__(self) -> None:
-        super().__post_init__()  # of RunConfig, whose mixin it is
+        super().__post_init__()  # calls RunConfig's: this class is a mixin
         _ = self.bce
 
     @property

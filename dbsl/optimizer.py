@@ -37,7 +37,7 @@ def check_optimizer(name: str, settings: Mapping[str, Any] = MappingProxyType({}
             check_names("opt_kwargs", settings, known - {f"{name}_min_scale" for name in also})
         with torch.random.fork_rng(devices=[]):
             model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        # Layers are told apart as in timm's models.
+        # Layers are distinguished as in timm's models.
         model.group_matcher = lambda coarse: {"stem": "^0", "blocks": "^1"}
         optimizer = build_optimizer(name, model, 1e-3, 0.9, 1e-4, **settings)
         for parameter in model.parameters():

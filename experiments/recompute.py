@@ -265,8 +265,10 @@ def figures(page: str, text: str) -> Iterator[tuple[int, str, str]]:
         prose = prose[:start] + " " * (end - start) + prose[end:]
         for number, wanted in enumerate(parts[1::2], 1):
             yield found[0].start(number), found[0][number], wanted
-    start = text.find("# Results")
-    end = text.find("\n## ", start) if page == "README.md" else len(text)
+    start, end = text.find("# Results"), len(text)
+    if page == "README.md":  # from its first table of figures to the end of its results
+        end = text.find("\n## ", start)
+        start = text.find("\n## ")
     for rest in MEASURED.finditer(prose, start, end):
         yield rest.start(), rest[0], ""
 

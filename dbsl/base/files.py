@@ -50,7 +50,7 @@ def write_with(path: Path, write: Callable[[Path], object]) -> None:
         write(temporary)
         put_in_place(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)  # of two names of one file, renaming leaves both
+        temporary.unlink(missing_ok=True)  # renaming keeps both if they name one file
 
 
 def put_in_place(temporary: Path, path: Path) -> None:

@@ -165,7 +165,7 @@ class Checkpointer:
         # Number of the last save; a process that has joined takes no part in those before.
         self._sequence = resumed.sequence if resumed else session.cluster.announced
         self._epochs_done = 0
-        self._end: EpochEnd | None = None  # of the epoch that is over, until a step is taken
+        self._end: EpochEnd | None = None  # the epoch that has just ended, until a step is taken
         self._saved_epoch = -1  # the last whose end was saved
         self._random: dict[str, Any] | None = None  # to go on with in the middle of a round
         self._saved_at = time.monotonic()

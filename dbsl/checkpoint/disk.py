@@ -33,7 +33,7 @@ from dbsl.model import FINAL
 FORMAT = 1
 MANIFEST = "manifest.json"
 MODEL_FILE = f"{FINAL}.safetensors"  # only checkpoints of an epoch's end hold it
-LATE = ".sums.json"  # of a file that tells what the manifest does not of a process's files
+LATE = ".sums.json"  # ends a file with checksums that the manifest lacks
 _ABANDONED = ".old"
 _FILE_NAME = re.compile(r"rank-\d{5}\.(json|safetensors)|model(_best)?\.safetensors|config\.json")
 _TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
@@ -199,8 +199,8 @@ def write_shard(
 ) -> dict[str, dict[str, Any]]:
     """Write one process's files and return what the manifest will say of them.
 
-    Of a `late` worker, which saves in its own time, before or after the manifest is written, a file
-    of its own says it.
+    A `late` worker saves when it can, before or after the manifest is written. It says so in a
+    second file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text, weights = (folder / name for name in shard_names(rank))

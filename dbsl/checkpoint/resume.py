@@ -326,7 +326,7 @@ def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:
         (found.run_folder / best).unlink(missing_ok=True)
     if manifest is None:
         return
-    # Of a finished run that is made longer: until that ends it is not finished.
+    # A finished run that is made longer has no summary until it ends again.
     (found.run_folder / "summary.json").unlink(missing_ok=True)
     for folder in set_aside_after(found.run_folder, manifest.sequence):
         accelerator.print(f"a later checkpoint is set aside: {folder}")
@@ -537,8 +537,7 @@ def _optimizer_of_all(state: Mapping[str, Any] | None, run: Run) -> dict[str, An
 def _check_inside_epoch(epochs: Collection[int], saved: Saved, run: Run) -> None:
     """Refuse changes after which nobody could tell which samples of these epochs are left."""
     config, kept = run.config, {"training images": (saved.samples, len(run.data.train))}
-    # The place in an epoch of joint steps is a number of steps, that of rounds a number of samples
-    # of each worker.
+    # Joint steps count the place in an epoch in steps; rounds count it in samples of each worker.
     names = ["sync", "rounds_per_epoch"] if saved.joint or config.sync == "step" else []
     if saved.joint or saved.pushes or takes_joint_steps(config):
         names += ["push", "drop_last"]

@@ -200,7 +200,7 @@ class Heartbeats:
     def watching(self) -> Iterator[None]:
         """Turn a failed exchange into a `SyncError` that names the rank whose fault it is.
 
-        Of any other error that ends this process alone, the others are told.
+        Any other error ends this process alone; the others get a note of it.
         """
         try:
             yield

@@ -86,7 +86,7 @@ class Cluster(ABC):
         self.outgoing = weights.vector if outgoing is None else outgoing
         self.pushes_weights, self.wire = outgoing is None, wire
         self.planner, self.control, self._times = planner, control, times
-        self.time_s = 0.0 if times else None  # of simulated workers
+        self.time_s = 0.0 if times else None  # the virtual clock; None: workers are real
         self._segment: Segment | None = None  # the plan in force
         self._rounds_per_epoch = planner.members.rounds
         self._rounds = epochs * self._rounds_per_epoch
@@ -96,7 +96,7 @@ class Cluster(ABC):
         self._reports: deque[RoundReport] = deque()  # where there is no server
         self._interrupted = False  # the run is to stop
         self.finished_early = False  # whether `finish` ended the run before its last epoch
-        self._membership: deque[LostWorker | JoinedWorker] = deque()  # until they are told of
+        self._membership: deque[LostWorker | JoinedWorker] = deque()  # not yet logged
         self._announced = 0, -1  # the save that every process is to take part in
         self._exits = ExitStack()
 

@@ -24,7 +24,7 @@ from dbsl.config.settings import Wire
 # --- joint steps
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what gradients are rounded to
-_LEAST_SAVING = 2  # of a matrix that PowerSGD compresses; torch's own value
+_LEAST_SAVING = 2  # PowerSGD compresses a matrix if this saves as much; torch's own value
 # A factor of zeros, as of a layer without a gradient, would be divided by its length, or stay zeros
 # for ever. The first is lost in any other length, the second in any other number.
 _EPSILON, _NEAR_ZERO = 1e-30, 1e-15
@@ -141,7 +141,7 @@ class _Alone(dist.ProcessGroup):
 # --- rounds
 
 BLOCK = 256  # numbers that share a scale, float32
-_BITS = {"bf16": 16, "int8": 8, "int4": 4, "int2": 2}  # of a number
+_BITS = {"bf16": 16, "int8": 8, "int4": 4, "int2": 2}  # bits of a number
 
 
 def numbers_of(model: nn.Module) -> tuple[int, int]:
@@ -258,7 +258,7 @@ class RoundedSum:
         if self._real:
             dist.all_reduce(rest, group=self._group)
         if twice:
-            came = rows  # of the part that this process sums, by worker
+            came = rows  # the part that this process sums, by worker
             if self._real:
                 dist.all_to_all_single(came := torch.empty_like(rows), rows, group=self._group)
             rows = summed.encode(self._sum(came, rest.dtype))

@@ -144,7 +144,7 @@ class SimulatedCluster(Cluster):
 
     def __init__(self, weights: FlatWeights, server: Server, **common: Any) -> None:
         super().__init__(weights, server, **common)
-        # Of workers whose messages are rounded one by one, with the server's; worker 0 is with it.
+        # A worker's messages are rounded at its end and at the server's, where worker 0 lives.
         one_by_one = self.wire != "float32" and server.rounded is None
         self._ends = {w: self._both_ends() for w in self.workers[1:]} if one_by_one else {}
         self._pulled: dict[int, Tensor] = {}

@@ -100,7 +100,7 @@ def _checked(rule: MergeRule) -> MergeRule:
             raise SettingError(f"a merge rule must return weights [{len(global_)}], got {got}")
         return torch.empty_like(global_).copy_(merged)
 
-    for name in ("state_dict", "load_state_dict"):  # of a rule that keeps something
+    for name in ("state_dict", "load_state_dict"):  # if the rule keeps a state
         if hasattr(rule, name):
             setattr(merge, name, getattr(rule, name))
     return merge

@@ -224,8 +224,8 @@ class Stepper:
         self.joint = self._together = joint
         self._weights = weights
         self._buffers = torch.empty(0) if weights is None else weights.buffers
-        self._mean: Tensor | None = None  # of the buffers that passes have made of `_start`
-        self._weight = 0.0  # of the loss behind this process's gradients
+        self._mean: Tensor | None = None  # mean of the buffers that passes have made of `_start`
+        self._weight = 0.0  # weight of the loss behind this process's gradients
         self.vector = torch.zeros_like(weights.vector) if joint else None
         self._dtype = DTYPES.get(wire.name)
         self.low_rank = LowRank(wire)
@@ -236,7 +236,7 @@ class Stepper:
         for optimizer in self.optimizers.values():
             begin_thawed(optimizer)
         if self.vector is not None:
-            self._weights.attach_gradients(self.vector)  # of what is trained now
+            self._weights.attach_gradients(self.vector)  # only what is trained now
         self.low_rank.begin([p.requires_grad for p in self.model.parameters()])
 
     @contextmanager

@@ -36,7 +36,7 @@ class Kind(IntEnum):
     DONE = 0
     PUSH = 1  # a report comes with it; then weights, their change since a pull, or gradients
     PULL = 2  # is answered; where the run goes on, a vector comes
-    PLAN = 3  # of the worker's next round, which comes
+    PLAN = 3  # asks for the plan of the worker's next round
     LEAVE = 4  # is answered
 
 

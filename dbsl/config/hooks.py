@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Result, Evaluate = Evaluation | None, Callable[[Session], Evaluation]
 
 T = TypeVar("T")
-Row = Mapping[str, Any]  # of metrics.jsonl, as `dbsl.log.rows.read_metrics` returns it
+Row = Mapping[str, Any]  # a line of metrics.jsonl, as `dbsl.log.rows.read_metrics` returns it
 
 _FOLDER = str(Path(dbsl.__file__).parent / "extras")
 

@@ -43,7 +43,7 @@ class AugmentKwargs:
     ratio: Annotated[tuple[float, ...] | None, _ENDS] = None
     hflip: Share | None = None
     vflip: Share | None = None
-    # of all, or of brightness, contrast, saturation and, if it is to change, hue
+    # one strength for all, or those of brightness, contrast, saturation and (optional) hue
     color_jitter: Annotated[tuple[float, ...] | None, Within(0, lengths=(1, 3, 4))] = None
     color_jitter_prob: Share | None = None
     grayscale_prob: Share | None = None

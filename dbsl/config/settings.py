@@ -146,7 +146,7 @@ class TrainingConfig(ImageConfig):
         Role.FREE | Role.PLAN,
     ] = None
     # share of workers on the small batch, in [0, 1]; rounded to whole workers, at least one if
-    # above 0
+    # above 0: 0.1 of 4 workers is one of them, 25 percent
     small_ratio: Annotated[Share, _NO_JOINTLY] = 0.0
     # number of workers on the small batch; wins over --small-ratio
     small_workers: Annotated[

@@ -43,7 +43,7 @@ DRAWS = 4 * TRIES  # uniform numbers that a random crop takes
 _ORIENTATION = 0x0112  # the EXIF tag
 _LEAST_BLURRED = 12  # pixels: timm's kernel of 23 pads images by 11, which must be less than all
 
-Means = tuple[float, float, float]  # of red, green and blue
+Means = tuple[float, float, float]  # red, green, blue
 
 
 @dataclass(frozen=True)

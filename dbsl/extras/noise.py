@@ -138,7 +138,7 @@ class NoiseAverage:
 
     weight: float = 0.0
     weight_squares: float = 0.0
-    sums: Sequence[float] = (0.0,) * 5  # of x, y, xx, xy, yy; x = |G|^2, y = tr(Sigma)
+    sums: Sequence[float] = (0.0,) * 5  # sums of x, y, xx, xy, yy; x = |G|^2, y = tr(Sigma)
     pairs: int = 0
 
     def add(self, gradient_square: float, trace: float) -> None:

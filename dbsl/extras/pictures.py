@@ -201,7 +201,7 @@ def _curves(
     metrics: Sequence[Row], evaluations: Sequence[Row], *, bce: bool
 ) -> tuple[list[Curve], list[Curve]]:
     rounds = _reports_by(metrics, "epoch")
-    # Of an epoch whose steps other workers took, all of them, no loss is known.
+    # An epoch is left out if other processes took all of its steps: its loss is not known.
     trained = {e + 1.0: together(own) for e, own in rounds.items() if any(r.samples for r in own)}
     named = {"loss": f"training{', binary cross-entropy' * bce}, mean of the epoch"}
     figures = (name for own in rounds.values() for report in own for name in report.figures)

@@ -94,7 +94,7 @@ class Rounds:
 
     def __enter__(self) -> Rounds:
         """Take the weights of process 0, or go on from a state."""
-        inside = self._loaded or self.steps > 0  # of a round: each process has its own weights
+        inside = self._loaded or self.steps > 0  # a round is open: each process has its own weights
         number = ROUND_WIRES.index(self._wire)
         of_all = (inside, len(self._weights.vector), self.every or 0, *self._outer_step, number)
         names = ("load_state_dict", "size of model", "every", "outer", "outer", "wire")

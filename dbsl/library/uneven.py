@@ -294,7 +294,7 @@ class _Epoch:
         self._of = sampler
         self.number: int | None = None  # known once a batch is drawn: set_epoch may come until then
         self._skipped = self.taken = skipped
-        # Of this process: samples of each batch that is drawn but not trained on, and its window's.
+        # This process's batches that are drawn but not trained on: their samples, their windows'.
         self.ahead: deque[tuple[int, int]] = deque()
         self._open(sampler._start)
 

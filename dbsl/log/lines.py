@@ -68,6 +68,7 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
         f"{len(data.evaluation)} for evaluation ({data.eval_split}), {data.num_classes} classes",
         f"{plural(config.workers, 'worker')} {where}{small}{unset}{sync}; {accelerator.device}, "
         f"torch {torch.__version__}, precision {describe_precision(accelerator)}, {threads}",
+        *_on_ratio(config),
         *([data.normalisation] if hasattr(data, "normalisation") else []),  # not all data have it
         *([data.train.described(config.seed)] if hasattr(data.train, "described") else []),
         f"run folder {folder}" if folder else "plan only: nothing is trained or written",
@@ -78,6 +79,16 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
         "",
     ]
     accelerator.print("\n".join(lines))
+
+
+def _on_ratio(config: RunConfig) -> list[str]:
+    """Return a line where whole workers are another share of all than was asked for."""
+    ratio, small, workers = config.small_ratio, config.small_workers, config.workers
+    asked = ratio * workers
+    if not ratio or math.isclose(asked, small) or abs(asked - small) >= 1:  # or small_workers won
+        return []
+    share = f"{100 * small / workers:.0f} % of them"
+    return [f"small_ratio {ratio:g} of {plural(workers, 'worker')} makes {small} small: {share}"]
 
 
 def _on_wire(run: Run) -> list[str]:

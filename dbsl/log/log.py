@@ -58,7 +58,7 @@ from dbsl.run.session import Session
 timm = lazy_import("timm")
 
 _FINAL = ("accuracy", "loss", "top5_accuracy", "ema_accuracy", "ema_loss")
-_MISHAPS = ("lost_", "joined_")  # of `_SoFar`, in summary.json if there were any
+_MISHAPS = ("lost_", "joined_")  # fields of `_SoFar` that summary.json has only if not empty
 _FEW = 4  # samples: fewer give batch norm no mean and deviation to speak of
 _RISES = 3  # times the first epoch's training loss, and 1: above it has diverged
 _JUDGED_EPOCH = 2  # whose times are held against the plan: caches and the device are warm
@@ -74,7 +74,7 @@ class _SoFar:
     first_loss: float = math.nan  # training loss of the first epoch; infinite: a rise was told
     lost_workers: list[int] = field(default_factory=list)  # whose processes died
     joined_workers: list[int] = field(default_factory=list)  # whose processes came back
-    lost_samples: int = 0  # of epochs under way that nobody trained on, as a worker was lost
+    lost_samples: int = 0  # samples that nobody trained on because a worker was lost
 
 
 def start_log(
@@ -109,7 +109,7 @@ class RunLog:
         self._reports = False  # whether extras get rows
         simulated = session.accelerator.num_processes == 1 and config.sync != "step"
         all_count = config.dedicated_server or simulated
-        self._counted = range(config.workers) if all_count else (0,)  # of joint steps one
+        self._counted = range(config.workers) if all_count else (0,)  # a joint step is counted once
         self._plans = dict(run.plans)  # in force, by resolution, as far as the log has been told
         self._since = dict.fromkeys(run.plans, (0, 0))  # epoch and round of the last change
         self._unit = "images" if run.stages[-1].resolution else "samples"
@@ -196,7 +196,7 @@ class RunLog:
         }
 
     def _load_state_dict(self, state: Mapping[str, Any], *, same: bool) -> None:
-        if same:  # else plans are made anew
+        if same:  # else new plans are made
             self._since |= state["planned_since"]
             self._plans |= {r: plan_from_plain(values) for r, values in state["plans"].items()}
         for epoch, reports in state["rounds"].items():

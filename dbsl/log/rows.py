@@ -15,7 +15,7 @@ from dbsl.base.errors import SettingError
 from dbsl.plan.stages import Stage
 from dbsl.plan.types import RESERVED, Plan, RoundReport, StepLine
 
-# Of a plan, in its row; `epoch_time_s` is its `time_s`.
+# Fields of a plan that its row has; `epoch_time_s` is its `time_s`.
 PLAN_TOTALS = ("time_ratio", "epoch_time_s", "all_large_time_s", "equal_batch_time_s")
 PLAN_TOTALS += ("idle_share", "small_share")
 _FROM_1 = {"epoch", "from_epoch", "first_epoch"}  # counted so in files; in the code from 0

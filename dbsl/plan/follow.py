@@ -315,7 +315,7 @@ class PlanMaker:
         refuse([(unlike, text, len(by_hand))])
         rows = [by_hand[i : i + workers] for i in range(0, len(by_hand), workers)]
         rows *= len(resolutions) if len(rows) == 1 else 1
-        self._by_hand = dict(zip(resolutions, rows, strict=False))  # of none where none are given
+        self._by_hand = dict(zip(resolutions, rows, strict=False))  # empty if none are given
 
     def first(self, resolution: int, say: Callable[[str], object]) -> Plan:
         """Return the plan that a resolution starts with, on the planned time models."""

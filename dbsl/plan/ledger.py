@@ -74,7 +74,7 @@ class TurnSampler:
     """Whose samples a turn takes, in which batches, by the plan in force."""
 
     config: RunConfig
-    samples: int  # of an epoch
+    samples: int  # per epoch
     rounds: int  # per epoch; where gradients are pushed, pushes
     least: int  # samples of a worker in a shorter global batch, unless it has none
     blocks: Order | None = None  # draws an epoch's order where data are read in groups
@@ -110,7 +110,7 @@ class TurnSampler:
             left = self.samples - segment.start
             there = np.flatnonzero(shares)  # a worker that was lost stays without
             each = rounds_left * self.least
-            there = there[: max(1, left // each)]  # of few samples the first workers have enough
+            there = there[: max(1, left // each)]  # few samples go to the first workers
             weights, shares = shares[there], np.zeros_like(shares)
             shares[there] = bounded_split(left, weights, min(each, left), left)
         return EpochSampler(

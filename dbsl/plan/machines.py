@@ -30,12 +30,12 @@ _LOWEST = 1e-3
 class KnownWorkers:
     """What the workers can do, by resolution, one entry per worker."""
 
-    models: dict[int, TimeModel]  # of arrays [n]
+    models: dict[int, TimeModel]  # slope, intercept and floor are arrays [n]
     large_batch_sizes: dict[int, list[int]]  # samples of a large step
     measured: bool  # whether the time models were measured, not given
     limits: dict[int, list[int]] | None = None  # most samples a step; None: no bound
     micro_batch_sizes: dict[int, list[int]] | None = None  # most samples at once; None: any
-    processes: dict[int, TimeModel] | None = None  # of each process, where workers have several
+    processes: dict[int, TimeModel] | None = None  # one entry per process, if workers have several
     # Most samples of a batch that fit into memory; None: it was not measured.
     fits: dict[int, list[int | None]] | None = None
 

@@ -45,7 +45,7 @@ class PlanRules:
 
     time_ratio: float | None = None  # k: time over all-large, above 1; none of the three: 1.05
     small_batch_size: int | None = None  # B_S
-    small_share: float | None = None  # of the samples, in (0, 1), to train on in small batches
+    small_share: float | None = None  # share of samples in small batches, in (0, 1)
     min_batch_size: int = 1  # smallest B_S that may be solved for
     rounds: int = 1  # rounds per epoch; a batch must fit into a worker's samples of one round
     factor: UpdateFactor = "data"  # rule of the model-update factor
@@ -116,7 +116,7 @@ def plan_dual_batch(
 class _DualBatch:
     """An epoch to be planned, and what is to be said of its plan."""
 
-    model: TimeModel  # of arrays [n]
+    model: TimeModel  # slope, intercept and floor are arrays [n]
     limits: np.ndarray  # B_L of each, the largest batch it may take, int64 [n]
     samples: int
     small_workers: int

@@ -81,7 +81,7 @@ def make_stages(
     used = resolutions[-1:] if schedule == "fixed" else resolutions
     # One-pass progressive resizing climbs over the whole run, cyclic over each stage.
     spans = [(0, epochs)] if schedule == "progressive" else list(itertools.pairwise(bounds))
-    keys = [  # of each epoch: its learning-rate stage, and its resolution
+    keys = [  # each epoch's learning-rate stage and resolution
         (bisect_right(milestones, e), used[len(used) - 1 - (end - 1 - e) * len(used) // (end - a)])
         for a, end in spans
         for e in range(a, end)

@@ -70,8 +70,8 @@ def sizes_in_words(sizes: Sequence[int]) -> str:
 def format_plan(plan: Plan, nodes: Sequence[int] = (), processes: Sequence[int] = ()) -> str:
     """Return the plan as a table, equal workers on one line, with what it costs below.
 
-    Of several `nodes`, one for each worker, each has rows and a column says which; a column has the
-    `processes` of each worker where there are several.
+    `nodes` has the node of each worker: if there are several, each has rows and a column names it.
+    `processes` has the number of each worker: if one has several, there is a column for them.
     """
     left_out = {"weight", "idle"} if len(plan.workers) == 1 else set()
     if len(set(nodes)) < 2:

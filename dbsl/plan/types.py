@@ -13,7 +13,7 @@ import numpy as np
 from dbsl.base.errors import SettingError
 
 Numbers = float | np.ndarray  # one, or one for each of n workers
-Ranges = tuple[tuple[int, int], ...]  # of places in an epoch's order: first, and one past the last
+Ranges = tuple[tuple[int, int], ...]  # places in an epoch's order: first, and one past the last
 
 
 class NoPlanError(SettingError):
@@ -169,7 +169,7 @@ class StepLine(NamedTuple):
     figures: Mapping[str, float] = {}  # the loss function's own, as the loss
 
 
-NO_FAULT, BAD_LOSS, BAD_WEIGHTS = 0, 1, 2  # of a report that is refused
+NO_FAULT, BAD_LOSS, BAD_WEIGHTS = 0, 1, 2  # why a report is refused
 
 
 @dataclass(frozen=True)
@@ -307,8 +307,8 @@ class Handover:
     # State of the server's outer optimizer, where `merge` is delta.
     outer: Mapping[str, Any] | None = field(default=None, repr=False)
     refused: int = 0  # rounds that were not finite so far
-    reports: tuple[RoundReport, ...] = ()  # of rounds that were merged, and have not been told of
-    finished: tuple[EpochEnd, ...] = field(default=(), repr=False)  # that have not been told of
+    reports: tuple[RoundReport, ...] = ()  # merged rounds, not yet logged
+    finished: tuple[EpochEnd, ...] = field(default=(), repr=False)  # not yet logged
     # Rounds that a barrier had collected, as (worker, epoch, round): nothing was merged from them,
     # and all workers train on their samples again.
     again: tuple[tuple[int, int, int], ...] = ()

@@ -169,7 +169,7 @@ def _stepper(
         model = join_batch_norm(model)
     optimizers = {
         worker: accelerator.prepare_optimizer(run.build_optimizer(model))
-        for worker in (workers[:1] if joint else workers)  # of joint steps one for all
+        for worker in (workers[:1] if joint else workers)  # joint steps share one
     }
     common = (model, weights, timer, optimizers)
     inside = island.inside is not None

@@ -17,7 +17,7 @@ from dbsl.run.training import ConfigT
 
 # Names of further results, the fields of which an evaluation has.
 OF_EVALUATIONS = ("ema", "top5", "train")
-_MOST_PRINTED = 8  # of your own metrics in a line
+_MOST_PRINTED = 8  # your own metrics in a line
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class EvaluationSession(Generic[ConfigT]):
     accelerator: Accelerator
     data: TrainingData
     model: nn.Module  # with its weights, on its device; nothing is wrapped around it
-    side: int  # of images, pixels
+    side: int  # side of the images, in pixels
     also: Mapping[str, Source]  # further evaluation sets: `open_session(evaluate_also=...)`
 
     def __post_init__(self) -> None:

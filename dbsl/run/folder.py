@@ -39,10 +39,10 @@ from dbsl.config.settings import RunConfig
 from dbsl.run.training import Run
 
 LOCK = ".lock"
-# What a run leaves for people, in its folder; checkpoints and trackers' files are beside it.
+# What a run leaves for people, in its folder; checkpoints and trackers' files are there, too.
 RESULTS = ("README.md", "model*.safetensors", "plots/*.png", "config.json", "config.yaml")
 RESULTS += ("plan.json", "summary.json", "metrics.jsonl")
-SUMS = "SHA256SUMS"  # of all files, dbsl's too, as `sha256sum` writes it; the script comes first
+SUMS = "SHA256SUMS"  # checksums of all files, as `sha256sum` writes them; the script comes first
 CODE = "code*/**/*"  # what a run folder has of it
 PACKAGE = Path(dbsl.__file__).parent
 _INSTALLED = ("site-packages", "dist-packages")

@@ -155,7 +155,7 @@ class SimulatedTimes:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.numbers = numbers_of(run.model)  # what rounds send
-        self.shapes = trained_shapes(run.model)  # of what joint steps send the gradients
+        self.shapes = trained_shapes(run.model)  # shapes of the gradients that joint steps send
 
     def __call__(self, worker: int, epoch: int, round_: int) -> tuple[float, float]:
         """Return the seconds that a worker's round takes to compute, and on the network."""

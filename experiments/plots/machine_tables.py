@@ -27,6 +27,25 @@ DEMO_HYBRID = {  # arms of experiments.benchmarks.demos.hybrid
     "hybrid": "hybrid: one of two workers small, four merges an epoch, resolutions cycling",
 }
 DEMO_MODELS = {"test_resnet": "0.4 M parameters", "resnet10t": "4.9 M parameters"}
+SECONDS = (  # README's rows: text, epochs, file, arm, model
+    ("a core shared: `--sync step --balance dynamic`", 12, "uneven", "balanced", ""),
+    (
+        "100 Mb/s, 0.4 M parameters: `--rounds-per-epoch 4`",
+        8,
+        "slow_link",
+        "rounds_4",
+        "test_resnet",
+    ),
+    (
+        "the same: Accelerate's LocalSGD, 8 steps",
+        8,
+        "slow_link",
+        "accelerate_local_sgd",
+        "test_resnet",
+    ),
+    ("100 Mb/s, 4.9 M parameters: `--rounds-per-epoch 4`", 4, "slow_link", "rounds_4", "resnet10t"),
+    ("the same: LocalSGD", 4, "slow_link", "accelerate_local_sgd", "resnet10t"),
+)
 STUDIES = {  # workloads of noise_scale.csv, in the table's order
     "digits/test_efficientnet_gn/sgd": "digits, test_efficientnet_gn, SGD",
     "digits/test_efficientnet_gn/nesterov": "digits, test_efficientnet_gn, Nesterov",
@@ -89,6 +108,30 @@ def demo_slow_link(up: str) -> list[str]:
                 f"{with_interval(seconds, 1)}; {with_interval(accuracies, 1)}" if own else ""
             )
         lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def seconds(up: str) -> list[str]:
+    """Return README's rows: training time and accuracy next to plain DDP's, turn by turn."""
+    lines = [
+        "| two processes on two cores | training time over plain DDP's | points over plain DDP "
+        "| seeds | epochs |",
+        "|---|---|---|---|---|",
+    ]
+    for text, epochs, name, arm, model in SECONDS:
+        rows = [
+            row
+            for row in read(RESULTS / f"demos/{name}.csv")
+            if not model or (row["model"], float(row["megabits"])) == (model, 100.0)
+        ]
+        plain = {row["turn"]: row for row in rows if row["arm"] == PLAIN}
+        pairs = [(row, plain[row["turn"]]) for row in rows if row["arm"] == arm]
+        ratios = [float(own["train_s"]) / float(ddp["train_s"]) for own, ddp in pairs]
+        points = [100 * (float(own["accuracy"]) - float(ddp["accuracy"])) for own, ddp in pairs]
+        lines.append(
+            f"| {text} ([rows]({up}results/demos/{name}.csv)) | {with_interval(ratios, 2)} "
+            f"| {with_interval(points, 1, '+')} | {len(pairs)} | {epochs} |"
+        )
     return lines
 
 

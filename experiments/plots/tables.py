@@ -35,6 +35,7 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
         gap_tables.hypotheses,
         gap_tables.causes,
         gap_tables.fixed_rate,
+        machine_tables.seconds,
         machine_tables.demo_uneven,
         machine_tables.demo_slow_link,
         machine_tables.demo_hybrid,

@@ -128,6 +128,7 @@ def test_same_config_twice_gives_the_same_bits(tmp_path, sync):
             {"small_ratio": 0.25},
             ["4 workers simulated in one process, 1 on small batches (--workers is unset), "],
         ),
+        ({"small_ratio": 0.1}, ["\nsmall_ratio 0.1 of 4 workers makes 1 small: 25 % of them\n"]),
         ({"workers": 2}, ["2 workers simulated in one process, 0 on small batches, sync"]),
         (
             {"lr_schedule": "cosine", "warmup_epochs": 2, "epochs": 20},
@@ -141,6 +142,7 @@ def test_plan_only_prints_the_plan_and_why_and_leaves_nothing(tmp_path, capsys, 
     printed = capsys.readouterr().out
     for word in ("plan only: nothing is trained or written", *words):
         assert word in printed
+    assert ("% of them" in printed) == (settings.get("small_ratio") == 0.1)
     assert not (tmp_path / "run").exists()
 
 

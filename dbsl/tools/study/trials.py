@@ -213,7 +213,7 @@ class Images:
 
     config: StudyConfig
     data: Data
-    transform: Transform  # of training images
+    transform: Transform  # for training images
     accelerator: Accelerator
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from experiments.plots.evidence import (
     time_figure,
     with_ddp,
 )
+from experiments.plots.idea import ROUNDS, first_plan, idea_figure, mixed_split
 from experiments.plots.rows import read
 from tests.helpers import ROOT
 
@@ -73,3 +74,18 @@ def test_the_picture_of_the_demonstrations_has_every_arm_at_every_rate():
     assert [bar.get_width() for bar in machines.patches] == pytest.approx(seconds)
     cases = {(r["arm"], r["megabits"]) for r in links if r["model"] == "test_resnet"}
     assert len(shaped.containers) == len(cases) == 12
+
+
+def test_the_picture_of_the_idea_has_each_step_of_the_plan_that_the_page_prints():
+    plan, split = first_plan(), mixed_split()
+    rounds, joint = idea_figure(plan, split).axes
+    page = (ROOT / "docs/planning.md").read_text()
+    for row, each in zip(rounds.collections[::ROUNDS], plan.workers, strict=True):
+        ends = [path.get_extents().x1 for path in row.get_paths()]
+        assert len(ends) == each.steps
+        assert max(ends) <= plan.time_s * ROUNDS
+        assert f"{each.local_batch_size:>8}{each.samples:>10}{each.steps:>8}" in page
+    assert len(rounds.collections) == ROUNDS * len(plan.workers)
+    batches = [int(text.get_text()) for text in joint.texts]
+    assert sorted(set(batches)) == sorted(set(split.local_batch_sizes))
+    assert sum(batches) % sum(split.local_batch_sizes) == 0

@@ -9,9 +9,10 @@ NO_RESULT = "- **H2 does not hold.**"
 # Page, text, what it is changed to, what is told of it.
 CHANGES = [
     (RESULTS, "ended 2.0 ± 0.8", "ended 2.1 ± 0.8", "'2.1 ± 0.8': the rows give 2.0150, 0.8034"),
-    ("README.md", "| 47.5 ± 0.2 % |", "| 47.4 ± 0.2 % |", "'47.4 ± 0.2 %': the rows give"),
+    ("README.md", "| +5.0 ± 1.0 |", "| +5.1 ± 1.0 |", "'+5.1 ± 1.0': the rows give"),
+    ("README.md", "0.88 ± 0.08 of", "0.87 ± 0.08 of", "'0.87 ± 0.08': the rows give"),
     (RESULTS, NO_RESULT, f"It took 3.14 times.\n{NO_RESULT}", "'3.14': no claim covers it"),
-    ("README.md", "in 81 % of the time", "in four fifths", "the page must have it, once"),
+    ("README.md", "took 0.52 of the time", "took half", "the page must have it, once"),
 ]
 
 
@@ -34,7 +35,7 @@ def test_every_figure_of_the_pages_is_what_the_rows_give(capsys):
     status, lines = told(recompute.ROOT, capsys)
     counts = [int(line.split()[1]) for line in lines]
     assert (status, len(lines)) == (0, len(recompute.CLAIMS)), lines
-    assert counts[0] > 100
+    assert counts[0] > 80
     assert sum(counts[1:]) > 900
 
 

@@ -74,7 +74,11 @@ def test_the_package_needs_what_train_needs_in_an_extra_alone():
     assert 'optional-dependencies.train = { file = ["requirements.txt"] }' in text
 
 
-def test_the_citation_has_the_version_of_the_package():
+def test_package_citation_and_changelog_have_one_version_and_one_date():
     version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
-    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
-    assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text()
+    assert version == dbsl.__version__
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert re.search(r"^version: (.*)$", citation, re.M)[1] == version
+    date = re.search(r"^date-released: (.*)$", citation, re.M)[1]
+    newest = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)[1]
+    assert newest == f"{version} ({date})"
