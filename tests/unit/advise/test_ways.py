@@ -206,7 +206,7 @@ def test_a_link_that_cannot_be_measured_is_said_in_a_line(monkeypatch):
 
 
 def test_a_file_of_machines_is_enough_for_the_advice(capsys):
-    file = str(ROOT / "examples/cluster.yaml")
+    file = str(ROOT / "examples/clusters/machines.yaml")
     command.main(["--machines", file, "--model", "test_resnet", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found.keys() == {"ways", "recommended", "sure"}
