@@ -17,8 +17,9 @@ NEEDS = {
     "trainer_classifier": "transformers",
     "lightning_module": "lightning",
     "fsdp2": None,
+    "plain_ddp": None,
 }
-SCALED = {"accelerate_bert", "plain_lm", "lightning_module", "fsdp2"}
+SCALED = {"plain_ddp", "accelerate_bert", "plain_lm", "lightning_module", "fsdp2"}
 SLOW = pytest.mark.slow
 
 
@@ -85,7 +86,10 @@ def joined():
 )
 @pytest.mark.parametrize(
     "example",
-    [e if e in ("fsdp2", "accelerate_bert") else pytest.param(e, marks=SLOW) for e in NEEDS],
+    [
+        e if e in ("plain_ddp", "fsdp2", "accelerate_bert") else pytest.param(e, marks=SLOW)
+        for e in NEEDS
+    ],
 )
 def test_uneven_batches_train_as_one_process_on_all(run, joined, example, sizes):
     if NEEDS[example]:

@@ -1,0 +1,45 @@
+"""Batches of unlike sizes in a plain DDP loop: README's ten lines, as a program.
+
+    torchrun --nproc_per_node 2 examples/own_loop/plain_ddp.py
+
+The first process trains on 40 of every 256 samples, the second on 216. Gradients are those of all
+256, so the weights are those of one process on the joint batch, but for rounding.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import dbsl
+
+
+def train(local_batch_sizes, epochs=5):
+    """Train and return the model; `local_batch_sizes` has a size for each process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2))
+    x = torch.randn(2000, 8, generator=torch.Generator().manual_seed(0))
+    dataset = TensorDataset(x, (x.sum(1) > 0).long())
+    sampler = dbsl.UnevenBatchSampler(len(dataset), local_batch_sizes=local_batch_sizes)
+    loader = DataLoader(dataset, batch_sampler=sampler)
+    if sampler.num_replicas > 1:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    criterion = nn.CrossEntropyLoss()
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for inputs, labels in loader:
+            loss = criterion(model(inputs), labels)  # this process's mean
+            (loss * sampler.scale(len(labels))).backward()  # n * b_i / B
+            optimizer.step()
+            optimizer.zero_grad()
+    size = local_batch_sizes[sampler.rank]
+    print(f"process {sampler.rank}: {size} samples a step, loss {loss:.3f} on the last ones")
+    return model
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    train([40, 216])
+    dist.destroy_process_group()
