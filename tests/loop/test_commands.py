@@ -89,7 +89,7 @@ def call(words):
         if not {"--cache-gib", "--advise"} & {*flags}:
             train.main(config)
     elif flags is not None:  # tests/loop/test_nodes.py launches
-        assert parse_config(train.Config, flags).sync == "step"
+        parse_config(train.Config, flags)
     elif words[:3] == ["python", "-m", "dbsl.study"]:  # tests/unit/study runs studies
         assert parse_flags(StudyConfig, words[3:]).goal_error == 0.3
     elif words[:2] == ["python", "-m"] and words[2] in ("dbsl.plan", "dbsl.predict"):

@@ -12,7 +12,7 @@ CHANGES = [
     ("README.md", "| +5.0 ± 1.0 |", "| +5.1 ± 1.0 |", "'+5.1 ± 1.0': the rows give"),
     ("README.md", "0.88 ± 0.08 of", "0.87 ± 0.08 of", "'0.87 ± 0.08': the rows give"),
     (RESULTS, NO_RESULT, f"It took 3.14 times.\n{NO_RESULT}", "'3.14': no claim covers it"),
-    ("README.md", "took 0.52 of the time", "took half", "the page must have it, once"),
+    ("README.md", "took 0.52 times as long", "took half", "the page must have it, once"),
 ]
 
 
