@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from dbsl.base.errors import (
 )
 from dbsl.cluster.wire import (
     CPU,
+    EVER,
     SERVER_RANK,
     encode,
     gather_texts,
@@ -42,8 +44,8 @@ from dbsl.plan.types import Action, RoundReport
 
 _BEAT_S = 0.4
 _GRACE_S = 5.0
-_NOTICED_S = 2.0  # by then a death is heard of, and so is every living process
-_TOLD_S = _NOTICED_S + 4 * _BEAT_S
+NOTICED_S = 2.0  # by then a death is heard of, and so is every living process
+_TOLD_S = NOTICED_S + 4 * _BEAT_S
 _END_S = 3.2  # that the main thread has to end the process itself
 _ASK_EVERY_S = 1.0  # that processes tell each other whether to stop or to save
 _MEETING = 10**9  # exchanges of all processes are counted in these, those inside a worker in ones
@@ -91,7 +93,7 @@ class Pulse:
     def reason(self, error: BaseException) -> str:
         """Return why an exchange with the other process failed."""
         if is_lost_peer(error):
-            self.thread.join(_NOTICED_S)  # it fails, too, and knows more
+            self.thread.join(NOTICED_S)  # it fails, too, and knows more
         return self.failure or reason_of(error)
 
     def end(self, word: str = "") -> None:
@@ -170,7 +172,8 @@ class Heartbeats:
         self._said = ""  # what rank 0 is to hear besides
         self._found = ""  # whose fault it is
         self._known = threading.Event()
-        self._leaves = False  # the main thread is on its way out, and needs no other to end it
+        # The main thread is on its way out, and needs no other to end it.
+        self._leaves = threading.Event()
         self._lock = threading.Lock()
         with self._lock:
             self._pulses = {
@@ -214,7 +217,8 @@ class Heartbeats:
                 self._tell("was interrupted" if interrupted else f"failed: {in_line(error)}")
             raise
         finally:  # silent from now on, once the others that live know what was found
-            self._leaves, deadline = True, time.monotonic() + _TOLD_S
+            self._leaves.set()
+            deadline = time.monotonic() + _TOLD_S
             for pulse in self._pulses.values():
                 pulse.end()
             for pulse in self._pulses.values():
@@ -222,7 +226,8 @@ class Heartbeats:
 
     def _tell(self, said: str) -> None:
         """Have rank 0 find whose fault it is, and wait until that is known."""
-        self._leaves, self._said = True, said
+        self._leaves.set()
+        self._said = said
         if self._rank == SERVER_RANK:
             self._hear(self._rank, self._word())
         self._known.wait(_TOLD_S)
@@ -236,7 +241,7 @@ class Heartbeats:
         if self._rank == SERVER_RANK:
             self._entered[peer] = int(count) if count else math.inf
             if said.startswith(_LOST):
-                _later(_NOTICED_S, self._find_hanging, peer, said.removeprefix(_LOST))
+                _later(NOTICED_S, self._find_hanging, peer, said.removeprefix(_LOST))
             elif said:
                 self._find(f"{self._name(peer)} {said}")
         elif not count:  # it has left
@@ -278,15 +283,21 @@ class Heartbeats:
         for pulse in self._pulses.values() if self._rank == SERVER_RANK else ():
             pulse.end(what)
         self._known.set()
-        _later(_END_S, self._end)
-
-    def _end(self) -> None:
-        if not self._leaves:
-            print(f"error: {self._found}", file=sys.stderr, flush=True)
-            os._exit(2)
+        end_later(what, self._leaves)
 
 
-def _later(seconds: float, call: Callable[..., object], *arguments: int | str) -> None:
+def end_later(found: str, leaves: threading.Event) -> None:
+    """End this process with a line, unless its main thread is faster, and `leaves`."""
+    _later(_END_S, _end, found, leaves)
+
+
+def _end(found: str, leaves: threading.Event) -> None:
+    if not leaves.is_set():
+        print(f"error: {found}", file=sys.stderr, flush=True)
+        os._exit(2)
+
+
+def _later(seconds: float, call: Callable[..., object], *arguments: Any) -> None:
     timer = threading.Timer(seconds, call, arguments)
     timer.daemon = True
     timer.start()
@@ -348,9 +359,18 @@ class ControlGroup:
         return [read_report(text) for text in texts if text]
 
     def share(self, text: str) -> str:
-        """Return the server's text on all processes (a collective)."""
+        """Return the first process's text on all processes (a collective)."""
         self.enter()
-        return share_from(SERVER_RANK, text, CPU, self._group)
+        return share_from(0, text, CPU, self._group)
+
+    def follow(self) -> None:
+        """Wait for the first process, which waits for others, for as long as it takes."""
+        word = torch.zeros(1)
+        if self._group.rank():
+            self._group.recv([word], 0, 0).wait(EVER)
+            return
+        for peer in range(1, self._group.size()):
+            self._group.send([word], peer, 0).wait()
 
     def gather_saved(self, text: str) -> list[str]:
         """Return the texts of all processes (a collective of their writer threads)."""

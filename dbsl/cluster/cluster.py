@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -34,6 +34,15 @@ from dbsl.plan.types import (
 )
 
 
+class Island(NamedTuple):
+    """This process among those of its worker, with which it takes joint steps."""
+
+    place: int = 0  # in its worker; the first meets other workers
+    inside: dist.ProcessGroup | None = None  # its worker's processes; None: it has one
+    between: dist.ProcessGroup | None = None  # the first processes of workers; None: all are
+    control: ControlGroup | None = None  # what its worker's processes agree on
+
+
 class Cluster(ABC):
     """How the weights of this process's workers meet those of the others.
 
@@ -44,8 +53,9 @@ class Cluster(ABC):
     dedicated server. `outgoing` is what a push hands over, in the layout of the weights; None: the
     weights. It travels as `wire`, a format of rounds. In the server's process there is a
     `server`, and the `planner` may change its mind. Processes that meet agree by `control` on what
-    to do. Where workers are simulated, `times` gives the seconds that a worker's round takes to
-    compute and to exchange, from (worker, epoch, round).
+    to do; those of this process's worker are its `island`. Where workers are simulated, `times`
+    gives the seconds that a worker's round takes to compute and to exchange, from (worker, epoch,
+    round).
     """
 
     holds_weights: bool = True  # whether the model has weights that count between two turns
@@ -69,7 +79,9 @@ class Cluster(ABC):
         outgoing: Tensor | None = None,
         wire: str = "float32",
         control: ControlGroup | None = None,
+        island: Island | None = None,
     ) -> None:
+        self._island = island or Island()
         self.weights, self.server, self.workers = weights, server, tuple(workers)
         self.outgoing = weights.vector if outgoing is None else outgoing
         self.pushes_weights, self.wire = outgoing is None, wire
@@ -129,6 +141,7 @@ class Cluster(ABC):
         (report,) = reports
         waited_s, self._waited_s = self._waited_s, 0.0  # what it waits from now on is the next's
         report = replace(report, compute_time_s=report.time_s, wait_time_s=waited_s)
+        self.finish_round()
         with self._waiting():
             return self._hand_over(report)
 

@@ -11,14 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dbsl.base.errors import SettingError, SyncError
-from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.formats import End, RoundedSum
 from dbsl.cluster.merges import Delta
@@ -36,15 +35,6 @@ from dbsl.plan.types import (
     join_reports,
     report_from_plain,
 )
-
-
-class Island(NamedTuple):
-    """This process among those of its worker, with which it takes joint steps."""
-
-    place: int = 0  # in its worker; the first meets other workers
-    inside: dist.ProcessGroup | None = None  # its worker's processes; None: it has one
-    between: dist.ProcessGroup | None = None  # the first processes of workers; None: all are
-    control: ControlGroup | None = None  # what its worker's processes agree on
 
 
 class JointCluster(Cluster):
@@ -303,11 +293,9 @@ class BarrierCluster(Cluster):
         *both: Any,
         delta: Delta | None = None,
         gathers: bool = False,
-        island: Island | None = None,
         **common: Any,
     ) -> None:
         super().__init__(*both, **common)
-        self._island = island or Island()
         self._gathers, self._has_global = gathers, False
         self._at_server = delta is not None and self.server is not None
         self._delta = None if self._at_server else delta
@@ -376,11 +364,6 @@ class BarrierCluster(Cluster):
         super().take_over(start)
         if self._delta is not None and start.outer is not None:
             self._delta.load_state_dict(start.outer)
-
-    def push(self, reports: Sequence[RoundReport]) -> bool:
-        """Merge this worker's weights, or gradients, with the others'; True: they were refused."""
-        self.finish_round()
-        return super().push(reports)
 
     @torch.no_grad()
     def _hand_over(self, report: RoundReport | None) -> bool:

@@ -6,12 +6,16 @@ under it; a pull is answered as soon as the clocks allow.
 
 Every wait ends: by an answer, or because the other process was silent for too long. A process that
 is heard may take as long as it takes.
+
+Where a worker has several processes, the first asks, and pushes, for all of them. Each is heard on
+a connection of its own: the worker is lost with any of them.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -21,8 +25,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsl.base.errors import NothingLeft, SettingError, SyncError
-from dbsl.cluster.alive import Pulse
+from dbsl.base.errors import (
+    NothingLeft,
+    ReadError,
+    SaveError,
+    SettingError,
+    SyncError,
+    is_lost_peer,
+    reason_of,
+)
+from dbsl.cluster.alive import NOTICED_S, Pulse, end_later
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.launch import Admission, Door
 from dbsl.cluster.server import Server
@@ -40,7 +52,7 @@ from dbsl.cluster.wire import (
     read_segment,
     tell,
 )
-from dbsl.plan.types import EpochEnd, RoundReport, Segment, Turn
+from dbsl.plan.types import Action, EpochEnd, RoundReport, Segment, Turn, join_reports
 
 _START_S = 60.0  # that processes may come to their start apart, at least
 _STOP = "stop"  # what a worker's pulse says where the run is to stop
@@ -55,6 +67,7 @@ def through_server(
     timeout_s: float,
     door: Door | None = None,
     admission: Admission | None = None,
+    owners: Mapping[int, int] | None = None,
     **common: Any,
 ) -> Cluster:
     """Return this process's side of stale synchronous or asynchronous rounds (a collective).
@@ -65,17 +78,111 @@ def through_server(
     computes, too; the server after 5 s more. One that is too far ahead waits for plan and weights.
 
     On rank 0 processes that are launched again ask at the `door` to join. Of one that joins there
-    is an `admission`: then this is no collective.
+    is an `admission`: then this is no collective. `owners` has the worker of each rank; None: each
+    is one.
     """
     if admission is None:
         pairs = pairs_with_server(timedelta(seconds=max(timeout_s, _START_S)))
         if server is not None:
-            return ServingCluster(weights, server, pairs, timeout_s, door, **common)
+            return ServingCluster(weights, server, pairs, timeout_s, door, owners, **common)
         admission = Admission(pairs[SERVER_RANK])
     return ServedCluster(weights, admission, timeout_s, **common)
 
 
-class ServedCluster(Cluster):
+class MemberCluster(Cluster):
+    """A process of a worker, which waits for no other worker but where it is too far ahead."""
+
+    def __init__(self, *both: Any, **common: Any) -> None:
+        super().__init__(*both, **common)
+        self._leaves = threading.Event()  # the main thread is on its way out
+
+    def __enter__(self) -> Cluster:
+        if self._island.control is not None:
+            self._exits.enter_context(self._watching())
+        return super().__enter__()
+
+    def segment(self, turn: Turn) -> Segment:
+        with self._waiting():
+            text, control = "" if self._island.place else self._plan(turn), self._island.control
+            if control is not None:
+                control.follow()
+                text = control.share(text)
+        return read_segment(text)
+
+    def pull(self, turn: Turn) -> None:
+        with self._waiting():
+            ending = self._bring(turn)
+        if ending == Ending.FINISHED:
+            self.finish()
+            raise NothingLeft
+        if ending == Ending.STOPPED:
+            self._interrupted = True
+            self.on_stop()
+
+    @torch.no_grad()
+    def _bring(self, turn: Turn) -> Ending:
+        """Bring the global weights into the model, or return why there are none."""
+        ending, announced = Ending.GOES_ON, (0, -1)
+        if not self._island.place:
+            ending, announced = self._fetch(turn)
+        if self._island.control is not None:  # the others of this worker have the lowest numbers
+            ending, *announced = self._island.control.highest(ending, *announced)
+            if ending == Ending.GOES_ON:
+                dist.broadcast(self.weights.vector, group=self._island.inside, group_src=0)
+        self._announced = tuple(announced)
+        return Ending(ending)
+
+    def _hand_over(self, report: RoundReport) -> bool:
+        if self._island.control is not None:
+            (report,) = join_reports(self._island.control.gather_reports(report))
+        if not self._island.place:
+            self._send(report)
+        return report.refused
+
+    def agree(self, action: Action, *, round_over: bool) -> Action:
+        """Return what this process does after a step; those of one worker stop at the same step.
+
+        A save is announced where they pull, so that they take it at the same step, too.
+        """
+        action = super().agree(action, round_over=round_over)
+        if self._island.control is None:
+            return action
+        stops = action == Action.STOP
+        if self._island.control.agree(Action.STOP if stops else Action.GO_ON) == Action.STOP:
+            return Action.STOP
+        return Action.GO_ON if stops else action
+
+    @abstractmethod
+    def _plan(self, turn: Turn) -> str:
+        """Return the plan of the worker's next round, as a text."""
+
+    @abstractmethod
+    def _fetch(self, turn: Turn) -> tuple[Ending, tuple[int, ...]]:
+        """Load the weights of the next round, if there is one; return the save to take part in."""
+
+    @abstractmethod
+    def _send(self, report: RoundReport) -> None:
+        """Hand over what the worker has come to."""
+
+    @abstractmethod
+    def _loss(self, error: BaseException) -> str:
+        """Return who was lost where an exchange failed."""
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Turn a failed exchange of this worker's processes into a `SyncError` that says why."""
+        try:
+            yield
+        except RuntimeError as error:
+            own = isinstance(error, (ReadError, SaveError, SyncError))
+            if own or not is_lost_peer(error):
+                raise
+            raise SyncError(self._loss(error)) from error
+        finally:
+            self._leaves.set()
+
+
+class ServedCluster(MemberCluster):
     """A worker's process: it asks rank 0 for plans and weights, and pushes to it."""
 
     def __init__(
@@ -90,6 +197,7 @@ class ServedCluster(Cluster):
             *(SERVER_RANK, admission.pair, timeout_s),
             asks=True,
             says=lambda: _STOP if self._asks_to_stop else "",
+            on_lost=self._on_lost,
         )
 
     def turns(self) -> Iterator[Turn]:
@@ -97,28 +205,21 @@ class ServedCluster(Cluster):
             yield Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
             self._clock += 1
 
-    def segment(self, turn: Turn) -> Segment:
-        with self._waiting(), self._exchange():
+    def _plan(self, turn: Turn) -> str:
+        with self._exchange():
             *_, text = self._link.ask(Kind.PLAN)
-        return read_segment(text)
+        return text
 
-    def pull(self, turn: Turn) -> None:
-        with self._waiting(), self._exchange():
+    def _fetch(self, turn: Turn) -> tuple[Ending, tuple[int, ...]]:
+        with self._exchange():
             ending, *announced, _ = self._link.ask(Kind.PULL)
-            self._announced = tuple(announced)
             if ending == Ending.GOES_ON:
                 self._link.take_weights()
-        if ending == Ending.FINISHED:
-            self.finish()
-            raise NothingLeft
-        if ending == Ending.STOPPED:
-            self._interrupted = True
-            self.on_stop()
+        return ending, tuple(announced)
 
-    def _hand_over(self, report: RoundReport) -> bool:
+    def _send(self, report: RoundReport) -> None:
         with self._exchange():
             self._link.push(report, self.outgoing)
-        return report.refused
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"left": self._link.end.rounding.left}
@@ -135,6 +236,7 @@ class ServedCluster(Cluster):
         """Stop being served; return the number of the save to take part in."""
         with self._exchange():
             _, sequence, *_ = self._link.ask(Kind.LEAVE)
+        self._leaves.set()  # rank 0 may end while this process saves
         return sequence
 
     def interrupt(self) -> None:
@@ -155,15 +257,25 @@ class ServedCluster(Cluster):
         try:
             yield
         except RuntimeError as error:
-            reason, rank_0 = self._pulse.reason(error), f"rank {SERVER_RANK}"
-            if self._pulse.left_out:
-                said = f"{rank_0} has left this process out: {reason}; launch it again to join"
-            else:
-                said = f"the server ({rank_0}) was lost: {reason}"
-            raise SyncError(said) from error
+            raise SyncError(self._loss(error)) from error
+
+    def _loss(self, error: BaseException) -> str:
+        reason, several = self._pulse.reason(error), self._island.inside is not None
+        if several and self._pulse.failure is None:  # rank 0 is there
+            return f"another process of worker {self.workers[0]} was lost: {reason}"
+        if not self._pulse.left_out:
+            return f"the server (rank {SERVER_RANK}) was lost: {reason}"
+        back = "it is back when the run is resumed" if several else "launch it again to join"
+        who = f"worker {self.workers[0]}" if several else "this process"
+        return f"rank {SERVER_RANK} has left {who} out: {reason}; {back}"
+
+    def _on_lost(self) -> None:
+        """Have this process end, though it may wait for others of its worker."""
+        if self._island.inside is not None:
+            end_later(self._loss(RuntimeError()), self._leaves)
 
 
-class ServingCluster(Cluster):
+class ServingCluster(MemberCluster):
     """The server's process; its own worker takes the same way to the server as the others.
 
     `pairs` are its connections with the other ranks; for the rest see `through_server`.
@@ -178,9 +290,12 @@ class ServingCluster(Cluster):
         pairs: Mapping[int, dist.ProcessGroup],
         timeout_s: float,
         door: Door | None = None,
+        owners: Mapping[int, int] | None = None,
         **common: Any,
     ) -> None:
         super().__init__(weights, server, **common)
+        self._owners = owners or {rank: rank - (not self.workers) for rank in pairs}
+        self._pulses: dict[int, Pulse] = {}  # by rank that is served
         self._door, self._timeout_s = door, timeout_s
         self._stopping = False
         self._changed = threading.Condition()  # guards the server; a thread may hold it twice
@@ -224,21 +339,30 @@ class ServingCluster(Cluster):
                 end = self.server.finished.popleft()
             yield end
 
-    def segment(self, turn: Turn) -> Segment:
-        with self._waiting():
-            return self._begin(*turn.workers)
+    def _plan(self, turn: Turn) -> str:
+        return encode(self._begin(*turn.workers))
 
-    def pull(self, turn: Turn) -> None:
-        with self._waiting():
+    def _fetch(self, turn: Turn) -> tuple[Ending, tuple[int, ...]]:
+        with self._changed:
             weights = self._pull(*turn.workers)
-            if weights is None:
-                self.on_stop()
-            else:  # a copy to a GPU takes its time, and others need not wait for it
-                self.weights.load(weights)
+            announced = self._tell(SERVER_RANK)
+        if weights is None:
+            return self._ending, announced
+        self.weights.load(weights)  # a copy to a GPU takes its time, and others need not wait
+        return Ending.GOES_ON, announced
 
-    def _hand_over(self, report: RoundReport) -> bool:
+    def _send(self, report: RoundReport) -> None:
         self._merge(self._pushed.copy_(self.outgoing), report)
-        return report.refused
+
+    def _loss(self, error: BaseException) -> str:
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure, NOTICED_S)
+        return str(self._failure or reason_of(error))
+
+    @property
+    def _ending(self) -> Ending:
+        """Why no weights are given any more."""
+        return Ending.FINISHED if self.finished_early else Ending.STOPPED
 
     # --- what any worker asks of the server
 
@@ -261,10 +385,17 @@ class ServingCluster(Cluster):
         )
         if pulse and pulse.failure:
             raise SyncError(pulse.failure)
+        self._check_there(worker)
         return not self._interrupted
+
+    def _check_there(self, worker: int) -> None:
+        """Refuse what comes of a worker that was lost with another of its processes."""
+        if worker not in self.server.members.active:
+            raise SyncError(f"worker {worker} was lost")
 
     def _merge(self, weights: Tensor, report: RoundReport) -> None:
         with self._changed:
+            self._check_there(report.worker)
             try:
                 self.server.push(weights, report)
             except Exception as error:  # a merge rule's, for one: the worker is not at fault
@@ -294,8 +425,9 @@ class ServingCluster(Cluster):
 
     # --- workers of other processes
 
-    def _worker_of(self, rank: int) -> int:
-        return rank - (not self.workers)
+    def _with(self, rank: int) -> list[int]:
+        """Return the ranks of a rank's worker."""
+        return [other for other, own in self._owners.items() if own == self._owners.get(rank)]
 
     def _thread_for(
         self, rank: int, pair: dist.ProcessGroup, first: tuple[int, int] | None = None
@@ -309,6 +441,7 @@ class ServingCluster(Cluster):
             hears=lambda word: self.interrupt() if word == _STOP else None,
             on_lost=self._wake,
         )
+        self._pulses[rank] = pulse
         self._heard[rank] = self._announced[0]  # one that joins takes no part in what was before
         own, name = (rank, link, pulse, first), f"serve-{rank}"
         return threading.Thread(target=self._serve, args=own, name=name, daemon=True)
@@ -334,7 +467,7 @@ class ServingCluster(Cluster):
 
     def _answer(self, rank: int, link: Channel, pulse: Pulse) -> bool:
         """Hear a message and do what it asks; False: it was the last."""
-        worker = self._worker_of(rank)
+        worker = self._owners[rank]
         kind, *_, text = hear(link.pair, Kind)
         if kind == Kind.PLAN:
             tell(link.pair, Ending.GOES_ON, text=encode(self._begin(worker, pulse)))
@@ -350,8 +483,7 @@ class ServingCluster(Cluster):
                 tell(link.pair, Ending.GOES_ON, announced)
                 link.give_weights(weights)
             else:
-                ending = Ending.FINISHED if self.finished_early else Ending.STOPPED
-                tell(link.pair, ending, announced)
+                tell(link.pair, self._ending, announced)
         elif kind == Kind.LEAVE:  # this process is to stop as well, and says as what it saves
             with self._changed:
                 if not self._stopping:
@@ -365,10 +497,16 @@ class ServingCluster(Cluster):
 
     def _lose(self, rank: int, reason: str) -> bool:
         """Go on without a worker, with the lock held; return whether others do."""
-        worker = self._worker_of(rank)
-        if self._failure or self._stopping or self.server.clocks[worker] >= self._rounds:
+        worker, active = self._owners[rank], self.server.members.active
+        over = self.server.clocks[worker] >= self._rounds or worker not in active
+        if self._failure or self._stopping or over:
             return False  # it has nothing more to give
-        if self.server.members.active == {worker}:
+        name = f"rank {rank} (a process of worker {worker})"
+        if worker in self.workers:
+            self._failure = SyncError(f"{name} was lost, and rank 0 is of that worker: {reason}")
+            end_later(str(self._failure), self._leaves)
+            return False
+        if active == {worker}:
             self._failure = SyncError(f"rank {rank}, the last worker, was lost: {reason}")
             return False
         try:
@@ -378,18 +516,23 @@ class ServingCluster(Cluster):
                 f"rank {rank} was lost ({reason}), and no plan is possible without it: {error}"
             )
             return False
+        for other in self._with(rank):
+            if other != rank:
+                self._pulses[other].end(f"{name} was lost: {reason}")
         return True
 
     def is_served(self, rank: int) -> bool:
         """Whether a rank's worker is there, and has something left to do."""
-        worker, members = self._worker_of(rank), self.server.members
+        worker, members = self._owners[rank], self.server.members
         with self._changed:
             return worker in members.active and members.clocks[worker] < self._rounds
 
     def admit(self, rank: int, pair: dist.ProcessGroup) -> None:
         """Go on with one more worker, whose process has this connection, or refuse it."""
-        worker = self._worker_of(rank)
+        worker = self._owners[rank]
         with self._changed:
+            if len(self._with(rank)) > 1:
+                raise SettingError("a worker of several processes is back when the run is resumed")
             if self._stopping or self._interrupted or self._failure:
                 raise SettingError("the job is stopping")
             if self.is_served(rank):
@@ -423,11 +566,12 @@ class ServingCluster(Cluster):
             return ranks
 
     def _tell(self, rank: int) -> tuple[int, int]:
-        """Return the last save and note that a rank is told of it, with the lock held."""
+        """Return the last save and note that a worker is told of it, with the lock held."""
         sequence = self._announced[0]
-        if self._heard[rank] < sequence:
-            self._heard[rank] = sequence
-            self._saving.setdefault(sequence, set()).add(rank)
+        for own in self._with(rank):
+            if self._heard.get(own, sequence) < sequence:
+                self._heard[own] = sequence
+                self._saving.setdefault(sequence, set()).add(own)
         return self._announced
 
     def held(self) -> AbstractContextManager:
@@ -464,6 +608,10 @@ class ServingCluster(Cluster):
         """Wait until every worker has heard of it, where it comes to pull."""
         self.finished_early = True
         self._stop_serving(self._announced)
+        if self.workers and self._clock < self._rounds:  # others of this worker begin a round
+            turn = Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
+            self.segment(turn)
+            self._bring(turn)
         self.close()
         super().finish()
         self._interrupted = False

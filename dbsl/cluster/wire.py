@@ -58,9 +58,9 @@ def tell(
 ) -> None:
     """Send a question, or an answer, with two numbers and a text over a group of two."""
     letters = text_row(text, None)
-    isend(torch.tensor([what, *numbers, len(letters)]), pair).wait(_EVER)
+    isend(torch.tensor([what, *numbers, len(letters)]), pair).wait(EVER)
     if len(letters):
-        isend(letters, pair).wait(_EVER)
+        isend(letters, pair).wait(EVER)
 
 
 def hear(
@@ -68,13 +68,13 @@ def hear(
 ) -> tuple[KindT, int, int, str]:
     """Receive a message, which must be of these kinds; return it, its numbers and its text."""
     head = torch.empty(4, dtype=torch.int64)
-    irecv(head, pair).wait(patience or _EVER)
+    irecv(head, pair).wait(patience or EVER)
     what, *numbers, length = head.tolist()
     if what not in tuple(kinds) or not 0 <= length <= _LONGEST:
         raise SettingError(f"message must be of a known kind, got {what} and {length} bytes")
     letters = torch.empty(length, dtype=torch.uint8)
     if length:
-        irecv(letters, pair).wait(_EVER)
+        irecv(letters, pair).wait(EVER)
     return kinds(what), *numbers, read_text(letters)
 
 
@@ -161,7 +161,7 @@ def check_report(report: RoundReport, worker: int, epoch: int, round_: int) -> N
 
 CHUNK = 1 << 22  # bytes: cache-sized, and few enough messages
 # Timeout of an exchange, which ends earlier: a `Pulse` closes the connection after silence.
-_EVER = timedelta(days=10_000)
+EVER = timedelta(days=10_000)
 
 
 def isend(tensor: Tensor, pair: dist.ProcessGroup, tag: int = 0) -> dist.Work:
@@ -243,7 +243,7 @@ class Channel:
         chunks, sums = self._chunks(vector), []
         works = [irecv(staged, self.pair) for _, staged in chunks]
         for work, (chunk, staged) in zip(works, chunks, strict=True):
-            work.wait(_EVER)
+            work.wait(EVER)
             # All of this while the next chunk comes.
             if staged is not chunk:
                 chunk.copy_(staged)
@@ -255,7 +255,7 @@ class Channel:
         """Wait until what was sent last has left this process."""
         pending, self._pending = self._pending, []
         for work in pending:
-            work.wait(_EVER)
+            work.wait(EVER)
         self._sent = None
 
     def _chunks(self, vector: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -308,11 +308,11 @@ def refused_by_all(accelerator: Accelerator) -> Iterator[None]:
 def share_from(
     rank: int, text: str, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> str:
-    """Return a rank's text, of any length, on every process of the group (a collective)."""
+    """Return a text, of any length, of a rank of the group on all its processes (a collective)."""
     length = torch.tensor(len(text.encode()), device=device)
-    dist.broadcast(length, rank, group)
+    dist.broadcast(length, group=group, group_src=rank)
     letters = text_row(text, 1 + int(length)).to(device)  # none is an error
-    dist.broadcast(letters, rank, group)
+    dist.broadcast(letters, group=group, group_src=rank)
     return read_text(letters)
 
 
@@ -321,7 +321,7 @@ def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
     length = torch.tensor(1 + len(text.encode()))
     dist.all_reduce(length, dist.ReduceOp.MAX, group)
     row = text_row(text, int(length))
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, row, group)
     return [read_text(row) for row in rows]
 

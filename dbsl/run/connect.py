@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,10 @@ from accelerate import Accelerator
 
 from dbsl.base.errors import one_of_several
 from dbsl.cluster.alive import ControlGroup, Heartbeats
-from dbsl.cluster.cluster import Cluster
+from dbsl.cluster.cluster import Cluster, Island
 from dbsl.cluster.formats import RoundedSum
 from dbsl.cluster.launch import Door, RunningJob, group_timeout
-from dbsl.cluster.meeting import BarrierCluster, Island, JointCluster, SimulatedCluster
+from dbsl.cluster.meeting import BarrierCluster, JointCluster, SimulatedCluster
 from dbsl.cluster.merges import MergeRule, choose_rule
 from dbsl.cluster.server import GradientServer, Server
 from dbsl.cluster.serving import through_server
@@ -52,8 +53,10 @@ def connect(
     own = rank - config.dedicated_server
     workers = tuple(range(config.workers) if alone else run.islands.owners[own : own + 1])
     meets = not (alone or meets_at_server(config.sync))
-    timeout_s = config.worker_timeout
-    control, island = _meet(run, accelerator) if meets else (None, Island())
+    owners = {p + config.dedicated_server: w for p, w in enumerate(run.islands.owners)}
+    control, island = None, Island()
+    if meets or (run.islands.several and not (alone or job)):
+        control, island = _meet(run, accelerator, owners, watches=meets)
     weights, server = FlatWeights(run.model), None
     if rank == SERVER_RANK and config.sync != "step":
         server = _server(run, weights, accelerator.device if alone or meets else CPU, merge, alone)
@@ -67,6 +70,7 @@ def connect(
         "workers": workers,
         "outgoing": stepper.vector if config.push == "gradients" else None,
         "control": control,
+        "island": island,
         "wire": config.wire,
         "times": SimulatedTimes(run) if alone else None,
     }
@@ -81,32 +85,47 @@ def connect(
         if config.merge == "delta":
             common["delta"] = choose_rule(config, weights, None)
         common["gathers"] = merge is not None
-        cluster = BarrierCluster(weights, server, island=island, **common)
-        if island.inside is not None:
-            cluster.finish_round = stepper.average_buffers
-        return cluster, stepper
-    common["timeout_s"] = timeout_s
+        cluster = BarrierCluster(weights, server, **common)
+    else:
+        cluster = _through_server(run, weights, server, owners, job, sums, common)
+    if island.inside is not None:
+        cluster.finish_round = stepper.average_buffers
+    return cluster, stepper
+
+
+def _through_server(
+    run: Run,
+    weights: FlatWeights,
+    server: Server | None,
+    owners: Mapping[int, int],
+    job: RunningJob | None,
+    sums: Mapping[str, str] | None,
+    common: dict[str, Any],
+) -> Cluster:
+    config, timeout_s = run.config, run.config.worker_timeout
     if job is not None:
         common["admission"] = admission = job.enter(timeout_s)
         begins = admission.clock // run.rounds + 1
-        print(f"rank {rank} has joined, its share begins in epoch {begins}", flush=True)
+        print(f"rank {job.rank} has joined, its share begins in epoch {begins}", flush=True)
     elif server is not None:
         common["door"] = Door(asdict(config) | {SUMS: sums or {}}, dist.get_world_size(), timeout_s)
-    return through_server(weights, server, **common), stepper
+    return through_server(weights, server, timeout_s=timeout_s, owners=owners, **common)
 
 
-def _meet(run: Run, accelerator: Accelerator) -> tuple[ControlGroup, Island]:
+def _meet(
+    run: Run, accelerator: Accelerator, owners: Mapping[int, int], *, watches: bool
+) -> tuple[ControlGroup | None, Island]:
     """Return what all processes agree on, and this one's place in its worker (a collective).
 
-    Not by a device mesh: workers may be of unlike sizes, and a dedicated server is of none.
+    Not by a device mesh: workers may be of unlike sizes, and a dedicated server is of none. Only
+    where they meet at a barrier do all agree, and each `watches` the others.
     """
     config, timeout_s = run.config, run.config.worker_timeout
     if not run.islands.several:
         return ControlGroup(timeout_s, Heartbeats(timeout_s)), Island()
-    islands = [[p + config.dedicated_server for p in one] for one in run.islands.processes]
-    owners = {rank: worker for worker, ranks in enumerate(islands) for rank in ranks}
-    heartbeats = Heartbeats(timeout_s, owners)
-    together = ControlGroup(timeout_s, heartbeats)
+    heartbeats = Heartbeats(timeout_s, owners) if watches else None
+    together = ControlGroup(timeout_s, heartbeats) if watches else None
+    islands = [[rank for rank in owners if owners[rank] == w] for w in range(config.workers)]
     timeout = group_timeout(timeout_s, cpu=accelerator.device.type == "cpu")
     inside, _ = dist.new_subgroups_by_enumeration(islands, timeout=timeout)
     firsts = [*range(config.dedicated_server), *(ranks[0] for ranks in islands)]

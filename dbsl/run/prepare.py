@@ -263,7 +263,7 @@ def prepare(
     replaced.check_optimizer(config, model)
     check_rank(wire_of(config), trained_shapes(model), config.wire)
     build = replaced.optimizer and partial(replaced.build_optimizer, config)
-    known, config = know_workers(config, model, data, accelerator, loss_of, build)
+    known, config = know_workers(config, model, data, accelerator, loss_of, build, least)
     give_back(accelerator.device)  # what measuring took
     blocks = getattr(data.train, "blocks", None)  # your own data may not know of them
     how = {"blocks": blocks, "say": accelerator.print}
@@ -311,14 +311,13 @@ def settle_islands(config: ConfigT, processes: int, nodes: Sequence[int]) -> Con
     added = f"worker_processes must add up to the {total} processes{less}"
     number = f"workers must equal those of worker_processes ({workers})"
     joint = "sync must not be step with worker_processes, as it joins all processes in each step"
-    one, real = " with several processes a worker", not alone and config.sync != "bsp"
+    one = " with several processes a worker"
     refuse(
         [
             (alone and given == "node", numbers, given),
             (not alone and unlike, added, given),
             (config.workers not in (None, workers), number, config.workers),
             (several and config.sync == "step", joint, "step"),
-            (several and real, f"sync must be bsp{one}", config.sync),
             (several and config.push == "gradients", f"push must be weights{one}", config.push),
             *(
                 (several and getattr(config, n) == "auto", f"{n} must not be auto{one}", "auto")

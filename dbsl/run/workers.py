@@ -49,8 +49,12 @@ def know_workers(
     accelerator: Accelerator,
     loss_of: LossOf,
     build_optimizer: BuildOptimizer | None = None,
+    least: int = 1,
 ) -> tuple[KnownWorkers, RunConfig]:
-    """Return what the workers can do, measuring what is not given, and the config with it."""
+    """Return what the workers can do, measuring what is not given, and the config with it.
+
+    `least` is the fewest samples that the model trains on.
+    """
     joint = takes_joint_steps(config)
     share = max(1, len(data.train) // config.workers // config.rounds_per_epoch)
     auto, measured = config.large_batch_size == "auto", config.slope is None
@@ -60,6 +64,7 @@ def know_workers(
     usual = min(max(_SMALLEST_AUTO, 2 ** round(math.log2(max(1, share / 10)))), 128, share)
     large = [[size or usual for size in row] for row in given]
     _check_large_batches(config, large, data, alike=accelerator.num_processes == 1 and measured)
+    _check_processes(config, large, least)
     # Joint steps shift samples between workers, and none may be given more than it can hold.
     # With micro-batches any batch fits.
     shifting = joint and config.balance != "none" and config.micro_batch_size is None
@@ -117,6 +122,17 @@ def _check_large_batches(
         whose = " of each worker" if equal and config.workers > 1 else ""
         text = f"be at most {most}, the training {data.unit}s of a round{whose}"
     refuse([(size > most, f"large_batch_size must {text}", size)])
+
+
+def _check_processes(config: RunConfig, large: list[list[int]], least: int) -> None:
+    """Refuse a batch that is too small for each process of its worker to have a part of it."""
+    count, given, processes = config.workers, config.local_batch_sizes, Islands.of(config).sizes
+    name = "local_batch_sizes" if given else "large_batch_size"
+    rows = [given[n : n + count] for n in range(0, len(given), count)] if given else large
+    why = f", each with the {least} samples that batch norm needs" if least > 1 else ""
+    for size, batch in (pair for row in rows for pair in zip(processes, row, strict=False)):
+        text = f"{name} must be at least {size * least} for a worker of {size} processes{why}"
+        refuse([(size > 1 and batch < size * least, text, batch)])
 
 
 def _given_models(config: RunConfig) -> list[TimeModel]:
@@ -253,7 +269,7 @@ class Measurements:
             for name in _OF_MODELS
         )
         models = [
-            _equal_but_for_noise(TimeModel(*map(np.array, rows)), min(self._of_process(row)))
+            equal_but_for_noise(TimeModel(*map(np.array, rows)), min(self._of_process(row)))
             for *rows, row in zip(*columns, large, strict=True)
         ]
         found = self._of_all(fits)
@@ -311,7 +327,7 @@ def _largest_of(config: RunConfig, row: Sequence[int], number: int) -> int:
     return max(row)
 
 
-def _equal_but_for_noise(model: TimeModel, batch: int) -> TimeModel:
+def equal_but_for_noise(model: TimeModel, batch: int) -> TimeModel:
     """Return the mean for all where step times at `batch` differ by no more than noise does."""
     times, workers = model.time(batch), len(model)
     if times.max() > (1 + _SAME_MACHINE) * times.min():

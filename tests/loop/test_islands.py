@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import dbsl.cluster.alive
 from dbsl.checkpoint.checkpointer import Checkpointer
+from dbsl.cluster.serving import MemberCluster
 from dbsl.config.parse import parse_config
 from dbsl.data.sources import TensorData
 from dbsl.open import open_session
@@ -22,8 +24,11 @@ from tests.helpers import (
     fingerprint,
     rounds_of,
     rows,
+    samples_by_epoch,
     short,
+    slow,
     start_ranks,
+    summary_of,
     to_flags,
     wait_all,
 )
@@ -59,6 +64,14 @@ def record(folder):
     Run.batches = recorded
 
 
+def samples_seen(folder):
+    seen = {}
+    for path in folder.glob("samples-*.jsonl"):
+        for epoch, parts in map(json.loads, path.read_text().splitlines()):
+            seen.setdefault(epoch, []).extend(i for part in parts for i in part)
+    return seen
+
+
 def build_normalised():
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
@@ -91,12 +104,12 @@ def difference(weights, others):
 
 
 # Processes of each worker, their seconds per sample, those of the workers, their batches, and more
-# that both have. In batches of 2 one process of three has no sample.
+# that both have. In steps of 2 samples one process of three has none.
 ISLANDS = {
     "two of two": ((2,), (0.002,), (0.001,), (8, 8), {}),
     "three and one": ((3, 1), (0.003,), (0.001, 0.003), (9, 4), {"wire": "int8"}),
     "uneven inside": ((2, 2), (0.002, 0.006, 0.004, 0.004), (0.0015, 0.002), (8, 5), {}),
-    "served": ((3, 1), (0.003,), (0.001, 0.003), (2, 5), {"dedicated_server": True}),
+    "served": ((3, 1), (0.003,), (0.001, 0.003), (3, 5), {"dedicated_server": True}),
 }
 ISLANDS["served"][-1].update(merge="delta", micro_batch_size=(1,))
 
@@ -232,11 +245,176 @@ def test_other_islands_train_on_each_sample_once(tmp_path, islands):
     now = {"worker_processes": islands, "allow_config_change": True}
     said = end_ranks(start(tmp_path / "run", 4, act=recorded, **settings | now))
     assert "resumed from" in said
-    seen = {}
-    for path in tmp_path.glob("samples-*.jsonl"):
-        for epoch, parts in map(json.loads, path.read_text().splitlines()):
-            seen.setdefault(epoch, []).extend(i for part in parts for i in part)
+    seen = samples_seen(tmp_path)
     assert sorted(seen[2]) == list(range(96))
     left = [row["samples"] for row in rounds_of(tmp_path / "run") if row["epoch"] == 1]
     assert sorted(set(seen[1])) == sorted(seen[1])
     assert sum(left) == 96
+
+
+# --- without a barrier
+
+
+ALONE = {"epochs": 3, "sync": "asp", "rounds_per_epoch": 2, "checkpoint_every": 1, "resume": "auto"}
+ALONE |= {
+    "worker_timeout": 60,
+    "local_batch_sizes": None,
+    "large_batch_size": (4,),
+    "momentum": 0.9,
+}
+
+
+def slowly(act=lambda: None, step_s=0.01):
+    """Return what has each process take its time, so that none is over before others have begun."""
+
+    def slowed():
+        after_step = Checkpointer.after_step
+
+        def waits(self, *, round_over):
+            time.sleep(step_s)
+            after_step(self, round_over=round_over)
+
+        Checkpointer.after_step = waits
+        act()
+
+    return slowed
+
+
+# Processes of each worker, and more.
+ASYNCHRONOUS = {
+    "asp": ((2, 1), {"wire": "int4", "clip_grad": 0.5, "noise_scale": True, "log_every": 3}),
+    "ssp": ((1, 2), {"sync": "ssp", "staleness": 0, "balance": "dynamic"}),
+    "served": ((2, 1), {"dedicated_server": True, "micro_batch_size": (2,), "ema_decay": 0.5}),
+    "all": ((3,), {"sync": "ssp", "large_batch_size": (6,)}),
+}
+
+
+def record_weights(folder):
+    """Have this process write down its weights where a round begins and where it ends."""
+    pull, hand_over = MemberCluster.pull, MemberCluster._hand_over
+
+    def write(cluster):
+        with open(f"{folder}/weights-{torch.distributed.get_rank()}.txt", "a") as file:
+            file.write(f"{cluster.weights.vector.tolist()}\n")
+
+    def pulls(self, turn):
+        pull(self, turn)
+        write(self)
+
+    def hands_over(self, report):
+        write(self)
+        return hand_over(self, report)
+
+    MemberCluster.pull, MemberCluster._hand_over = pulls, hands_over
+
+
+@pytest.mark.parametrize("case", short([*ASYNCHRONOUS], "asp"))
+def test_workers_of_several_processes_that_wait_for_nobody_train_on_each_sample_once(
+    tmp_path, case
+):
+    islands, more = ASYNCHRONOUS[case]
+    settings = ALONE | more | {"worker_processes": islands, "build": build_normalised}
+    served = "dedicated_server" in more
+
+    def act():
+        record(tmp_path)
+        record_weights(tmp_path)
+
+    end_ranks(start(tmp_path / "run", 3 + served, act=act, **settings))
+    several = [rank + served for rank in range(3) if islands != (1, 2) or rank]
+    first, second = ((tmp_path / f"weights-{r}.txt").read_text() for r in several[:2])
+    assert first == second
+    assert len({*first.splitlines()}) == 2 * 6  # none is what it was before
+    assert {epoch: sorted(own) for epoch, own in samples_seen(tmp_path).items()} == {
+        epoch: list(range(96)) for epoch in range(3)
+    }
+    assert len(rounds_of(tmp_path / "run")) == 3 * 2 * len(islands)
+    assert samples_by_epoch(tmp_path / "run") == [96] * 3
+
+
+@slow
+def test_workers_of_one_process_are_what_they_are_without_a_word(tmp_path):
+    ends = [
+        trained(tmp_path / f"run-{given}", 2, **ALONE, merge="half", worker_processes=given)
+        for given in (None, (1, 1))
+    ]
+    (_, plan, said), (_, given, _) = ends
+    assert "processes:" not in said
+    assert plan == given
+
+
+def kill_at(rank, number, what=signal.SIGKILL):
+    return slowly(at_step(number, rank, what))
+
+
+@pytest.mark.parametrize(
+    ("lost", "what"),
+    [
+        (2, signal.SIGKILL),
+        pytest.param(1, signal.SIGKILL, marks=slow),
+        pytest.param(2, signal.SIGSTOP, marks=slow),
+        pytest.param(1, signal.SIGSTOP, marks=slow),
+    ],
+)
+def test_a_worker_is_lost_with_any_of_its_processes_and_is_back_after_a_resume(
+    tmp_path, lost, what
+):
+    """Rank 0 is a worker by itself, ranks 1 and 2 are the other."""
+    folder, settings = tmp_path / "run", ALONE | {"worker_processes": (1, 2), "epochs": 8}
+    if what == signal.SIGSTOP:  # which is noticed late: the others are to have something left to do
+        settings |= {"sync": "ssp", "worker_timeout": 15}
+    processes = start(folder, 3, act=kill_at(lost, 20, what), **settings)
+    other = processes[3 - lost]
+    assert other.wait(60) == 2
+    name = f"rank {lost} (a process of worker 1) was lost: "
+    assert f"error: rank 0 has left worker 1 out: {name}" in other.stderr
+    assert processes[0].wait(60) == 0, processes[0].stderr
+    processes[lost].kill()
+    said = processes[0].stdout + processes[0].stderr
+    assert f"warning: rank {lost} (worker 1) was lost after" in said
+    (gone,), by_epoch = rows(folder, "lost"), samples_by_epoch(folder, 8)
+    assert sum(by_epoch) + gone["samples"] == 8 * 96
+    assert by_epoch[7] == 96
+    assert summary_of(folder)["lost_workers"] == [1]
+    again = start(folder, 3, **settings | {"epochs": 10, "allow_config_change": True})
+    assert "resumed from" in end_ranks(again)
+    assert {row["worker"] for row in rounds_of(folder) if row["epoch"] == 9} == {0, 1}
+
+
+@slow
+def test_the_run_ends_with_the_worker_that_rank_0_is_of(tmp_path):
+    settings = ALONE | {"worker_processes": (2, 1)}
+    processes = start(tmp_path / "run", 3, act=kill_at(1, 20), **settings)
+    assert wait_all(processes) == [2, -9, 2]
+    first, _, other = (process.stderr for process in processes)
+    assert "error: rank 1 (a process of worker 0) was lost, and rank 0 is of that worker: " in first
+    assert "error: the server (rank 0) was lost: " in other
+
+
+@slow
+@pytest.mark.parametrize("islands", [(2, 1), (1, 2), None])
+def test_a_stopped_run_goes_on_with_these_or_other_islands_at_the_sample(tmp_path, islands):
+    folder, settings = tmp_path / "run", ALONE | {"worker_processes": (2, 1)}
+    stop = slowly(at_step(16, 1, signal.SIGTERM))
+
+    def act():
+        record(tmp_path)
+        stop()
+
+    broken = start(folder, 3, act=act, **settings)
+    assert wait_all(broken) == [75] * 3, broken[0].stderr
+    moments = {}
+    for path in sorted(folder.glob("checkpoints/save-*/rank-0000[01].json")):
+        state = json.loads(path.read_text())
+        moments[path.name] = state["cluster"]["clock"], state["progress"]["steps"]
+    assert moments["rank-00000.json"] == moments["rank-00001.json"]
+    for path in tmp_path.glob("samples-*.jsonl"):  # batches are read ahead of steps
+        path.unlink()
+    now = {"worker_processes": islands, "allow_config_change": True}
+    said = end_ranks(start(folder, 3, act=lambda: record(tmp_path), **settings | now))
+    assert "resumed from" in said
+    seen = samples_seen(tmp_path)
+    assert sorted(seen[2]) == list(range(96))
+    assert all(len(own) == len(set(own)) for own in seen.values())
+    if islands == (2, 1):
+        assert samples_by_epoch(folder) == [96] * 3

@@ -12,6 +12,7 @@ from dbsl.checkpoint.disk import Found, MissingShardError
 from dbsl.checkpoint.resume import Saved, make_handover, with_lost_workers
 from dbsl.cluster.server import Server
 from dbsl.plan.follow import Planner
+from dbsl.plan.islands import Islands
 from dbsl.plan.ledger import Ledger, Members, TurnSampler
 from dbsl.plan.solve import PlanRules, plan_dual_batch, plan_steps
 from dbsl.plan.types import RoundReport, Segment, TimeModel
@@ -65,7 +66,7 @@ def test_a_round_that_is_trained_again_counts_no_time_of_the_first_time(
 
     monkeypatch.setattr(Found, "shard", shard)
     found = Found(tmp_path, tmp_path, Bag(processes=2))
-    run = Bag(rounds=2, planner=Bag(members=Members(2)))
+    run = Bag(rounds=2, planner=Bag(members=Members(2)), islands=Islands((1, 1)))
     first = saved_as(state_of([1, 1]), Config(sync="asp", workers=2))
     state = resume._own_shard(found, first, 1, run)
     assert (state["cluster"]["clock"], state["progress"], state["timer"]) == (1, None, {})

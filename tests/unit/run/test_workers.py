@@ -20,14 +20,24 @@ from tests.helpers import run
             "large_batch_size must come to at most the 200 training images over 2 workers that "
             "share each step, got 8192",
         ),
+        (
+            {"workers": 2, "worker_processes": (2, 70), "large_batch_size": None},
+            "large_batch_size must be at least 140 for a worker of 70 processes, each with the 2 "
+            "samples that batch norm needs, got 16",
+        ),
+        (
+            {"workers": 1, "worker_processes": (8,), "large_batch_size": None}
+            | {"local_batch_sizes": (15,)},
+            "local_batch_sizes must be at least 16 for a worker of 8 processes, each",
+        ),
     ],
 )
-def test_a_batch_above_all_images_is_refused_before_anything_is_measured(settings, message):
-    settings = {"workers": 1, "small_workers": 0, "resolutions": (16,), **settings}
-    config = RunConfig(large_batch_size=(4096,), **settings)
+def test_a_batch_that_cannot_be_is_refused_before_anything_is_measured(settings, message):
+    settings = {"workers": 1, "small_workers": 0, "resolutions": (16,)} | settings
+    config = RunConfig(**{"large_batch_size": (4096,)} | settings)
     data = SimpleNamespace(train=range(200), unit="image")
     with pytest.raises(ValueError, match=message):  # without a model nothing can be measured
-        know_workers(config, None, data, SimpleNamespace(num_processes=1), None)
+        know_workers(config, None, data, SimpleNamespace(num_processes=1), None, least=2)
 
 
 def test_a_resolution_without_an_epoch_is_measured_for_a_later_resume_and_that_is_said(

@@ -1,0 +1,1 @@
+"""Which way of training, on these machines: ``train.py --advise``, ``python -m dbsl.advise``."""

@@ -1,0 +1,239 @@
+"""Advice for these processes (``train.py --advise``), or for machines that a file describes.
+
+``python -m dbsl.advise --machines cluster.yaml``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import yaml
+from accelerate import Accelerator
+
+from dbsl.base.errors import SettingError, duration, one_line_errors, px
+from dbsl.base.files import save_figure
+from dbsl.base.machine import lazy_import
+from dbsl.cluster.formats import numbers_of, trained_shapes
+from dbsl.config.fields import Amount, Count, Positive, Share, check_fields
+from dbsl.config.parse import parse_flags
+from dbsl.config.settings import RunConfig
+from dbsl.model import build_model
+from dbsl.plan.types import TimeModel
+from dbsl.run.folder import default_folder
+from dbsl.run.training import Run
+from dbsl.tools.advise.ways import Measured, Way, advise, ways_of
+
+emulate, figures = lazy_import("dbsl.extras.emulate"), lazy_import("matplotlib.figure")
+measuring = lazy_import("dbsl.tools.advise.measure")  # needs extras
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# What docs/results.md says of accuracy, in equal time of four simulated workers.
+ACCURACY = (
+    "what a way does to accuracy is not known. 5,000 images of CIFAR-100, four workers, no link "
+    "cost, equal time (docs/results.md): joint steps of 128 samples 47.5 %, of 512 43.6 %; four "
+    "merges an epoch 44.5 %, one 42.5 %"
+)
+
+
+# --- of these processes
+
+
+def advise_run(
+    config: RunConfig, prepare: Callable[[RunConfig], Run], accelerator: Accelerator
+) -> None:
+    """Measure, and print the advice; all is in memory until the picture is written."""
+    given = {"slope": config.slope or (1e-3,), "intercept": config.intercept or (1e-2,)}
+    with redirect_stdout(sys.stderr if config.json else sys.stdout):
+        run = prepare(replace(config, **given, profile=None, profile_refresh=False))
+        # What was solved by those step times is left open again.
+        run = replace(run, config=replace(run.config, small_batch_size=config.small_batch_size))
+        bench = measuring.Bench(run, accelerator)
+        measured = bench.measure()
+        evaluation_s = bench.evaluation_s()
+    if not accelerator.is_main_process:
+        return
+    ways = ways_of(run.config, measured)
+    link = measured.link
+    facts = (
+        f"link {1e3 * link.gbps:.4g} Mb/s, {link.ms:.2g} ms a message; loading "
+        f"{100 * bench.loading:.0f} % of a step; an evaluation {duration(evaluation_s)} more"
+    )
+    tell(ways, config, measured.sure, facts, as_json=config.json)
+    folder = Path(config.output_dir) if config.output_dir else default_folder(config)
+    path = folder.with_name(f"{folder.name}-ways.png")  # the run will make its folder
+    save_figure(ways_figure(ways), path)
+    print(f"picture: {path}", file=sys.stderr if config.json else sys.stdout)
+
+
+# --- what is said
+
+
+def tell(
+    ways: Sequence[Way], given: RunConfig, sure: float, facts: str, *, as_json: bool = False
+) -> None:
+    """Print the ways and the advice; `given` are the settings of the command."""
+    taken, why = advise(ways)
+    if as_json:
+        names = ("epoch_s", "images_per_s", "bytes_per_epoch", "memory_mib")
+        rows = [{"flags": w.flags(given), **{n: getattr(w, n) for n in names}} for w in ways]
+        print(json.dumps({"ways": rows, "recommended": taken.flags(given), "sure": sure}))
+        return
+    columns = ("way", "s/epoch", "images/s", "MB sent", "MiB", "compute", "exchange", "waiting")
+    print(f"{columns[0]:<28}" + "".join(f"{name:>10}" for name in (*columns[1:], "steps")))
+    for way in ways:
+        mean_s, least_s, most_s = _compute_s(way), min(way.waiting_s), max(way.waiting_s)
+        waiting = f"{least_s:.2g}-{most_s:.2g}" if most_s > 0.005 * way.epoch_s else "0"
+        memory = "" if way.memory_mib is None else f"{way.memory_mib:.0f}"
+        cells = (f"{way.epoch_s:.3g}", f"{way.images_per_s:.0f}")
+        cells += (f"{way.bytes_per_epoch / 1e6:.3g}", memory, f"{mean_s:.3g}")
+        cells += (f"{way.exchange_s:.3g}", waiting, str(way.steps))
+        print(f"{way.name:<28}" + "".join(f"{cell:>10}" for cell in cells))
+    print(f"\n{facts}\n{ACCURACY}")
+    if sure > 0.05:
+        print(f"what was measured twice differs by up to {100 * sure:.0f} %: so do predictions")
+    print(f"advised: {taken.name} ({why})\n  {taken.flags(given)}")
+
+
+def _compute_s(way: Way) -> float:
+    return sum(way.compute_s) / len(way.compute_s)
+
+
+def ways_figure(ways: Sequence[Way]) -> Figure:
+    """Return a bar for each way: what of an epoch is computing, exchange and waiting."""
+    from dbsl.extras.pictures import IDLE, LARGE, SMALL
+
+    figure = figures.Figure(figsize=(10, 1.2 + 0.32 * len(ways)), layout="constrained")
+    axes, left, names = figure.subplots(), np.zeros(len(ways)), [way.name for way in ways]
+    parts = {"computes": (LARGE, [_compute_s(way) for way in ways])}
+    parts["exchanges"] = (SMALL, [max(0.0, way.exchange_s) for way in ways])
+    waiting = [max(0.0, way.epoch_s - _compute_s(way) - max(0.0, way.exchange_s)) for way in ways]
+    parts["waits for the slowest worker"] = (IDLE, waiting)
+    for label, (color, widths) in parts.items():
+        axes.barh(names, widths, left=left, height=0.7, fc=color, ec="white", label=label)
+        left += widths
+    for place, way in enumerate(ways):
+        axes.text(left[place], place, f" {duration(way.epoch_s)}", va="center", fontsize=9)
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("predicted seconds of an epoch, mean of the workers")
+    axes.set_title(f"advised: {advise(ways)[0].name}", loc="left", fontsize=11)
+    axes.legend(loc="lower right", frameon=False)
+    return figure
+
+
+# --- of machines that a file describes
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Machines of one kind."""
+
+    images_per_s: Positive  # of a GPU, in large batches
+    gpus: Count = 1  # of each machine
+    count: Count = 1  # machines
+    step_s: Amount = 0.0  # that a step takes besides its samples
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link, by the names of ``--link-gbps``, ``--link-ms`` and ``--link-overlap``."""
+
+    gbps: Positive
+    ms: Amount = 0.0
+    overlap: Share = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """Predict an epoch of each way of training on the machines of a file, and advise one."""
+
+    # YAML file: machines, a list of images_per_s, gpus, count and step_s; link and inner_link with
+    # gbps, ms and overlap
+    machines: Path
+    model: str = "resnet18"  # timm name of the model
+    num_classes: Count = 100  # outputs of the classifier
+    resolution: Count = 32  # image side, pixels
+    samples: Count = 50000  # training samples of an epoch
+    large_batch_size: Count = 128  # samples of a step of each GPU
+    output: Path | None = None  # file for the picture
+    json: bool = False  # print JSON instead of a table
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def read_machines(path: Path) -> tuple[list[Machine], Link, Link | None]:
+    """Return the machines of a file, the link between them, and the one inside them."""
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+        machines = [Machine(**row) for row in given["machines"]]
+        link = Link(**given["link"])
+        inner = Link(**given["inner_link"]) if "inner_link" in given else None
+        if unknown := {*given} - {"machines", "link", "inner_link"}:
+            raise ValueError(f"{min(unknown)} is not known")
+    except SettingError as error:
+        raise SettingError(f"{error} in {path}") from None
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        text = "machines must be a YAML file of machines (images_per_s, gpus, count, step_s) and"
+        raise SettingError(f"{text} link (gbps, ms, overlap), got {path} ({reason})") from None
+    return machines, link, inner
+
+
+def of_machines(arguments: _Arguments) -> tuple[RunConfig, Measured]:
+    """Return the settings of a run on a file's machines, and what is known of it."""
+    machines, link, inner = read_machines(arguments.machines)
+    each = [machine for machine in machines for _ in range(machine.count)]
+    gpus = [machine for machine in each for _ in range(machine.gpus)]
+    if len(gpus) < 2:
+        raise SettingError(f"machines must have at least 2 GPUs, got {len(gpus)}")
+    side, alone = arguments.resolution, len(each) == 1
+    model = build_model(arguments.model, arguments.num_classes, (side,), say=str)
+    slope, step_s = ([1 / g.images_per_s for g in gpus], [g.step_s for g in gpus])
+    between = emulate.EmulatedLink(**vars(inner if alone and inner else link))
+    measured = Measured(
+        models={side: TimeModel(np.array(slope), np.array(step_s), np.zeros(len(gpus)))},
+        shares={side: 1.0},
+        samples=arguments.samples,
+        least=1,
+        large={side: [arguments.large_batch_size] * len(gpus)},
+        shapes=trained_shapes(model),
+        numbers=numbers_of(model),
+        link=between,
+        inner=inner and emulate.EmulatedLink(**vars(inner)),
+        nodes=[number for number, machine in enumerate(each) for _ in range(machine.gpus)],
+    )
+    return RunConfig(workers=len(gpus), small_workers=0, resolutions=(side,)), measured
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Advise on a file's machines."""
+    arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.advise")
+    config, measured = of_machines(arguments)
+    ways = ways_of(config, measured)
+    facts = (
+        f"nothing was measured: {arguments.model}{px(arguments.resolution, ' at ')}, by the file"
+    )
+    tell(ways, RunConfig(), 0.0, facts, as_json=arguments.json)
+    if arguments.output:
+        save_figure(ways_figure(ways), arguments.output)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

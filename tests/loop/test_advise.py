@@ -1,0 +1,68 @@
+"""Two processes advise: what they measure, print and leave; and a run of what they advise."""
+
+import json
+import shlex
+import signal
+
+from dbsl.config.parse import parse_config
+from dbsl.tools.advise import measure
+from tests.helpers import TINY, end_ranks, start_ranks, to_flags, wait_all, wait_until
+from train import Config, main
+
+GIVEN = {**TINY, "slope": None, "intercept": None, "large_batch_size": (8,), "epochs": 2}
+GIVEN |= {"mixed_precision": "no", "train_samples": 96}
+QUICK = {"_ROUND_S": 0.01, "_AGAIN": 1, "_MERGES": 3, "SECONDS": 600.0}
+
+
+def advising(folder, act=lambda: None, **settings):
+    """Start two processes that advise, and measure as little as can be."""
+    flags = to_flags(folder, **{**GIVEN, "advise": True, **settings})
+
+    def call():
+        for name, value in QUICK.items():
+            setattr(measure, name, value)
+        act()
+        main(parse_config(Config, flags))
+
+    return start_ranks(call, 2)
+
+
+def test_two_processes_advise_with_measured_figures_and_the_advised_line_trains(tmp_path):
+    def fails_where_nothing_is_measured():
+        measured = measure.Bench.exchange
+
+        def checked(self, way, found):
+            seconds = measured(self, way, found)
+            assert way.key in seconds, way.key
+            return seconds
+
+        measure.Bench.exchange = checked
+
+    folder = tmp_path / "run"
+    said = end_ranks(advising(folder, fails_where_nothing_is_measured, json=True))
+    (line,) = said.splitlines()
+    found = json.loads(line)
+    assert found.keys() == {"ways", "recommended", "sure"}
+    assert {"--wire", "--rounds-per-epoch", "--sync", "--slope"} <= {
+        word for way in found["ways"] for word in way["flags"].split()
+    }
+    assert all(way["epoch_s"] > 0 and way["bytes_per_epoch"] > 0 for way in found["ways"])
+    assert [path.name for path in tmp_path.iterdir()] == ["run-ways.png"]
+    flags = [*to_flags(folder, **GIVEN), *shlex.split(found["recommended"])]
+    end_ranks(start_ranks(flags, 2))
+    config, (plan,) = (
+        parse_config(Config, flags),
+        json.loads((folder / "plan.json").read_text()).values(),
+    )
+    sizes = config.local_batch_sizes or (8, 8)
+    assert tuple(worker["local_batch_size"] for worker in plan["workers"]) == sizes
+    assert (folder / "summary.json").exists()
+
+
+def test_an_interrupted_advice_leaves_nothing_behind(tmp_path):
+    processes = advising(tmp_path / "run", lambda: setattr(measure, "_ROUND_S", 5.0))
+    wait_until(lambda: "measuring" in processes[0].stdout)
+    for process in processes:
+        process.send_signal(signal.SIGINT)
+    assert 130 in wait_all(processes)
+    assert not any(tmp_path.iterdir())
