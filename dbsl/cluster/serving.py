@@ -19,6 +19,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -438,13 +439,21 @@ class ServingCluster(MemberCluster):
         pulse = Pulse(
             *(rank, pair, self._timeout_s),
             asks=False,
-            hears=lambda word: self.interrupt() if word == _STOP else None,
+            hears=partial(self._heed, rank),
             on_lost=self._wake,
         )
         self._pulses[rank] = pulse
         self._heard[rank] = self._announced[0]  # one that joins takes no part in what was before
         own, name = (rank, link, pulse, first), f"serve-{rank}"
         return threading.Thread(target=self._serve, args=own, name=name, daemon=True)
+
+    def _heed(self, rank: int, word: str) -> None:
+        """Stop the run if a process asks for it, unless its worker was lost with another one.
+
+        Its launcher stops all that it has started.
+        """
+        if word == _STOP and self._owners[rank] in self.server.members.active:
+            self.interrupt()
 
     def _serve(self, rank: int, link: Channel, pulse: Pulse, first: tuple[int, int] | None) -> None:
         """Answer one rank's messages until it is done (runs in a thread)."""

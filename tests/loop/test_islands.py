@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dbsl.cluster.alive
+import train as train_script
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.cluster.serving import MemberCluster
 from dbsl.config.parse import parse_config
@@ -31,6 +33,7 @@ from tests.helpers import (
     summary_of,
     to_flags,
     wait_all,
+    wait_until,
 )
 from train import Config, loss_function, train
 
@@ -333,14 +336,15 @@ def test_workers_of_several_processes_that_wait_for_nobody_train_on_each_sample_
 
 
 @slow
-def test_workers_of_one_process_are_what_they_are_without_a_word(tmp_path):
-    ends = [
-        trained(tmp_path / f"run-{given}", 2, **ALONE, merge="half", worker_processes=given)
-        for given in (None, (1, 1))
-    ]
-    (_, plan, said), (_, given, _) = ends
-    assert "processes:" not in said
-    assert plan == given
+def test_a_served_worker_of_several_processes_equals_one_of_one_with_the_joint_batch(tmp_path):
+    common = ALONE | {"dedicated_server": True, "local_batch_sizes": (9,), "clip_grad": 0.5}
+    common |= {"large_batch_size": None, "merge": "half"}
+    found, _, said = trained(tmp_path / "island", 4, **common, worker_processes=(3,))
+    expected, _, before = trained(tmp_path / "one", 2, **common)
+    again, *_ = trained(tmp_path / "given", 2, **common, worker_processes=(1,))
+    assert difference(found, expected) < 1e-9
+    assert difference(again, expected) == 0
+    assert ("processes: 3 each" in said, "processes:" in before) == (True, False)
 
 
 def kill_at(rank, number, what=signal.SIGKILL):
@@ -418,3 +422,41 @@ def test_a_stopped_run_goes_on_with_these_or_other_islands_at_the_sample(tmp_pat
     assert all(len(own) == len(set(own)) for own in seen.values())
     if islands == (2, 1):
         assert samples_by_epoch(folder) == [96] * 3
+
+
+@slow
+def test_a_run_that_is_finished_early_ends_for_all_and_goes_on(tmp_path, monkeypatch):
+    folder, settings = tmp_path / "run", ALONE | {"worker_processes": (2, 1), "epochs": 4}
+    end = train_script.end_epoch
+
+    def ends(session, epoch_end):
+        end(session, epoch_end)
+        if epoch_end.epoch == 1:
+            session.finish()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_script, "end_epoch", ends)
+        end_ranks(start(folder, 3, act=slowly(), **settings))
+    assert summary_of(folder)["epochs"] == 2
+    end_ranks(start(folder, 3, **settings))
+    assert samples_by_epoch(folder, 4) == [96] * 4
+
+
+@slow
+def test_processes_that_were_saved_at_unlike_steps_begin_their_round_again_alike(tmp_path):
+    """Rank 0 saves when it is time, and the other process of its worker with the next round, if
+    it comes so far."""
+    folder, settings = tmp_path / "run", ALONE | {"worker_processes": (2, 1), "epochs": 6}
+    settings |= {"sync": "ssp", "checkpoint_every": "0.01m"}
+    broken = start(folder, 3, act=slowly(at_step(60, 2, signal.SIGKILL), 0.03), **settings)
+    wait_until(lambda: broken[2].poll() is not None)
+    for process in broken:
+        process.kill()
+    said = end_ranks(start(folder, 3, act=lambda: record_weights(tmp_path), **settings))
+    saved = Path(said.partition("resumed from ")[2].partition(" (")[0])
+    texts = [path.read_text() for path in sorted(saved.glob("rank-0000[01].json"))]
+    steps = [json.loads(text)["progress"]["steps"] for text in texts]
+    assert len({*steps}) == 2 or len(steps) == 1, steps
+    first, second = ((tmp_path / f"weights-{r}.txt").read_text() for r in (0, 1))
+    assert first == second
+    assert samples_by_epoch(folder, 6) == [96] * 6
