@@ -14,7 +14,7 @@ are not made again.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -129,18 +129,28 @@ def tune(table: Table, models: Sequence[str], data: dict[str, Any]) -> None:
     """Train each float32 arm at each rate on its grid; an end that is best extends the grid."""
     for model in models:
         for arm in FAMILIES:
-            grid = list(GRID)
-            while grid:
-                for lr in grid:
-                    for seed in TUNING_SEEDS:
-                        if not table.has(arm, model, lr, seed):
-                            run = {**data, "model": model, "lr": lr, "seed": seed, "holdout": 0.1}
-                            with link(None) as prefixes:
-                                found = measure(arm, prefixes, {**run, "eval_samples": SAMPLES})
-                            table.add(arm, model, lr, seed, found)
-                tried = mean_by_rate(table.rows, str(arm), model)
-                best = max(tried, key=tried.__getitem__)
-                grid = [best / 2] * (best == min(tried)) + [best * 2] * (best == max(tried))
+            run = {**data, "model": model, "holdout": 0.1, "eval_samples": SAMPLES}
+
+            def train(lr: float, seed: int, arm: Arm = arm, run: dict[str, Any] = run) -> dict:
+                with link(None) as prefixes:
+                    return measure(arm, prefixes, {**run, "lr": lr, "seed": seed})
+
+            tune_arm(table, str(arm), model, train)
+
+
+def tune_arm(
+    table: Table, arm: str, model: str, train: Callable[[float, int], dict[str, float]]
+) -> None:
+    """Train an arm at each rate, ``train(lr, seed)``, until the best is at no end of the grid."""
+    grid = list(GRID)
+    while grid:
+        for lr in grid:
+            for seed in TUNING_SEEDS:
+                if not table.has(arm, model, lr, seed):
+                    table.add(arm, model, lr, seed, train(lr, seed))
+        tried = mean_by_rate(table.rows, arm, model)
+        best = max(tried, key=tried.__getitem__)
+        grid = [best / 2] * (best == min(tried)) + [best * 2] * (best == max(tried))
 
 
 def mean_by_rate(rows: Sequence[dict[str, str]], arm: str, model: str) -> dict[float, float]:

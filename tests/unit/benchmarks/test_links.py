@@ -1,10 +1,11 @@
 """Slow links and unlike machines: arms, rates and verdicts; no root, no time."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
-from experiments.benchmarks.demos import arms, link, quota, slow_link, uneven
+from experiments.benchmarks.demos import arms, islands, link, quota, slow_link, uneven
 from experiments.benchmarks.demos.slow_link import ARMS, EPOCHS, FAMILIES, RATES, Arm, best_rate
 from experiments.plots import links, quotas
 from experiments.plots.rows import equivalence_p
@@ -50,6 +51,27 @@ def test_tuning_extends_the_grid_until_the_best_is_inside(tmp_path, monkeypatch)
         assert len(file.readlines()) == 1 + len(FAMILIES) * 5 * 2
     with pytest.raises(SystemExit):  # of the other model there is no rate
         slow_link.main(["time", "--dataset", "x", "--folder", str(tmp_path)])
+
+
+def test_each_arm_of_islands_is_tuned_by_itself_and_runs_at_its_rate(tmp_path, monkeypatch):
+    seen = []
+
+    def run_train(prefixes, address, flags):
+        assert prefixes == ["one", "one", "other", "other"]
+        best = 0.2 if "worker-processes" in flags else 0.1
+        seen.append((flags.get("holdout"), flags["lr"], flags["seed"], flags["local-batch-sizes"]))
+        return {"train_s": 8.0, "epoch_s": 1.0, "accuracy": 0.5 - abs(flags["lr"] - best)}
+
+    monkeypatch.setattr(islands, "run_train", run_train)
+    monkeypatch.setattr(islands, "link", lambda rate: nullcontext(("one", "other")))
+    common = ["--dataset", "x", "--folder", str(tmp_path)]
+    with pytest.raises(SystemExit):  # nothing is tuned yet
+        islands.main(["run", *common])
+    islands.main(["tune", *common])
+    assert {holdout for holdout, *_ in seen} == {0.1}
+    seen.clear()
+    islands.main(["run", *common, "--seeds", "3"])
+    assert seen == [(None, 0.1, 3, [32] * 4), (None, 0.1, 3, [32] * 4), (None, 0.2, 3, [64] * 2)]
 
 
 @pytest.mark.parametrize("arm", ARMS, ids=str)
