@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,8 @@ from dbsl.tools.advise.ways import INNER, PLAIN, Measured, Way, rank, ways_of
 
 SECONDS, SPREAD = 40.0, 0.05  # for all; what differs by more is measured again
 _ONE_S, _ROUND_S, _MOST_STEPS = 8.0, 0.6, 200  # for one exchange; of a round
-_ROUNDS, _MERGES, _AGAIN = 3, 7, 3  # the first warms up; rounds that show a merge; at most so often
+_ROUNDS, _MERGES, _AGAIN = 3, 7, 2  # the first warms up; rounds that show a merge; at most so often
+_TURNS = 4  # of all sizes, the first of which is rough
 _LR, _ANY = 1e-8, TimeModel(1e-3, 1e-2)  # weights stay as they are; shares are equal
 _SMALL, _FIRST, _LONG_S = 4096, 2**18, 1.0  # bytes to begin with, and seconds that are enough
 
@@ -109,7 +110,10 @@ class Bench:
             nodes=run.nodes,
             memory=memory,
         )
-        for way in sorted(ways_of(config, found), key=rank):
+        # First what the others are predicted from, if time is short.
+        for way in sorted(
+            ways_of(config, found), key=lambda way: (way.wire != "float32", rank(way))
+        ):
             if way.key not in found.exchange_s:
                 found = replace(found, exchange_s={**found.exchange_s, **self.exchange(way, found)})
         return replace(found, sure=self.sure)
@@ -121,7 +125,7 @@ class Bench:
         run, resolution = self.run, max(self.large)
         profiler = make_profiler(run.config, run.model, run.data, self.accelerator, run.loss_of)
         step = TrainingStep(replace(profiler.spec, build_optimizer=run.build_optimizer), resolution)
-        sizes = batch_sizes_to_measure(max(self.large[resolution]), 3)
+        sizes = batch_sizes_to_measure(max(self.large[resolution]), 2)
         try:
             found = profile_memory(step, sizes)
         except RuntimeError as error:
@@ -168,16 +172,21 @@ class Bench:
 
     def steps(self, resolution: int) -> TimeModel:
         """Return the time model of each process's steps by themselves, with their loading."""
-        largest, times, step_s = max(self.large[resolution]), [], _ROUND_S
-        sizes = batch_sizes_to_measure(largest, 3)
-        for size in (largest, *sizes):  # first roughly
-            count = self._count(step_s)
-            make = partial(self._short, resolution, [size] * self.processes, count)
-            rows = self._rounds(make, again=bool(times))
-            times.append(rows[:, 1])
-            step_s = float(rows[:, 1].max())
-        self.loading = float((rows[:, 2] / rows[:, 1]).max())
-        each = [fit_time_model(sizes, own) for own in np.array(times[1:]).T]
+        sizes, turns = batch_sizes_to_measure(max(self.large[resolution]), 3), []
+        rough, spread = [np.full(self.processes, _ROUND_S)] * len(sizes), float("inf")
+        while len(turns) < _TURNS and spread > SPREAD:  # so that a slow spell falls on all sizes
+            turns.append([])
+            for size, times_s in zip(sizes, rough, strict=True):
+                model = TimeModel(times_s / size, 0 * times_s)  # for all to be done together
+                count = self._count(1 / (1 / times_s).mean(), times_s.max())
+                short = self._short(resolution, [size] * self.processes, count, models=model)
+                turns[-1].append(np.mean(self._train(short)[1:], 0))
+            rough = [rows[:, 1] for rows in turns[-1]]
+            spread = _spread(turns[1:])
+        rows = np.mean(turns[1:], 0)  # [sizes, processes, 6]; the first turn was rough
+        self.sure = max(self.sure, spread)
+        self.loading = float((rows[-1, :, 2] / rows[-1, :, 1]).max())
+        each = [fit_time_model(own[:, 5], own[:, 1]) for own in rows.swapaxes(0, 1)]
         return TimeModel.of(each, self.processes)
 
     def exchange(self, way: Way, found: Measured) -> dict[str, float | list[float]]:
@@ -239,8 +248,9 @@ class Bench:
     def _spent(self) -> float:
         return float(self.gather([time.perf_counter() - self.began]).max())
 
-    def _count(self, step_s: float) -> int:
-        return int(np.clip(round(_ROUND_S / step_s), 2, _MOST_STEPS))
+    def _count(self, step_s: float, slowest_s: float = 0.0) -> int:
+        """Return the steps of a round, of which the slowest takes two."""
+        return int(np.clip(round(_ROUND_S / step_s), 2 * max(1, slowest_s / step_s), _MOST_STEPS))
 
     def _short(
         self,
@@ -284,7 +294,7 @@ class Bench:
     def _rounds(
         self, make: Callable[[], Run], *, real: bool = False, again: bool = True
     ) -> np.ndarray:
-        """Return means over rounds, [processes, 5]; see `_round`.
+        """Return means over rounds, [processes, 6]; see `_round`.
 
         With `again` they are taken until both halves of them take as long.
         """
@@ -292,15 +302,13 @@ class Bench:
         for _ in range(_AGAIN if again else 1):
             rounds += self._train(make(), real)[1:]
             give_back(self.accelerator.device)
-            steps_s = np.array(rounds)[:, :, 1]  # [rounds, processes]
-            first, second = (half.mean(0) for half in np.array_split(steps_s, 2))
-            spread = float((abs(first - second) / steps_s.mean(0)).max())
+            spread = _spread(rounds)
             if spread < SPREAD or self._spent() > SECONDS:
                 break
         self.sure = max(self.sure, spread) if again else self.sure
         return np.mean(rounds, 0)
 
-    def _train(self, run: Run, real: bool) -> list[np.ndarray]:
+    def _train(self, run: Run, real: bool = False) -> list[np.ndarray]:
         """Return the seconds of each round; `real`: the processes meet."""
         accelerator = self.accelerator
         cluster, stepper = connect(run, accelerator) if real else self._alone(run)
@@ -330,7 +338,8 @@ class Bench:
     def _round(self, session: Session, turn: Turn) -> list[float]:
         """Take a round as train.py does.
 
-        Return the seconds of its begin, of a step, of loading in a step, of its end, of all steps.
+        Return the seconds of its begin, of a step, of loading in a step, of its end, of all steps;
+        and the samples of a step.
         """
         cluster, stepper = session.cluster, session.stepper
         moments, loading_s = [self._now()], 0.0
@@ -350,6 +359,16 @@ class Bench:
                 cluster.agree(Action.GO_ON, round_over=work.over)
             moments.append(self._now())
             count = max(1, session.progress.steps)
+            samples = sum(session.progress.samples.values())
         moments.append(self._now())
         begin_s, steps_s, end_s = np.diff(moments)
-        return [begin_s, steps_s / count, loading_s / count, end_s, steps_s]
+        return [begin_s, steps_s / count, loading_s / count, end_s, steps_s, samples / count]
+
+
+def _spread(times: Sequence[Any]) -> float:
+    """Return how much steps of both halves of measurements [n, ..., 6] differ, relative to all."""
+    if len(times) < 2:
+        return float("inf")
+    steps_s = np.array(times)[..., 1]
+    first, second = (half.mean(0) for half in np.array_split(steps_s, 2))
+    return float((abs(first - second) / steps_s.mean(0)).max())

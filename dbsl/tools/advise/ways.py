@@ -227,7 +227,7 @@ def _predict(kind: str, settings: dict[str, Any], config: RunConfig, measured: M
     islands, workers = Islands.of(own), own.workers
     plans = {r: maker.first(r, str) for r in measured.shares}
     compute_s, exchange_s, sent, steps = np.zeros(workers), np.zeros(workers), 0.0, 0.0
-    wire, inside = wire_of(own), np.array(islands.sizes) - 1
+    inside = np.array(islands.sizes) - 1
     whole = sum(joint_messages(FLOAT32, measured.shapes))
     for resolution, share in measured.shares.items():
         rows = plans[resolution].workers
@@ -236,14 +236,10 @@ def _predict(kind: str, settings: dict[str, Any], config: RunConfig, measured: M
         if islands.several:
             times_s = times_s + counts * _inside_s(whole, inside + 1, measured)
             sent += share * 2 * whole * float((inside * counts).sum())
-        if own.sync == "step":
-            messages, times = joint_messages(wire, measured.shapes), counts.max()
-        else:
-            messages, times = [message_bytes(wire.name, *measured.numbers)], own.rounds_per_epoch
-        behind_s = 0.0 if wire.rank else float(times_s.max()) / times
-        each_s = _exchange_s(kind, own, messages, behind_s, measured)
+        times = counts.max() if own.sync == "step" else own.rounds_per_epoch
+        each_s = np.asarray(_exchange_s(kind, own, float(times_s.max()) / times, measured))
         compute_s, exchange_s = compute_s + share * times_s, exchange_s + share * times * each_s
-        sent += share * 2 * (workers - 1) * sum(messages) * times
+        sent += share * 2 * (workers - 1) * sum(_messages(own, measured)) * times
         steps += share * counts.max()
     slowest = int((compute_s + exchange_s).argmax())
     epoch_s = float((compute_s + exchange_s)[slowest])
@@ -264,20 +260,40 @@ def _predict(kind: str, settings: dict[str, Any], config: RunConfig, measured: M
 
 
 def _exchange_s(
-    kind: str, config: RunConfig, messages: Sequence[int], behind_s: float, measured: Measured
-) -> np.ndarray:
-    """Return the seconds of each worker's exchange: as measured, else as the link says."""
-    workers, link, of = config.workers, measured.link, measured.exchange_s
-    known = of.get(f"{kind} {config.wire}")
-    if known is None and config.sync == "step":
-        known = of.get(f"step equal {config.wire}")
-    if known is None and config.sync == "step":
-        known = sum(link.joint_step_s(size, workers, behind_s) for size in messages)
-    elif known is None and config.sync == "bsp":
-        known = link.barrier_s(sum(messages), workers, at_server=False)
-    elif known is None:  # all come to rank 0's link, whose own worker does not need it
-        known = [0.0] + [2 * (workers - 1) * link.message_s(sum(messages))] * (workers - 1)
-    return np.broadcast_to(known, workers)
+    kind: str, config: RunConfig, behind_s: float, measured: Measured
+) -> float | Sequence[float]:
+    """Return the seconds of an exchange, perhaps of each worker's: as measured, or by the link."""
+    of, names = measured.exchange_s, (kind, *["step equal"] * (config.sync == "step"))
+
+    def by_link(wire: str) -> float | np.ndarray:
+        workers, link = config.workers, measured.link
+        own = replace(config, wire=wire)
+        sizes = _messages(own, measured)
+        if config.sync == "step":
+            # PowerSGD's one bucket is full when all is computed.
+            behind = 0.0 if wire_of(own).rank else behind_s
+            return sum(link.joint_step_s(size, workers, behind) for size in sizes)
+        if config.sync == "bsp":
+            return link.barrier_s(sum(sizes), workers, at_server=False)
+        # All come to rank 0's link, whose own worker does not need it.
+        others_s = 2 * (workers - 1) * link.message_s(sum(sizes))
+        return np.array([0.0] + [others_s] * (workers - 1))
+
+    for name in names:
+        if (known := of.get(f"{name} {config.wire}")) is not None:
+            return known
+    for name in names:  # what it takes besides sending may be known of float32
+        if (whole := of.get(f"{name} float32")) is not None:
+            return max(0.0, whole - by_link("float32")) + by_link(config.wire)
+    return by_link(config.wire)
+
+
+def _messages(config: RunConfig, measured: Measured) -> list[int]:
+    """Return the bytes of each sum of an exchange."""
+    wire = wire_of(config)
+    if config.sync == "step":
+        return joint_messages(wire, measured.shapes)
+    return [message_bytes(wire.name, *measured.numbers)]
 
 
 def _inside_s(size: int, processes: np.ndarray, measured: Measured) -> np.ndarray:

@@ -116,7 +116,7 @@ def measure(setting: Setting, data: dict[str, Any]) -> list[dict[str, Any]]:
         **data,
         "model": setting.model,
         "train-samples": SAMPLES[setting.model],
-        "eval-samples": 64,
+        "eval-samples": 16,
     }
     flags |= {"large-batch-size": BATCH, "resolutions": 32, "lr": 0.01, "mixed-precision": "no"}
     with (
