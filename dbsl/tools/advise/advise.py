@@ -137,8 +137,8 @@ def ways_figure(ways: Sequence[Way]) -> Figure:
 class Machine:
     """Machines of one kind."""
 
-    images_per_s: Positive  # of a GPU, in large batches
-    gpus: Count = 1  # of each machine
+    images_per_s: Positive  # one GPU, large batches
+    gpus: Count = 1  # per machine
     count: Count = 1  # machines
     step_s: Amount = 0.0  # that a step takes besides its samples
 

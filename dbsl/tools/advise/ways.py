@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from dbsl.extras.emulate import EmulatedLink
 
 JOINT_WIRES, ROUND_WIRES, ROUNDS = ("float32", "bf16", "powersgd:4:4"), ("float32", "int4"), 8
-OTHER_ROUNDS = 4  # of asp and of islands
+OTHER_ROUNDS = 4  # asp and islands
 AS_FAST = 1.05  # times the fastest's seconds: ways up to there count as equally fast
 INNER = "inner float32"  # the exchange of gradients inside a worker of several processes
-# Of ways that are as fast as the fastest the first of these is advised; of rounds the most, then
-# float32. The order is that of measured accuracies: workers that meet more often lose less.
+# If several ways are as fast as the fastest, the first of these is advised; among rounds the most,
+# then float32. The order follows measured accuracies: workers that meet more often lose less.
 RULES = (
     ("step equal", "float32", "little is to be gained"),
     ("step balanced", "float32", "unlike workers get unlike parts"),
@@ -56,13 +56,13 @@ _ALIKE = {"small_workers": None, "small_ratio": 0.0}  # no worker is small
 class Measured:
     """What is known of the processes, one entry each, and of what is between them."""
 
-    models: Mapping[int, TimeModel]  # of a step by itself, loading included, by resolution
-    shares: Mapping[int, float]  # of the run's epochs, by resolution
+    models: Mapping[int, TimeModel]  # a step by itself, loading included, by resolution
+    shares: Mapping[int, float]  # share of the run's epochs, by resolution
     samples: int
     least: int  # samples that the model trains on
     large: Mapping[int, Sequence[int]]  # samples of a step in rounds, by resolution
-    shapes: Sequence[torch.Size]  # of what is trained
-    numbers: tuple[int, int]  # of the weights: in matrices, and others
+    shapes: Sequence[torch.Size]  # trained parameters
+    numbers: tuple[int, int]  # weights in matrices, and others
     link: EmulatedLink
     inner: EmulatedLink | None = None  # inside a machine; None: exchanges there take no time
     nodes: Sequence[int] = ()  # the machine of each process, from 0
@@ -90,12 +90,12 @@ class Way:
     settings: Mapping[str, Any]
     plans: Mapping[int, Plan]  # by resolution
     compute_s: tuple[float, ...]  # by worker
-    exchange_s: float  # of the slowest worker
+    exchange_s: float  # the slowest worker's
     epoch_s: float
     images_per_s: float
     bytes_per_epoch: int  # that all processes send together
-    steps: int  # of the optimizer of the worker that takes most
-    memory_mib: float | None  # of the process that needs most
+    steps: int  # optimizer steps of the worker that takes most
+    memory_mib: float | None  # the process that needs most
     fits: bool  # into memory, as far as that is known
 
     @property
