@@ -28,7 +28,7 @@ BOUNDS = {
     "time_noise link_ms",
     ("at least 1", "0"): "train_samples eval_samples aug_repeats workers large_batch_size "
     "local_batch_sizes global_batch_size micro_batch_size min_batch_size balance_every push_every "
-    "rounds_per_epoch lr_batch_size eval_batch_size eval_every shuffle_block worker_processes",
+    "rounds_per_epoch lr_batch_size eval_batch_size eval_every shuffle_block",
     ("above 0", "0"): "clip_grad small_share memory_limit profile_seconds outer_lr lr lr_gamma "
     "max_minutes cache_gib",
     ("above 1", "1"): "time_ratio",
@@ -40,6 +40,7 @@ BOUNDS = {
     ("in (0, 1e+09]", "0 2e+09"): "worker_timeout",
     ("in [1, 1000000]", "0 1000001"): "epochs",
     ("in [1, 1024]", "0 1025"): "cpu_threads",
+    ("in [1, 65536]", "0 65537"): "worker_processes",
     ("in [0, 9223372036854775807]", "-1 9223372036854775808"): "seed",
 }
 
