@@ -110,10 +110,9 @@ class Bench:
             nodes=run.nodes,
             memory=memory,
         )
-        # First what the others are predicted from, if time is short.
-        for way in sorted(
-            ways_of(config, found), key=lambda way: (way.wire != "float32", rank(way))
-        ):
+        ways = sorted(ways_of(config, found), key=rank)
+        # If time is short: others are predicted from float32, and rounding to integers takes long.
+        for way in sorted(ways, key=lambda way: (way.wire != "float32", way.kind != "bsp")):
             if way.key not in found.exchange_s:
                 found = replace(found, exchange_s={**found.exchange_s, **self.exchange(way, found)})
         return replace(found, sure=self.sure)
