@@ -49,12 +49,9 @@ def know_workers(
     accelerator: Accelerator,
     loss_of: LossOf,
     build_optimizer: BuildOptimizer | None = None,
-    least: int = 1,
+    least: int = 1,  # samples that the model trains on
 ) -> tuple[KnownWorkers, RunConfig]:
-    """Return what the workers can do, measuring what is not given, and the config with it.
-
-    `least` is the fewest samples that the model trains on.
-    """
+    """Return what the workers can do, measuring what is not given, and the config with it."""
     joint = takes_joint_steps(config)
     share = max(1, len(data.train) // config.workers // config.rounds_per_epoch)
     auto, measured = config.large_batch_size == "auto", config.slope is None
