@@ -237,10 +237,9 @@ class _Opening:
         now = adapt_to_processes(config, found, processes, self.given)
         given = _given_now(self.given, config, now)
         extras.each(Extra.check, now, accelerator)
-        instead = extras.first(Extra.instead, now, self.prepare, accelerator)
-        if instead or now.plan_only:
-            if not instead:
-                print_run(self.prepare(now), None, accelerator)
+        if now.plan_only:
+            print_run(self.prepare(now), None, accelerator)
+        if now.plan_only or extras.first(Extra.instead, now, self.prepare, accelerator):
             accelerator.end_training()
             yield None
             return

@@ -447,7 +447,7 @@ def test_processes_that_were_saved_at_unlike_steps_begin_their_round_again_alike
     """Rank 0 saves when it is time, and the other process of its worker with the next round, if
     it comes so far."""
     folder, settings = tmp_path / "run", ALONE | {"worker_processes": (2, 1), "epochs": 6}
-    settings |= {"sync": "ssp", "checkpoint_every": "0.01m"}
+    settings |= {"sync": "ssp", "checkpoint_every": "0.01m", "keep_checkpoints": 1000}
     broken = start(folder, 3, act=slowly(at_step(60, 2, signal.SIGKILL), 0.03), **settings)
     wait_until(lambda: broken[2].poll() is not None)
     for process in broken:

@@ -141,12 +141,12 @@ def two_processes(settings: Settings, sync: str) -> Iterator[dict[str, Any]]:
 def killed_rank(settings: Settings, sync: str) -> Iterator[dict[str, Any]]:
     """Kill one of two processes on one GPU: the other must end, and name it."""
     os.environ["DBSL_BACKEND"] = "gloo"
-    from experiments.benchmarks.faults.run import TIMEOUT_S, Run
+    from experiments.benchmarks.faults.run import TIMEOUT_S, FaultyRun
 
     flags = ["--local-batch-sizes", "7,13", "--rounds-per-epoch", "2", "--checkpoint-every", "1"]
     flags += ["--sync", sync, "--worker-timeout", f"{TIMEOUT_S:g}"]
     with tempfile.TemporaryDirectory() as scratch:
-        killed = Run(Path(scratch) / "run", flags, world_size=2, epochs=40)
+        killed = FaultyRun(Path(scratch) / "run", flags, world_size=2, epochs=40)
         killed.wait_for_epoch(2)
         os.kill(killed.processes[1].pid, signal.SIGKILL)
         began = time.monotonic()
