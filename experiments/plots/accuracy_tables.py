@@ -79,7 +79,7 @@ def first_command(up: str) -> list[str]:
     """Return the result of README's first command."""
     (row,) = read(RESULTS / "digits/arms.csv")
     return [
-        "| digits, two CPU cores, torch 2.15 | accuracy at the last epoch | minutes |",
+        "| digits, two CPU cores with bf16, torch 2.15 | accuracy at the last epoch | minutes |",
         "|---|---|---|",
         f"| [the first command]({up}configs/digits/first_command.yaml), {row['seeds']} seeds "
         f"([CSV]({up}results/digits/arms.csv)) | {accuracy(row)} (sd) "
