@@ -47,7 +47,8 @@ from dbsl.tools.advise.ways import INNER, PLAIN, Measured, Way, rank, ways_of
 
 SECONDS, SPREAD = 40.0, 0.05  # for all; what differs by more is measured again
 _ONE_S, _ROUND_S, _MOST_STEPS = 8.0, 0.6, 200  # for one exchange; of a round
-_ROUNDS, _MERGES, _AGAIN = 3, 7, 2  # the first warms up; rounds that show a merge; at most so often
+_ROUNDS, _JOINT, _MERGES = 3, 5, 7  # by themselves, of joint steps, of merges; the first warms up
+_AGAIN = 2  # at most so often
 _TURNS = 4  # of all sizes, the first of which is rough
 _LR, _ANY = 1e-8, TimeModel(1e-3, 1e-2)  # weights stay as they are; shares are equal
 _SMALL, _FIRST, _LONG_S = 4096, 2**18, 1.0  # bytes to begin with, and seconds that are enough
@@ -197,7 +198,7 @@ class Bench:
         at_once = np.array([-(-sizes[w] // islands.sizes[w]) for w in islands.owners])
         step_s = float(found.models[resolution].time(at_once).max())
         each_s = way.exchange_s / (workers[0].steps if joint else way.rounds)
-        count, rounds = self._count(step_s + joint * each_s), _ROUNDS if joint else _MERGES
+        count, rounds = self._count(step_s + joint * each_s), _JOINT if joint else _MERGES
         count = count if joint else max(1, count // 2)
         whole_s = found.link.all_reduce_s(4 * sum(found.numbers), self.processes)
         needs_s = whole_s + rounds * (count * step_s + (count if joint else 1) * each_s)
@@ -262,7 +263,7 @@ class Bench:
         """Return the run of a way in epochs of one round, of so many steps of a worker."""
         run, workers = self.run, len(sizes)
         steps = min(steps, max(1, len(run.data.train) // sum(sizes)))
-        rounds = _ROUNDS if way is None or way.kind.startswith("step") else _MERGES
+        rounds = (_JOINT if way.kind.startswith("step") else _MERGES) if way else _ROUNDS
         wire = way.wire if way else "float32"
         own = {"sync": way.settings.get("sync", "bsp") if way else "bsp", "workers": workers}
         own |= {"wire": ":".join(wire.split(":")[:2]), "epochs": rounds, "small_workers": 0}

@@ -3,7 +3,7 @@
     sudo python -m experiments.benchmarks.demos.advise --dataset DATASET
     sudo python -m experiments.benchmarks.demos.advise --dataset DATASET --developed
 
-For each setting the ranks are started once, and fork: the adviser first, then three epochs of the
+For each setting the ranks are started once, and fork: the adviser first, then a few epochs of the
 way that it advises and of all others but those that `is_left_out` names. Settings were held out
 from the making of the model, but for those of ``--developed``. It needs a machine with nothing else
 on it. Rows of settings that are there are not made again.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import sys
@@ -32,7 +33,8 @@ from experiments.benchmarks.ranks import free_port, preload
 
 MODULE = "experiments.benchmarks.demos.advise"
 FOLDER = Path("experiments/results/advise")
-BATCH, WARM, EPOCHS, LONGEST_S = 32, 1, 2, 8.0
+BATCH, WARM, LONGEST_S = 32, 1, 8.0
+EPOCHS, ENOUGH_S = 2, 6.0  # of a way are measured at least
 
 
 @dataclass(frozen=True)
@@ -169,8 +171,9 @@ def run_rank(job: dict[str, Any]) -> None:
         port = next(ports)
         if way["flags"] == found["recommended"] or not is_left_out(way):
             own = [*shlex.split(way["flags"]), f"--output-dir={folder}/run-{number}"]
-            epochs = f"--epochs={WARM + EPOCHS}"
-            _forked([*job["flags"], *common, epochs, *own], port, Path(os.devnull))
+            epochs = WARM + max(EPOCHS, math.ceil(ENOUGH_S / way["epoch_s"]))
+            flags = [*job["flags"], *common, f"--epochs={epochs}", *own]
+            _forked(flags, port, Path(os.devnull))
 
 
 def is_left_out(way: dict[str, Any]) -> bool:
