@@ -55,7 +55,9 @@ def advise_run(
     with redirect_stdout(sys.stderr if config.json else sys.stdout):
         run = prepare(replace(config, **given, profile=None, profile_refresh=False))
         # What was solved by those step times is left open again.
-        run = replace(run, config=replace(run.config, small_batch_size=config.small_batch_size))
+        left = {"small_batch_size": config.small_batch_size}
+        # A run with machines as workers does not advise.
+        run = replace(run, config=replace(run.config, advise=False, json=False, **left))
         bench = measuring.Bench(run, accelerator)
         measured = bench.measure()
         evaluation_s = bench.evaluation_s()

@@ -39,7 +39,7 @@ EPOCHS, ENOUGH_S = 2, 6.0  # of a way are measured at least
 
 @dataclass(frozen=True)
 class Setting:
-    """Processes by their part of a core's time, half of them on each side of a link, a core each.
+    """Processes by their part of a core's time, on two machines with a link between, a core each.
 
     Attributes:
         megabits: Of the link, per second; None: as fast as the machine is.
@@ -81,6 +81,7 @@ DEVELOPED = (
     Setting((0.4, 0.4), 100, SMALL),
     Setting((0.6, 0.2), None, SMALL),
     Setting((0.4, 0.4), 200, LARGE),
+    Setting((0.3,) * 4, 300, SMALL),
 )
 
 
@@ -112,8 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(setting: Setting, data: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each way of a setting: predicted and measured seconds of an epoch."""
-    count = len(setting.parts)
-    sides = [rank * 2 // count for rank in range(count)]  # the link is between two namespaces
+    sides = machines(len(setting.parts))  # network namespaces
     flags = {
         **data,
         "model": setting.model,
@@ -147,9 +147,16 @@ def measure(setting: Setting, data: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def machines(count: int) -> list[int]:
+    """Return the machine, 0 or 1, of each of so many processes."""
+    return [rank * 2 // count for rank in range(count)]
+
+
 def run_rank(job: dict[str, Any]) -> None:
     """Advise in a fork of this process, then train each way in another (a rank's process)."""
     preload()
+    of, own = machines(int(os.environ["WORLD_SIZE"])), int(os.environ["RANK"])
+    os.environ["LOCAL_RANK"] = str(own - of.index(of[own]))
     folder, rank, ports = Path(job["folder"]), os.environ["RANK"], iter(job["ports"])
     advice, began = folder / f"advice-{rank}.json", time.perf_counter()
     more = ["--advise", "--json", f"--output-dir={folder}/advice"]
