@@ -45,7 +45,7 @@ from dbsl.run.training import Run
 from dbsl.run.workers import make_profiler
 from dbsl.tools.advise.ways import INNER, PLAIN, Measured, Way, rank, ways_of
 
-SECONDS, SPREAD = 40.0, 0.05  # for all; what differs by more is measured again
+SECONDS, SPREAD = 45.0, 0.05  # for all; what differs by more is measured again
 _ONE_S, _ROUND_S, _MOST_STEPS = 8.0, 0.6, 200  # for one exchange; of a round
 _ROUNDS, _JOINT, _MERGES = 3, 5, 7  # by themselves, of joint steps, of merges; the first warms up
 _AGAIN = 2  # at most so often
@@ -93,12 +93,12 @@ class Bench:
     def measure(self) -> Measured:
         """Return all that ways are predicted from."""
         run, config = self.run, self.run.config
+        self.began = time.perf_counter()
+        self.accelerator.print(f"measuring steps and exchanges, {SECONDS:.0f} s at most")
         memory, link = self.memory(), self.link()
         epochs = {
             r: sum(len(s.epochs) for s in run.stages if s.resolution == r) for r in self.large
         }
-        self.began = time.perf_counter()
-        self.accelerator.print(f"measuring steps and exchanges, {SECONDS:.0f} s at most")
         found = Measured(
             models={r: self.steps(r) for r, count in epochs.items() if count},
             shares={r: count / config.epochs for r, count in epochs.items() if count},
@@ -172,7 +172,7 @@ class Bench:
 
     def steps(self, resolution: int) -> TimeModel:
         """Return the time model of each process's steps by themselves, with their loading."""
-        sizes, turns = batch_sizes_to_measure(max(self.large[resolution]), 3), []
+        sizes, turns = batch_sizes_to_measure(max(self.large[resolution]), 3)[::2], []
         rough, spread = [np.full(self.processes, _ROUND_S)] * len(sizes), float("inf")
         while len(turns) < _TURNS and spread > SPREAD:  # so that a slow spell falls on all sizes
             turns.append([])

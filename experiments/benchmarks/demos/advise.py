@@ -75,13 +75,14 @@ HELD_OUT = (
     Setting(EVEN_4, 1000, SMALL),
     Setting(EVEN_4, 10, SMALL),
     Setting(HALF_4, 100, LARGE),
-    Setting(QUARTER_4, None, LARGE),
+    Setting(QUARTER_4, 100, SMALL),
 )
 DEVELOPED = (
     Setting((0.4, 0.4), 100, SMALL),
     Setting((0.6, 0.2), None, SMALL),
     Setting((0.4, 0.4), 200, LARGE),
     Setting((0.3,) * 4, 300, SMALL),
+    Setting(QUARTER_4, None, LARGE),
 )
 
 
