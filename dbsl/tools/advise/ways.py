@@ -275,9 +275,10 @@ def _exchange_s(
             return sum(link.joint_step_s(size, workers, behind) for size in sizes)
         if config.sync == "bsp":
             return link.barrier_s(sum(sizes), workers, at_server=False)
-        # All come to rank 0's link, whose own worker does not need it.
-        others_s = 2 * (workers - 1) * link.message_s(sum(sizes))
-        return np.array([0.0] + [others_s] * (workers - 1))
+        # All come to rank 0's link, which its own worker, or its machine's, do not need.
+        nodes = np.array(measured.nodes if len({*measured.nodes}) > 1 else range(workers))
+        away = nodes != nodes[0]
+        return 2 * away.sum() * link.message_s(sum(sizes)) * away
 
     for name in names:
         if (known := of.get(f"{name} {config.wire}")) is not None:

@@ -110,6 +110,9 @@ def test_machines_with_several_processes_are_workers_that_sum_inside():
     inside_s = 2 * 8 * 200_000 / 1e9
     assert way.compute_s == pytest.approx((8 * (64 * 0.001 + inside_s), 8 * 64 * 0.001))
     assert way.bytes_per_epoch == 2 * 400_000 * 8 + 2 * 400_000 * 4
+    # Only the other machine's worker needs the link to the server.
+    served = by_name(found)["asp 4 float32"]
+    assert served.epoch_s - served.compute_s[2] == pytest.approx(4 * 2 * 0.033)
     found = replace(found, exchange_s={INNER: 0.5})
     assert by_name(found)["islands 4 float32"].compute_s[0] == pytest.approx(8 * (0.064 + 0.5))
 
