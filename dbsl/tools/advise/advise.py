@@ -69,11 +69,20 @@ def advise_run(
         f"link {1e3 * link.gbps:.4g} Mb/s, {link.ms:.2g} ms a message; loading "
         f"{100 * bench.loading:.0f} % of a step; an evaluation {duration(evaluation_s)} more"
     )
-    tell(ways, config, measured.sure, facts, as_json=config.json)
     folder = Path(config.output_dir) if config.output_dir else default_folder(config)
+    tell(ways, config, measured.sure, facts + noise_of(folder), as_json=config.json)
     path = folder.with_name(f"{folder.name}-ways.png")  # the run will make its folder
     save_figure(ways_figure(ways), path)
     print(f"picture: {path}", file=sys.stderr if config.json else sys.stdout)
+
+
+def noise_of(folder: Path) -> str:
+    """Return the line on the noise scale in the summary of the run that is there, if one is."""
+    try:
+        found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        return f"\n{found['noise_advice']} ({folder})"
+    except (OSError, ValueError, KeyError):
+        return ""
 
 
 # --- what is said

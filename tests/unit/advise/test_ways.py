@@ -207,6 +207,15 @@ def test_a_link_that_cannot_be_measured_is_said_in_a_line(monkeypatch):
         bench.link()
 
 
+def test_the_noise_scale_of_a_run_in_the_folder_is_repeated(tmp_path):
+    summary = tmp_path / "summary.json"
+    assert command.noise_of(tmp_path) == ""
+    summary.write_text("{}")
+    assert command.noise_of(tmp_path) == ""
+    summary.write_text('{"noise_advice": "gradient noise scale 70"}')
+    assert command.noise_of(tmp_path) == f"\ngradient noise scale 70 ({tmp_path})"
+
+
 # --- machines of a file
 
 
