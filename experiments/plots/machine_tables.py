@@ -7,6 +7,7 @@ from decimal import Decimal
 
 from dbsl.extras.emulate import EmulatedLink
 from experiments.benchmarks.demos import hybrid
+from experiments.benchmarks.demos.advise import errors
 from experiments.plots.rows import RESULTS, fixed, read, with_interval
 
 PLAIN = "accelerate_ddp"
@@ -25,6 +26,11 @@ DEMO_HYBRID = {  # arms of experiments.benchmarks.demos.hybrid
     "ddp": "plain DDP",
     "cyclic": "plain DDP, resolutions cycling",
     "hybrid": "hybrid: one of two workers small, four merges an epoch, resolutions cycling",
+}
+ISLANDS = {  # arms of experiments.benchmarks.demos.islands
+    "step": "`--sync step`: all four processes, 128 samples a step",
+    "workers": "`--rounds-per-epoch 8`: four workers, 32 samples a step",
+    "islands": "the same and `--worker-processes 2`: two workers, 64 samples a step",
 }
 DEMO_MODELS = {"test_resnet": "0.4 M parameters", "resnet10t": "4.9 M parameters"}
 SECONDS = (  # README's rows: text, epochs, file, arm, model
@@ -326,6 +332,45 @@ def gpu(up: str) -> list[str]:
     from experiments.benchmarks.gpu.table import table
 
     return table(sorted((RESULTS / "gpu").glob("*.jsonl"))).splitlines()
+
+
+def islands(up: str) -> list[str]:
+    """Return two machines of two processes each: seconds and accuracy of what they share."""
+    rows = read(RESULTS / "islands/islands.csv")
+    lines = [
+        f"| two machines of two processes, 100 Mb/s ([CSV]({up}results/islands/islands.csv)) "
+        "| s/epoch once warm | s of training | accuracy, % |",
+        "|---|---|---|---|",
+    ]
+    for arm, text in ISLANDS.items():
+        own = [row for row in rows if row["arm"] == arm]
+        epoch_s, train_s = ([float(row[name]) for row in own] for name in ("epoch_s", "train_s"))
+        accuracy = with_interval([100 * float(row["accuracy"]) for row in own], 1)
+        cells = (text, with_interval(epoch_s, 2), with_interval(train_s, 1), accuracy)
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def adviser(up: str) -> list[str]:
+    """Return how far off the adviser's predictions were, by link."""
+    rows = [row for row in read(RESULTS / "advise/ways.csv") if row["measured_s"] != "nan"]
+    folder = f"{up}results/advise"
+    lines = [
+        f"| link ([CSV]({folder}/ways.csv), [picture]({folder}/ways.png)) | settings | ways "
+        "| median error | largest | advised way over the fastest, most | advising, most |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    links = {"None": "as fast as the machine", "1000": "1 Gb/s", "100": "100 Mb/s", "10": "10 Mb/s"}
+    for megabits, text in links.items():
+        own = [row for row in rows if row["setting"].split()[1] == megabits]
+        found = errors(own)
+        late = found["advised_over_best"]
+        cells = [text, str(len(late)), str(found["ways"])]
+        cells += [f"{100 * found[name]:.0f} %" for name in ("median", "worst")]
+        cells += [f"{100 * max(late.values()):.0f} %"]
+        cells += [f"{max(float(row['advising_s']) for row in own):.0f} s"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def _in_millions(row: dict[str, str]) -> str:
