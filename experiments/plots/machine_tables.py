@@ -353,10 +353,10 @@ def islands(up: str) -> list[str]:
 
 def adviser(up: str) -> list[str]:
     """Return how far off the adviser's predictions were, by link."""
-    rows = [row for row in read(RESULTS / "advise/ways.csv") if row["measured_s"] != "nan"]
+    rows = [row for row in read(RESULTS / "advise/first.csv") if row["measured_s"] != "nan"]
     folder = f"{up}results/advise"
     lines = [
-        f"| link ([CSV]({folder}/ways.csv), [picture]({folder}/ways.png)) | settings | ways "
+        f"| link ([CSV]({folder}/first.csv), [picture]({folder}/first.png)) | settings | ways "
         "| median error | largest | advised way over the fastest, most | advising, most |",
         "|---|---|---|---|---|---|---|",
     ]

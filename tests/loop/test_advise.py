@@ -1,4 +1,4 @@
-"""Three processes on two machines advise: what they measure, print and leave; and a run of what they advise."""
+"""Processes on two machines advise: what they measure, print and leave; a run of the advice."""
 
 import json
 import shlex
@@ -33,8 +33,8 @@ def test_processes_advise_with_measured_figures_and_the_advised_line_trains(tmp_
     def fails_where_nothing_is_measured():
         measured = measure.Bench.exchange
 
-        def checked(self, way, found):
-            seconds = measured(self, way, found)
+        def checked(self, way, *given):
+            seconds = measured(self, way, *given)
             assert way.key in seconds, way.key
             return seconds
 

@@ -46,7 +46,7 @@ from dbsl.run.workers import make_profiler
 from dbsl.tools.advise.ways import INNER, PLAIN, Measured, Way, rank, ways_of
 
 SECONDS, SPREAD = 45.0, 0.05  # for all; what differs by more is measured again
-_ONE_S, _ROUND_S, _MOST_STEPS = 8.0, 0.6, 200  # for one exchange; of a round
+_SHARE, _ROUND_S, _MOST_STEPS = 2.0, 0.6, 200  # of an exchange in the time left; of a round
 _ROUNDS, _JOINT, _MERGES = 3, 5, 7  # by themselves, of joint steps, of merges; the first warms up
 _AGAIN = 2  # at most so often
 _TURNS = 4  # of all sizes, the first of which is rough
@@ -113,9 +113,14 @@ class Bench:
         )
         ways = sorted(ways_of(config, found), key=rank)
         # If time is short: others are predicted from float32, and rounding to integers takes long.
-        for way in sorted(ways, key=lambda way: (way.wire != "float32", way.kind != "bsp")):
+        ways = sorted(ways, key=lambda way: (way.wire != "float32", way.kind != "bsp"))
+        left = list(dict.fromkeys(way.key for way in ways))
+        for way in ways:
             if way.key not in found.exchange_s:
-                found = replace(found, exchange_s={**found.exchange_s, **self.exchange(way, found)})
+                most_s = _SHARE * (SECONDS - self._spent()) / max(1, len(left))
+                exchange_s = self.exchange(way, found, most_s)
+                found = replace(found, exchange_s={**found.exchange_s, **exchange_s})
+            left = [key for key in left if key != way.key]
         return replace(found, sure=self.sure)
 
     # --- what is measured
@@ -175,6 +180,8 @@ class Bench:
         sizes, turns = batch_sizes_to_measure(max(self.large[resolution]), 3)[::2], []
         rough, spread = [np.full(self.processes, _ROUND_S)] * len(sizes), float("inf")
         while len(turns) < _TURNS and spread > SPREAD:  # so that a slow spell falls on all sizes
+            if len(turns) > 2 and self._spent() > SECONDS / 2:
+                break
             turns.append([])
             for size, times_s in zip(sizes, rough, strict=True):
                 model = TimeModel(times_s / size, 0 * times_s)  # for all to be done together
@@ -189,29 +196,34 @@ class Bench:
         each = [fit_time_model(own[:, 5], own[:, 1]) for own in rows.swapaxes(0, 1)]
         return TimeModel.of(each, self.processes)
 
-    def exchange(self, way: Way, found: Measured) -> dict[str, float | list[float]]:
+    def exchange(self, way: Way, found: Measured, most_s: float) -> dict[str, float | list[float]]:
         """Return the seconds of a way's exchange; nothing where that would take too long."""
         resolution, joint = max(found.shares), way.kind.startswith("step")
         workers = way.plans[resolution].workers
         sizes = [worker.local_batch_size for worker in workers]
         islands = Islands(way.settings.get("worker_processes") or (1,) * len(sizes))
-        at_once = np.array([-(-sizes[w] // islands.sizes[w]) for w in islands.owners])
-        step_s = float(found.models[resolution].time(at_once).max())
+        steps_s = islands.join(found.models[resolution]).time(np.array(sizes))
+        step_s = float(steps_s.max())
         each_s = way.exchange_s / (workers[0].steps if joint else way.rounds)
-        count, rounds = self._count(step_s + joint * each_s), _JOINT if joint else _MERGES
+        count = self._count(step_s + joint * each_s)
         count = count if joint else max(1, count // 2)
+        round_s = count * step_s + (count if joint else 1) * each_s
         whole_s = found.link.all_reduce_s(4 * sum(found.numbers), self.processes)
-        needs_s = whole_s + rounds * (count * step_s + (count if joint else 1) * each_s)
-        if needs_s > min(_ONE_S, SECONDS - self._spent()):
+        rounds = int(min(_JOINT if joint else _MERGES, (most_s - whole_s) / round_s))
+        if rounds < 2:
             return {}
-        make = partial(self._short, resolution, sizes, count, way, found.planned[resolution])
-        rows = self._rounds(make, real=True, again=joint)
+        how = (resolution, sizes, count, way, found.planned[resolution], rounds)
+        again = joint and most_s > 2 * rounds * round_s
+        rows = self._rounds(partial(self._short, *how), real=True, again=again)
         if joint:
             return {way.key: float(rows[:, 1].mean() - step_s)}
         beyond_s = rows[:, 0] + rows[:, 3]
         if way.kind == "asp":
             return {way.key: beyond_s.tolist()}
-        inside = {INNER: float(rows[:, 1].max() - step_s)} if islands.several else {}
+        owners = np.array(islands.owners)
+        beyond = [rows[owners == w, 1].mean() - s for w, s in enumerate(steps_s)]
+        several = [s for s, size in zip(beyond, islands.sizes, strict=True) if size > 1]
+        inside = {INNER: max(0.0, float(np.mean(several)))} if several else {}
         # Whoever is late in a round, all wait: more than for the slowest on average.
         return {way.key: float((beyond_s + rows[:, 4]).mean() - rows[:, 4].max()), **inside}
 
@@ -259,11 +271,11 @@ class Bench:
         steps: int,
         way: Way | None = None,
         models: TimeModel = _ANY,
+        rounds: int = _ROUNDS,
     ) -> Run:
         """Return the run of a way in epochs of one round, of so many steps of a worker."""
         run, workers = self.run, len(sizes)
         steps = min(steps, max(1, len(run.data.train) // sum(sizes)))
-        rounds = (_JOINT if way.kind.startswith("step") else _MERGES) if way else _ROUNDS
         wire = way.wire if way else "float32"
         own = {"sync": way.settings.get("sync", "bsp") if way else "bsp", "workers": workers}
         own |= {"wire": ":".join(wire.split(":")[:2]), "epochs": rounds, "small_workers": 0}
