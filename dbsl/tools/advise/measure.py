@@ -278,7 +278,8 @@ class Bench:
         steps = min(steps, max(1, len(run.data.train) // sum(sizes)))
         wire = way.wire if way else "float32"
         own = {"sync": way.settings.get("sync", "bsp") if way else "bsp", "workers": workers}
-        own |= {"wire": ":".join(wire.split(":")[:2]), "epochs": rounds, "small_workers": 0}
+        own |= {"wire": ":".join(wire.split(":")[:2]), "epochs": rounds}
+        own |= {"small_workers": 0, "small_ratio": 0.0}
         own |= {"resolutions": (resolution,), "local_batch_sizes": tuple(sizes)}
         own |= {"worker_processes": way and way.settings.get("worker_processes")}
         config = replace(run.config, **{**PLAIN, **own})
