@@ -21,7 +21,7 @@ from dbsl.base.errors import SettingError, duration, one_line_errors, px
 from dbsl.base.files import save_figure
 from dbsl.base.machine import lazy_import
 from dbsl.cluster.formats import numbers_of, trained_shapes
-from dbsl.config.fields import Amount, Count, Positive, Share, check_fields
+from dbsl.config.fields import Amount, Count, Positive, Share, check_fields, refuse
 from dbsl.config.parse import parse_flags
 from dbsl.config.settings import RunConfig
 from dbsl.model import build_model
@@ -42,6 +42,9 @@ ACCURACY = (
     "cost, equal time (docs/results.md): joint steps of 128 samples 47.5 %, of 512 43.6 %; four "
     "merges an epoch 44.5 %, one 42.5 %"
 )
+
+
+_MOST_GPUS = 4096  # of a file; each is planned for
 
 
 # --- of these processes
@@ -154,7 +157,7 @@ class Machine:
     step_s: Amount = 0.0  # that a step takes besides its samples
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        _check_numbers(self)
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,17 @@ class Link:
     overlap: Share = 0.0
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        _check_numbers(self)
+
+
+def _check_numbers(row: Machine | Link) -> None:
+    """Refuse what is no number, a whole one where things are counted, and one out of bounds."""
+    for name, value in vars(row).items():
+        whole = name in ("gpus", "count")
+        right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+        text = f"{name} must be a {'whole ' * whole}number"
+        refuse([(not right, text, value)])
+    check_fields(row)
 
 
 @dataclass(frozen=True)
@@ -209,10 +222,10 @@ def read_machines(path: Path) -> tuple[list[Machine], Link, Link | None]:
 def of_machines(arguments: _Arguments) -> tuple[RunConfig, Measured]:
     """Return the settings of a run on a file's machines, and what is known of it."""
     machines, link, inner = read_machines(arguments.machines)
+    total = sum(machine.count * machine.gpus for machine in machines)
+    refuse([(not 2 <= total <= _MOST_GPUS, f"machines must have 2 to {_MOST_GPUS} GPUs", total)])
     each = [machine for machine in machines for _ in range(machine.count)]
     gpus = [machine for machine in each for _ in range(machine.gpus)]
-    if len(gpus) < 2:
-        raise SettingError(f"machines must have at least 2 GPUs, got {len(gpus)}")
     side, alone = arguments.resolution, len(each) == 1
     model = build_model(arguments.model, arguments.num_classes, (side,), say=str)
     slope, step_s = ([1 / g.images_per_s for g in gpus], [g.step_s for g in gpus])

@@ -244,7 +244,15 @@ def test_a_file_of_machines_is_enough_for_the_advice(capsys):
             "machines: [{images_per_s: 9, gpus: 2}]\nlink: {gbps: -1}",
             "gbps must be above 0, got -1",
         ),
-        ("machines: [{images_per_s: 9}]\nlink: {gbps: 1}", "at least 2 GPUs, got 1"),
+        ("machines: [{images_per_s: 9}]\nlink: {gbps: 1}", "must have 2 to 4096 GPUs, got 1"),
+        ("machines: [{images_per_s: 9, count: 99999}]\nlink: {gbps: 1}", "GPUs, got 99999"),
+        ("machines: [{images_per_s: fast}]\nlink: {gbps: 1}", "images_per_s must be a number, got"),
+        ("machines: [{images_per_s: true}]\nlink: {gbps: 1}", "images_per_s must be a number, got"),
+        (
+            "machines: [{images_per_s: 9, gpus: 2.5}]\nlink: {gbps: 1}",
+            "gpus must be a whole number",
+        ),
+        ("machines: [{images_per_s: 9, gpus: 2}]\nlink: {gbps: quick}", "gbps must be a number"),
         (
             "machines: [{images_per_s: 9, gpu: 2}]\nlink: {gbps: 1}",
             "unexpected keyword argument 'gpu'",
