@@ -353,7 +353,7 @@ def islands(up: str) -> list[str]:
 
 def adviser(up: str) -> list[str]:
     """Return how far off the adviser's predictions were, by link."""
-    rows = [row for row in read(RESULTS / "advise/first.csv") if row["measured_s"] != "nan"]
+    rows = read(RESULTS / "advise/first.csv")
     folder = f"{up}results/advise"
     lines = [
         f"| link ([CSV]({folder}/first.csv), [picture]({folder}/first.png)) | settings | ways "

@@ -114,13 +114,12 @@ class Bench:
         ways = sorted(ways_of(config, found), key=rank)
         # If time is short: others are predicted from float32, and rounding to integers takes long.
         ways = sorted(ways, key=lambda way: (way.wire != "float32", way.kind != "bsp"))
-        left = list(dict.fromkeys(way.key for way in ways))
-        for way in ways:
-            if way.key not in found.exchange_s:
-                most_s = _SHARE * (SECONDS - self._spent()) / max(1, len(left))
+        for number, way in enumerate(ways):
+            left = {own.key for own in ways[number:]} - found.exchange_s.keys()
+            if way.key in left:
+                most_s = _SHARE * (SECONDS - self._spent()) / len(left)
                 exchange_s = self.exchange(way, found, most_s)
                 found = replace(found, exchange_s={**found.exchange_s, **exchange_s})
-            left = [key for key in left if key != way.key]
         return replace(found, sure=self.sure)
 
     # --- what is measured
@@ -179,10 +178,10 @@ class Bench:
         """Return the time model of each process's steps by themselves, with their loading."""
         sizes, turns = batch_sizes_to_measure(max(self.large[resolution]), 3)[::2], []
         rough, spread = [np.full(self.processes, _ROUND_S)] * len(sizes), float("inf")
-        while len(turns) < _TURNS and spread > SPREAD:  # so that a slow spell falls on all sizes
-            if len(turns) > 2 and self._spent() > SECONDS / 2:
-                break
-            turns.append([])
+        while len(turns) < 3 or (
+            len(turns) < _TURNS and spread > SPREAD and self._spent() < SECONDS / 2
+        ):
+            turns.append([])  # so that a slow spell falls on all sizes
             for size, times_s in zip(sizes, rough, strict=True):
                 model = TimeModel(times_s / size, 0 * times_s)  # for all to be done together
                 count = self._count(1 / (1 / times_s).mean(), times_s.max())
@@ -221,8 +220,8 @@ class Bench:
         if way.kind == "asp":
             return {way.key: beyond_s.tolist()}
         owners = np.array(islands.owners)
-        beyond = [rows[owners == w, 1].mean() - s for w, s in enumerate(steps_s)]
-        several = [s for s, size in zip(beyond, islands.sizes, strict=True) if size > 1]
+        several = [w for w, size in enumerate(islands.sizes) if size > 1]
+        several = [rows[owners == w, 1].mean() - steps_s[w] for w in several]
         inside = {INNER: max(0.0, float(np.mean(several)))} if several else {}
         # Whoever is late in a round, all wait: more than for the slowest on average.
         return {way.key: float((beyond_s + rows[:, 4]).mean() - rows[:, 4].max()), **inside}

@@ -40,7 +40,7 @@ RULES = (
     ("step", "bf16", "bf16 sends {less}"),
     ("step", "powersgd", "PowerSGD sends {less}"),
     ("islands", "", "machines that merge send {less}"),
-    ("bsp", "", "{merges} an epoch send {less}"),
+    ("bsp", "", "{merges} an epoch, {less} sent"),
     ("asp", "", "here nobody waits"),
 )
 # What tells ways apart, as a way has it that says nothing of it.

@@ -31,7 +31,6 @@ from experiments.benchmarks.demos.link import ADDRESSES, link
 from experiments.benchmarks.demos.quota import quotas
 from experiments.benchmarks.demos.table import Table
 from experiments.benchmarks.ranks import free_port, preload
-from experiments.plots.evidence import COLORS
 
 MODULE = "experiments.benchmarks.demos.advise"
 FOLDER = Path("experiments/results/advise")
@@ -247,6 +246,8 @@ def errors_figure(rows: Sequence[dict[str, Any]]):
     """Return measured seconds over predicted ones of each way; looks are links and processes."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+    from experiments.plots.evidence import COLORS
 
     figure = Figure(figsize=(6, 6), layout="constrained")
     axes = figure.subplots()
