@@ -189,7 +189,8 @@ class _Opening:
             if config.resume is None:
                 raise SettingError("resume must be auto to join a running job, got unset")
             folder = run_folder_of(config.resume, config.output_dir)
-            found_out = {name: job.settings[name] for name in ("mixed_precision", "cpu_threads")}
+            names = ("mixed_precision", "cpu_threads", "worker_processes")
+            found_out = {name: job.settings[name] for name in names}
             config = replace(config, **found_out)
             precision = config.mixed_precision
             self.accelerator = start_joining_accelerator(rank, job.processes, precision)

@@ -379,8 +379,9 @@ class Checkpointer:
             session.meter.load_state_dict(state["meter"])
         if self._accelerator.scaler and state["scaler"]:
             self._accelerator.scaler.load_state_dict(state["scaler"])
-        if state["model"]["weights"] is not None:
-            weights.load(state["model"]["weights"])
+        vector = handover.weights if handover else state["model"]["weights"]
+        if vector is not None:  # else the next pull brings them
+            weights.load(vector)
         for counter, saved in zip(weights.counters, state["model"]["counters"], strict=True):
             counter.copy_(saved)
         self._run.extras.load_state_dict(state["extras"], same=not handover)

@@ -30,7 +30,7 @@ from dbsl.base.files import describe, write_text, write_with
 from dbsl.config.settings import CHECKPOINTS
 from dbsl.model import FINAL
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 MODEL_FILE = f"{FINAL}.safetensors"  # only checkpoints of an epoch's end hold it
 LATE = ".sums.json"  # ends a file with checksums that the manifest lacks

@@ -76,10 +76,13 @@ def find_checkpoint(config: RunConfig, accelerator: Accelerator) -> Found | None
             Found.at(resume).check()
             name = resume.name
         elif accelerator.is_main_process:
-            found = newest(run_folder, lambda line: accelerator.print(f"warning: {line}"))
-            if found is None and config.resume != "auto":
+            passed_over: list[str] = []
+            found = newest(run_folder, passed_over.append)
+            for line in passed_over:
+                accelerator.print(f"warning: {line}")
+            if found is None and (passed_over or config.resume != "auto"):
                 raise CheckpointError(
-                    f"resume must name a run with a complete checkpoint, got {resume}"
+                    f"resume must name a run with a complete checkpoint, got {run_folder}"
                 )
             name = found.folder.name if found else ""
     name = share_text(name, accelerator)
@@ -289,7 +292,9 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             text = f"metrics.jsonl must have the {keep} bytes it had at the checkpoint"
             refuse([(size < keep, text, f"{size} in {path}")])
         before = manifest.processes, manifest.workers, manifest.samples
-        anew = with_role(type(config), Role.MEETING | Role.PLAN)
+        anew = {*with_role(type(config), Role.MEETING | Role.PLAN)}
+        if at_epoch_end and manifest.processes > 1 and config.sync == "bsp":
+            anew |= {"wire", "merge"}  # which decide what a barrier keeps of a round
         if before == (processes, config.workers, len(run.data.train)) and not changed.keys() & anew:
             state = _own_shard(found, saved, rank, run)
         else:
@@ -356,7 +361,8 @@ def _own_shard(found: Found, saved: Saved, rank: int, run: Run) -> Mapping[str, 
     anew["cluster"], rank = cluster, rank if whole else several[0]
     try:
         state = found.shard(rank) if rank else first
-    except MissingShardError:  # it was lost, or had not come to save
+    except MissingShardError:  # it was lost, had not come to save, or was done before
+        print(f"warning: the checkpoint has no optimizer state of rank {rank}: it begins anew")
         return first | {"stepper": {**first["stepper"], "optimizers": {}}} | anew
     # Else it was saved in another round than the server was in.
     if not whole or state["cluster"]["clock"] != clock:
@@ -485,7 +491,6 @@ def make_handover(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Hand
         more = {"left": left, "optimizers": optimizers, "outer": server["outer"]}
     return Handover(
         weights=server["weights"],
-        version=server["version"],
         refused=cluster["refused"],
         clock=epoch * run.rounds + (round_ if rounds == run.rounds else 0),
         time_s=cluster["time_s"] or 0.0,
@@ -505,7 +510,6 @@ def _joint_handover(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Ha
     steps, counted = progress.get("steps", 0), progress.get("counted", 0)
     handover = Handover(
         weights=saved.state["model"]["weights"],
-        version=0,
         refused=cluster["refused"],
         clock=cluster["clock"],
         time_s=cluster["time_s"] or 0.0,

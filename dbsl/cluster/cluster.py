@@ -95,6 +95,7 @@ class Cluster(ABC):
         self._refused = 0
         self._reports: deque[RoundReport] = deque()  # where there is no server
         self._interrupted = False  # the run is to stop
+        self._finished: Sequence[EpochEnd] = ()  # not yet logged when this run took over
         self.finished_early = False  # whether `finish` ended the run before its last epoch
         self._membership: deque[LostWorker | JoinedWorker] = deque()  # not yet logged
         self._announced = 0, -1  # the save that every process is to take part in
@@ -144,10 +145,6 @@ class Cluster(ABC):
         self.finish_round()
         with self._waiting():
             return self._hand_over(report)
-
-    def _hand_over(self, report: RoundReport) -> bool:
-        """Give a real worker's weights, or gradients, to the others; True: they were refused."""
-        raise NotImplementedError
 
     def end(self) -> End:
         """Return an end of a connection of a worker and the server."""
@@ -205,8 +202,17 @@ class Cluster(ABC):
         self._clock, self._refused = start.clock, start.refused
         if self.time_s is not None:
             self.time_s = start.time_s
+        self._finished = start.finished
         if self.server is not None:
             self.server.take_over(start)
+
+    def _ended(self) -> Iterator[EpochEnd]:
+        """Yield the epochs that had ended where all meet now, then have the weights of before."""
+        weights = self.weights.vector.clone() if self._finished else None
+        for end in self._finished:
+            yield replace(end, ended_at=time.perf_counter())
+        if weights is not None:
+            self.weights.load(weights)
 
     def _place(self, worker: int) -> tuple[int, int]:
         """Return the epoch and the round that a worker is in (in the server's process)."""

@@ -52,6 +52,7 @@ class JointCluster(Cluster):
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield rounds and the ends of epochs, the same in every process."""
+        yield from self._ended()
         while self._clock < self._rounds:
             turn = Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
             self._began, self._spent_s = time.perf_counter() - self._spent_s, 0.0
@@ -308,6 +309,7 @@ class BarrierCluster(Cluster):
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield this worker's rounds in order and, on every rank, the end of each epoch."""
+        yield from self._ended()
         while self._clock < self._rounds:
             turn = Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
             if self.workers:

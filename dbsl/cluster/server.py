@@ -158,9 +158,8 @@ class Server:
     def take_over(self, start: Handover) -> None:
         """Go on with the weights of other workers, all workers at the same clock."""
         self._replace_weights(start.weights)
-        self.version, self.refused = start.version, start.refused
+        self.refused = start.refused
         self.members.clocks = [start.clock] * len(self.clocks)
-        self._pulled_version = [start.version] * len(self.clocks)
         now = time.perf_counter()
         self.finished.extend(replace(end, ended_at=now) for end in start.finished)
         self._load_rule(start.outer)

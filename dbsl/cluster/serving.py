@@ -146,7 +146,7 @@ class MemberCluster(Cluster):
         A save is announced where they pull, so that they take it at the same step, too.
         """
         action = super().agree(action, round_over=round_over)
-        if self._island.control is None:
+        if self._island.control is None or self.is_over:  # then the others of the worker are gone
             return action
         stops = action == Action.STOP
         if self._island.control.agree(Action.STOP if stops else Action.GO_ON) == Action.STOP:

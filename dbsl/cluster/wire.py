@@ -200,7 +200,11 @@ class Channel:
     def push(self, report: RoundReport, vector: Tensor) -> None:
         """Begin to push a vector, which is there before the next pull ends."""
         tell(self.pair, Kind.PUSH, text=encode(report))
-        self.send(self.end.pack(vector, pull=False))
+        size = self.end.size(pull=False)
+        if report.refused and size is not None:  # what is not finite must not be left to be added
+            self.send(vector.new_zeros(size, dtype=torch.uint8))
+        else:
+            self.send(self.end.pack(vector, pull=False))
 
     def take_push(self, text: str) -> RoundReport:
         """Receive a push; return its report, refused if the vector is not finite."""

@@ -294,7 +294,6 @@ class Handover:
     """State that other workers, or workers with other plans, take over from those before."""
 
     weights: Any = field(repr=False)  # the global weights: a tensor
-    version: int  # global updates so far
     clock: int  # rounds that every worker starts with behind it
     # Remainders of the epochs that were begun, as places in their order; other epochs are whole.
     left: Mapping[int, Ranges] = field(default_factory=dict)

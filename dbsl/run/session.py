@@ -137,8 +137,7 @@ class Session(EvaluationSession[ConfigT]):
 
     def train_time_s(self, end: EpochEnd) -> float:
         """Return the seconds of training up to an epoch's end."""
-        waits = self.accelerator.num_processes == 1 or self.shares_evaluation  # nobody trains then
-        return self.stopwatch.train_s(end.ended_at, without_evaluation=waits)
+        return self.stopwatch.train_s(end.ended_at)
 
     @contextmanager
     def round(self, turn: Turn) -> Iterator[Work]:
@@ -178,11 +177,12 @@ class Session(EvaluationSession[ConfigT]):
 
     @contextmanager
     def evaluating(self) -> Iterator[Callable[[], float]]:
-        """Count the time in here as evaluation; gives what tells the seconds so far.
+        """Enclose an evaluation; gives what tells the seconds so far.
 
         A compiled model runs uncompiled: graphs of an evaluation's few batches would never pay.
         """
-        with self.stopwatch.evaluating() as spent, uncompiled(self.model):
+        pauses = self.accelerator.num_processes == 1 or self.shares_evaluation  # nobody trains
+        with self.stopwatch.evaluating(pauses=pauses) as spent, uncompiled(self.model):
             yield spent
 
     def evaluation_images(self, source: Any = None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -110,7 +110,7 @@ class Stopwatch:
     """
 
     def __init__(self) -> None:
-        self.eval_s = self.start_up_s = 0.0
+        self.paused_s = self.start_up_s = 0.0
         self._made = self._loop_began = time.perf_counter()
 
     @property
@@ -125,26 +125,26 @@ class Stopwatch:
         self.start_up_s += start_up_s
         return start_up_s
 
-    def train_s(self, moment: float, *, without_evaluation: bool) -> float:
+    def train_s(self, moment: float) -> float:
         """Return the seconds of training up to a moment of time.perf_counter()."""
-        return moment - self._loop_began - (self.eval_s if without_evaluation else 0.0)
+        return moment - self._loop_began - self.paused_s
 
     @contextmanager
-    def evaluating(self) -> Iterator[Callable[[], float]]:
-        """Count the time in here as evaluation; gives what tells the seconds so far."""
+    def evaluating(self, *, pauses: bool) -> Iterator[Callable[[], float]]:
+        """Give what tells the seconds so far; if training `pauses`, it does not count them."""
         began = time.perf_counter()
         yield lambda: time.perf_counter() - began
-        self.eval_s += time.perf_counter() - began
+        self.paused_s += pauses * (time.perf_counter() - began)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` goes on from."""
         return {
             "loop_s": time.perf_counter() - self._loop_began,
             "start_up_s": self.start_up_s,
-            "eval_time_s": self.eval_s,
+            "paused_s": self.paused_s,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned, before training begins."""
         self._loop_began -= state["loop_s"]
-        self.start_up_s, self.eval_s = state["start_up_s"], state["eval_time_s"]
+        self.start_up_s, self.paused_s = state["start_up_s"], state["paused_s"]

@@ -2,16 +2,18 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 
 from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
 from dbsl.checkpoint import resume
@@ -90,10 +92,7 @@ MODES = {
     "gradients-asp": {**JOINT, "push": "gradients", "sync": "asp"},
     "micro": {**JOINT, "push": "gradients", "push_every": 2, "micro_batch_size": (2, 4)},
 }
-
-
-def run(folder, **settings):
-    return helpers.run(folder, **{**SETTINGS, **settings})
+run = partial(helpers.run, **SETTINGS)
 
 
 def stopped(folder, step, **settings):
@@ -533,6 +532,42 @@ def test_a_run_trains_by_what_was_changed_and_takes_each_sample_once(
     assert all(row["end_epoch"] > row.get("from_epoch", 0) for row in told)
 
 
+@pytest.mark.parametrize("mode", short(["bsp", "asp", "gradients"], "bsp"))
+def test_joint_steps_go_on_with_the_weights_that_the_server_had(left, tmp_path, mode):
+    folder = shutil.copytree(left(mode, False), tmp_path / "run")
+    before = load_file(folder / "model.safetensors")
+    settings = {**MODES[mode], "train_samples": 90, **BY_STEP, "sync": "step", "push": "weights"}
+    settings |= {"push_every": 1, "lr": 1e-9, "resume": str(folder), "allow_config_change": True}
+    run(folder, **settings)
+    after = load_file(folder / "model.safetensors")
+    trained = [name for name in before if not re.search("running|num_batches", name)]
+    assert trained
+    for name in trained:
+        assert torch.allclose(before[name], after[name], atol=1e-6), name
+
+
+def test_a_run_whose_checkpoints_cannot_be_read_does_not_start_again(left, tmp_path, capsys):
+    folder = shutil.copytree(left("bsp", True), tmp_path / "run")
+    for path in folder.glob("checkpoints/*/manifest.json"):
+        path.write_text(path.read_text().replace("format", "form"))
+    before = files_of(folder)
+    with pytest.raises(ValueError, match="resume must name a run with a complete checkpoint, got"):
+        run(folder, **MODES["bsp"], train_samples=90, resume="auto")
+    assert "warning: skipped: " in capsys.readouterr().out
+    assert files_of(folder) == before
+
+
+@slow
+@pytest.mark.parametrize("change", [{"wire": "int8"}, {"merge": "delta"}])
+def test_what_workers_send_and_how_they_merge_may_change_between_epochs(tmp_path, change):
+    folder, settings = tmp_path / "run", {**SETTINGS, **ROUNDS, "checkpoint_every": 1}
+    helpers.run_in_ranks(folder, **settings, epochs=1, lr_milestones=())
+    settings |= {"resume": str(folder), "allow_config_change": True, "epochs": 3}
+    said = helpers.run_in_ranks(folder, **settings, **change, lr_milestones=())
+    assert "resumed from" in said
+    assert samples_by_epoch(folder) == [samples_by_epoch(folder)[0]] * 3
+
+
 def test_a_change_that_was_allowed_stays_allowed_where_the_run_is_killed_before_it_saves(
     left, tmp_path, capsys
 ):
@@ -781,8 +816,9 @@ def test_a_worker_that_dies_without_a_barrier_is_dropped_and_is_back_after_a_res
 
 
 @slow
-def test_torchrun_restarts_and_the_run_goes_on_by_itself(tmp_path):
-    launcher = torchrun(to_flags(tmp_path / "run", **{**SETTINGS, **ROUNDS, "epochs": 8}))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_torchrun_restarts_and_the_run_goes_on_by_itself(tmp_path, ranks):
+    launcher = torchrun(to_flags(tmp_path / "run", **{**SETTINGS, **ROUNDS, "epochs": 8}), ranks)
     wait_until((tmp_path / "run/checkpoints/epoch-0002/manifest.json").exists, 90)
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)

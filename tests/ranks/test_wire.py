@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 import dbsl.cluster.wire
 from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.cluster import Cluster
+from dbsl.cluster.formats import End
+from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import (
     Channel,
     Ending,
@@ -181,6 +183,26 @@ def exchange(rank):
                 finite = channel.receive(vector, check=True)
         found.append((vector.tolist(), finite))
     return found
+
+
+def push_twice(rank, wire):
+    """Push from rank 1 what is not finite, then what is; return which were refused."""
+    pair, weights = dist.new_group([0, 1], backend="gloo"), FlatWeights(torch.nn.Linear(8, 8))
+    channel, refused = Channel(pair, weights.vector, End(wire, weights)), []
+    for number in (math.nan, 1.0):
+        if rank:
+            weights.vector.fill_(number)
+            channel.push(replace(REPORT, refused=math.isnan(number)), weights.vector)
+            channel.wait()
+        else:
+            refused.append(channel.take_push(hear(pair, Kind)[-1]).refused)
+    return refused
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8"])
+def test_a_refused_push_leaves_nothing_for_the_next(run_ranks, wire):
+    refused, _ = run_ranks(push_twice, wire)
+    assert refused == [True, False]
 
 
 def test_vectors_come_as_they_are_and_are_checked(run_ranks):

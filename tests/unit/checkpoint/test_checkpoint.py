@@ -73,12 +73,6 @@ def test_a_signed_shard_that_was_never_packed_is_refused_in_one_line(tmp_path, t
         Found.at(tmp_path).shard(0)
 
 
-def test_without_its_manifest_a_checkpoint_does_not_count(tmp_path):
-    write(tmp_path, 1)
-    (write(tmp_path, 2) / "manifest.json").unlink()
-    assert newest(tmp_path).folder.name == "save-000001"
-
-
 @pytest.mark.parametrize("name", ["rank-00000.json", "rank-00000.safetensors", "manifest.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "link", "remove"])
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, name, damage):
@@ -144,7 +138,7 @@ def test_a_format_of_the_future_is_named(tmp_path):
     body = json.dumps(content["manifest"], indent=2)
     content["sha256"] = hashlib.sha256(body.encode()).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="of format 1, which this version reads, got 99"):
+    with pytest.raises(CheckpointError, match="of format 2, which this version reads, got 99"):
         read_manifest(folder)
 
 

@@ -389,7 +389,7 @@ def test_rounds_that_nobody_was_told_of_are_told_before_those_of_the_workers_tha
     with make_log() as log:
         log.round(reports[0])
         state = unpack(*pack(log.state_dict()))
-    start = Handover(weights=None, version=0, clock=0, left={0: ((30, 60),)}, reports=reports[1:])
+    start = Handover(weights=None, clock=0, left={0: ((30, 60),)}, reports=reports[1:])
     with make_log(state=state, restart=start) as log:
         log.round(replace(reports[0], learning_rate=0.1))
         log.epoch_end(0, EVALUATION, train_time_s=1.0)

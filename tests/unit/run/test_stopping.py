@@ -88,8 +88,10 @@ def test_start_up_is_in_the_total_and_not_in_the_training_over_two_sessions(monk
     now[0] += 12
     assert first.start_training() == 12
     now[0] += 30
-    with first.evaluating():
+    with first.evaluating(pauses=True):
         now[0] += 5
+    with first.evaluating(pauses=False):  # others trained
+        now[0] += 7
     saved = first.state_dict()
 
     now[0] += 1000  # nothing ran
@@ -100,6 +102,5 @@ def test_start_up_is_in_the_total_and_not_in_the_training_over_two_sessions(monk
     second.start_training()
     now[0] += 10
     assert second.start_up_s == 12 + 3
-    assert second.train_s(now[0], without_evaluation=True) == 30 + 10
-    assert second.train_s(now[0], without_evaluation=False) == 30 + 5 + 10
-    assert second.total_s == 12 + 35 + 3 + 10
+    assert second.train_s(now[0]) == 30 + 7 + 10
+    assert second.total_s == 12 + 42 + 3 + 10
