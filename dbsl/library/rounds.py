@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from dbsl.base.errors import SettingError
 from dbsl.cluster.formats import RoundedSum
@@ -21,6 +20,7 @@ from dbsl.cluster.weights import FlatWeights
 from dbsl.config.fields import in_words, refuse
 from dbsl.config.settings import ROUND_WIRES
 from dbsl.library.uneven import world_size
+from dbsl.library.watch import SHARDED
 
 
 class Rounds:
@@ -73,15 +73,14 @@ class Rounds:
             must = "outer must be a learning rate above 0 and a momentum in [0, 1)"
             refuse([(not (lr > 0 and 0 <= momentum < 1), must, outer)])
         refuse([(wire not in ROUND_WIRES, f"wire must be {in_words(ROUND_WIRES)}", wire)])
-        if any(isinstance(module, FSDPModule) for module in model.modules()):
-            raise SettingError("model must have its parameters whole, got one that FSDP2 shards")
+        if any(isinstance(module, SHARDED) for module in model.modules()):
+            raise SettingError("model must have its parameters whole, got one that FSDP shards")
         self.every = every
         self.steps = 0  # since the last merge
         self.merges = 0
         self._model, self._optimizer = model, optimizer
         self._weight, self._group, self._processes = weight, group, world_size(group)
-        self._inner = getattr(model, "module", model)
-        self._weights = FlatWeights(self._inner)
+        self._weights = FlatWeights(model)
         trained = len(self._weights.vector) - len(self._weights.buffers)
         self._outer_step = outer or (0.0, 0.0)
         self._outer = outer and Delta(trained, *outer)
@@ -104,8 +103,7 @@ class Rounds:
             refuse([(len({*values}) > 1, f"{name} must be the same on every process", values)])
         if not inside:
             if self._processes > 1:
-                first = dist.get_global_rank(self._group, 0) if self._group else 0
-                dist.broadcast(self._weights.vector, src=first, group=self._group)
+                dist.broadcast(self._weights.vector, group=self._group, group_src=0)
             self._merged.copy_(self._weights.vector)
         self._loaded, self._inside = False, ExitStack()
         if hasattr(self._model, "no_sync"):
@@ -137,7 +135,7 @@ class Rounds:
         if self._inside is None:
             raise SettingError("step and merge must be called inside `with Rounds(...)`")
         vector = self._weights.vector
-        if next(self._inner.parameters()).data_ptr() != vector.data_ptr():
+        if next(self._model.parameters()).data_ptr() != vector.data_ptr():
             raise SettingError("model must stay on its device and in its dtype inside Rounds")
         weight = self._weight() if callable(self._weight) else self._weight
         try:
@@ -211,10 +209,8 @@ class Rounds:
 
     def _exchange(self, *row: float) -> list[list[float]]:
         """Return every process's numbers; always as many, so that all may come from anywhere."""
-        mine = torch.tensor(row, dtype=torch.float64, device=self._weights.vector.device)
-        rows = [torch.empty_like(mine) for _ in range(self._processes)]
-        if self._processes == 1:
-            rows = [mine]
-        else:
-            dist.all_gather(rows, mine, group=self._group)
-        return [row.tolist() for row in rows]
+        mine = torch.tensor([row], dtype=torch.float64, device=self._weights.vector.device)
+        rows = mine.repeat(self._processes, 1)
+        if self._processes > 1:
+            dist.all_gather_into_tensor(rows, mine, group=self._group)
+        return rows.tolist()

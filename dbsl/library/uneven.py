@@ -116,8 +116,13 @@ class UnevenBatchSampler:
         return self
 
     def __len__(self) -> int:
-        """Return the batches of a whole epoch: this process's, or all with `interleave`."""
-        steps = self._cut(0).steps_per_epoch
+        """Return the batches of an epoch, of one under way those that it began with.
+
+        They are this process's, or all with `interleave`.
+        """
+        epoch = self._iterator
+        under_way = epoch is not None and epoch.number == self.epoch
+        steps = len(epoch) if under_way else self._cut(0).steps_per_epoch
         return steps * self.num_replicas if self.interleave else steps
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -127,7 +132,7 @@ class UnevenBatchSampler:
     def _begin(self, epoch: _Epoch) -> None:
         """Note that an epoch's first batch is drawn: loaders ask for an iterator more often."""
         before, self._iterator = self._iterator, epoch
-        if before is not None and before.exhausted:
+        if before is not None and before.exhausted and len(before):
             if not self._scaled:
                 self._warn_of_no_scale()
             elif before.taken < len(before):
@@ -155,7 +160,7 @@ class UnevenBatchSampler:
         bad = not isinstance(epoch, Integral) or epoch < 0
         refuse([(bad, "epoch must be an integer of at least 0", epoch)])
         if epoch != self.epoch:
-            if 0 < self._start < self.num_samples:
+            if self._start and self._cut(self._start).steps_per_epoch:
                 _warn(f"set_epoch({epoch}) leaves epoch {self.epoch}, inside which the state was")
             self._start = 0
         self.epoch, self._chosen = epoch, True
@@ -377,7 +382,7 @@ class _Speeds:
             # Rank 0's result: another processor may round otherwise.
             model = TimeModel.of([e.model(self._usual) for e in self._estimates], len(rows))
             limits = np.full(len(rows), sum(sizes))
-            sizes = _from_first(balanced_sizes(sum(sizes), model, limits).tolist())
+            sizes = _gather(balanced_sizes(sum(sizes), model, limits).tolist())[0]
         return sizes, max(drawn for *_, drawn in rows)
 
     def state_dict(self) -> dict[str, Any]:
@@ -458,15 +463,6 @@ def _gather(mine: Any) -> list[Any]:
     return rows
 
 
-def _from_first(value: Any) -> Any:
-    """Return what rank 0 passes."""
-    if world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
 def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=3)
 
@@ -504,7 +500,7 @@ def _problem(
         return f"drop_last must be False where a joint batch ({total}) has all samples, got True"
     if asked["balance"] not in (None, "dynamic"):
         return f"balance must be None or 'dynamic', got {asked['balance']!r}"
-    if asked["balance"] and replicas not in (1, world_size()):
+    if asked["balance"] and replicas != world_size():
         return (
             "num_replicas must be the world size with balance='dynamic', which compares all "
             f"processes, got {replicas} of {world_size()}"

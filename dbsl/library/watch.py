@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from dbsl.base.errors import SettingError
+
+SHARDED = FSDPModule, FullyShardedDataParallel
 
 
 class Watch:
@@ -26,10 +28,11 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        inner = getattr(model, "module", model)
-        if any(isinstance(module, FSDPModule) for module in inner.modules()):
+        # DDP's own module, also where it is compiled.
+        inner = model.module if hasattr(model, "require_forward_param_sync") else model
+        if any(isinstance(module, SHARDED) for module in model.modules()):
             raise SettingError(
-                "watch needs a model whose parameters are whole: FSDP2 waits for other processes "
+                "watch needs a model whose parameters are whole: FSDP waits for other processes "
                 "inside both passes, set local_batch_sizes instead"
             )
         self.samples = 0

@@ -134,12 +134,11 @@ def split_batch(samples: int, sizes: Sequence[int] | np.ndarray, least: int = 1)
     Each part has at least `least` samples (or its size, if that is less) or none: of too few the
     largest parts get some. None is above its size, but where what is left is less than `least`:
     three samples for two parts of 2 are 3 and none; and where there are more samples than all
-    sizes: the largest part takes the rest.
+    sizes.
     """
     sizes = np.array(sizes, dtype=np.int64)
     if samples >= sizes.sum():
-        sizes[sizes.argmax()] += samples - sizes.sum()
-        return sizes
+        return largest_remainder(sizes, samples)
     lowest = np.minimum(least, sizes)
     order = np.argsort(-sizes, kind="stable")
     reach = np.cumsum(lowest[order])

@@ -22,11 +22,9 @@ def sentences(count=400):
     return [{"input_ids": w, "labels": (w[0] >= TOKENS // 2).long()} for w in words]
 
 
-def train(local_batch_sizes, epochs=3):
-    """Train and return the model; `local_batch_sizes` has a size for each process."""
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    set_seed(0)
-    model = BertForSequenceClassification(
+def build_model():
+    """Return a small BERT with random weights."""
+    return BertForSequenceClassification(
         BertConfig(
             vocab_size=TOKENS,
             hidden_size=32,
@@ -38,6 +36,13 @@ def train(local_batch_sizes, epochs=3):
             attention_probs_dropout_prob=0.0,
         )
     )
+
+
+def train(local_batch_sizes, epochs=3):
+    """Train and return the model; `local_batch_sizes` has a size for each process."""
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    set_seed(0)
+    model = build_model()
     dataset = sentences()
     sampler = dbsl.UnevenBatchSampler(
         len(dataset), local_batch_sizes=local_batch_sizes, interleave=True

@@ -40,19 +40,8 @@ def sentences(count=300):
     return [{"input_ids": w, "labels": w} for w in words]
 
 
-def train(local_batch_sizes, epochs=3):
-    """Train and return the model; `local_batch_sizes` has a size for each process."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=TOKENS,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=LENGTH,
-        )
-    )
+def fit(model, dataset, local_batch_sizes, epochs, **more):
+    """Train a model with `UnevenTrainer`, which may get `more`, and return it."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
@@ -66,10 +55,26 @@ def train(local_batch_sizes, epochs=3):
             save_strategy="no",
             logging_strategy="epoch",
         )
-        trainer = UnevenTrainer(model, arguments, train_dataset=sentences())
+        trainer = UnevenTrainer(model, arguments, train_dataset=dataset, **more)
         trainer.local_batch_sizes = local_batch_sizes
         trainer.train()
     return model
+
+
+def train(local_batch_sizes, epochs=3):
+    """Train and return the model; `local_batch_sizes` has a size for each process."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=TOKENS,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=LENGTH,
+        )
+    )
+    return fit(model, sentences(), local_batch_sizes, epochs)
 
 
 if __name__ == "__main__":

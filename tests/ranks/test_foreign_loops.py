@@ -118,15 +118,19 @@ def test_batches_that_accelerate_skips_are_left_out_of_the_scales(run_ranks, int
     assert run_ranks(skipping, interleave) == [[2 * 3 / 8, 2 * 1 / 3], [2 * 5 / 8, 2 * 2 / 3]]
 
 
-def sharded(rank):
-    """Watch a model that FSDP2 shards."""
-    from torch.distributed.fsdp import fully_shard
+def sharded(rank, way):
+    """Watch a model that FSDP shards."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     model = nn.Linear(40, 1)
-    fully_shard(model)
+    if way == "fully_shard":
+        fully_shard(model)
+    else:
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     dbsl.UnevenBatchSampler(40, 10, balance="dynamic").watch(model)
 
 
-def test_a_model_that_fsdp_shards_is_not_watched(run_ranks):
-    for error in run_ranks(sharded, expect_errors=True):
+@pytest.mark.parametrize("way", ["fully_shard", "FullyShardedDataParallel"])
+def test_a_model_that_fsdp_shards_is_not_watched(run_ranks, way):
+    for error in run_ranks(sharded, way, expect_errors=True):
         assert "watch needs a model whose parameters are whole" in error

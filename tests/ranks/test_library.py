@@ -158,12 +158,12 @@ def test_mean_scale_weights_by_the_tokens_of_all(run_ranks):
         assert alone == ahead == [2 * (3, 8)[rank] / 11, 2 * (5, 1)[rank] / 6, 1.0]
 
 
-def in_rounds(rank, outer, weights):
+def in_rounds(rank, weights):
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     merged, before = [], []
-    with dbsl.Rounds(model, optimizer, every=2, weight=weights[rank], outer=outer) as rounds:
+    with dbsl.Rounds(model, optimizer, every=2, weight=weights[rank]) as rounds:
         start = rounds._weights.vector.clone()
         for _ in range(5):
             model(torch.randn(6, 3).double() + rank).square().mean().backward()
@@ -177,26 +177,13 @@ def in_rounds(rank, outer, weights):
 
 
 def test_rounds_take_the_weighted_mean_of_weights_and_statistics(run_ranks):
-    (one, merged, merges), (two, also_merged, _) = run_ranks(in_rounds, None, [1.0, 3.0])
+    (one, merged, merges), (two, also_merged, _) = run_ranks(in_rounds, [1.0, 3.0])
     assert merges == 3, "what is left of a round is merged on leaving"
     assert (one[0] == two[0]).all(), "all begin with the weights of process 0"
     for number, (a, b) in enumerate(zip(merged, also_merged, strict=True)):
         assert (a == b).all(), "alike to the bit"
         step = (2, 4, 5)[number]
         assert abs(a - (0.25 * one[step] + 0.75 * two[step])).max() < 1e-15
-
-
-def test_an_outer_step_is_sgd_with_nesterov_momentum_on_the_change(run_ranks):
-    (one, merged, _), (two, _, _) = run_ranks(in_rounds, (0.7, 0.9), [1.0, 1.0])
-    weights, momentum = torch.tensor(one[0]), 0
-    for number, step in enumerate((2, 4, 5)):
-        mean = torch.tensor(one[step] + two[step]) / 2
-        change = weights - mean
-        momentum = 0.9 * momentum + change
-        weights = weights - 0.7 * (change + 0.9 * momentum)
-        trained = slice(0, 16 + 48)  # what follows are batch norm's statistics, merged by the mean
-        assert torch.allclose(weights[trained], torch.tensor(merged[number])[trained], atol=1e-12)
-        weights = torch.tensor(merged[number])
 
 
 def broken_round(rank, what):

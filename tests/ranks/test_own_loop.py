@@ -106,6 +106,19 @@ def test_uneven_batches_train_as_one_process_on_all(run, joined, example, sizes)
         assert distance(unscaled[:3], joined[example, total][:3]) > 1e-3
 
 
+def in_rounds(rank):
+    torch.set_num_threads(1)
+    from examples.own_loop import rounds_ddp
+
+    model = rounds_ddp.train([4, 12])
+    return [value.tolist() for value in model.state_dict().values()]
+
+
+def test_the_example_of_rounds_ends_with_the_same_weights(run_ranks):
+    one, other = run_ranks(in_rounds)
+    assert one == other
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "columns"),

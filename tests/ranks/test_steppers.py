@@ -84,10 +84,6 @@ def build(model, weight_decay=1e-3):
     return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=weight_decay)
 
 
-def build_one(model):
-    return {0: build(model)}
-
-
 def vector_of(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 

@@ -83,6 +83,14 @@ def test_a_short_batch_leaves_parts_empty_or_large_enough(sizes, data, least):
     small = (parts > 0) & (parts < np.minimum(least, sizes))
     assert not small.any() or samples < least
     assert split_batch(3, [2, 2], 2).tolist() == [3, 0]
+    assert split_batch(sum(sizes) + 1, sizes, least).max() <= max(sizes) + 1
+
+
+def test_no_process_takes_alone_what_an_epoch_has_left():
+    assert split_batch(15, [1] * 8).tolist() == [2] * 7 + [1]
+    sampler = StepSampler(1007, 8, whole=8)
+    last = sampler.step(0, sampler.steps_per_epoch - 1, [1] * 8).parts
+    assert max(len(part.indices) for part in last) == 2
 
 
 @given(
