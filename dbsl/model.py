@@ -322,7 +322,9 @@ def set_training(model: nn.Module) -> None:
 
 
 def set_dropout(model: nn.Module, probability: float) -> None:
-    """Set the dropout before the classifier; weights and optimizer state stay as they are."""
+    """Set the dropout before the classifier; a model that was not built here keeps its own."""
+    if model.head_dropouts is None:
+        return
     model.drop_rate = probability  # read at every forward pass where timm applies it as a function
     for module in model.head_dropouts:
         module.p = probability
@@ -397,8 +399,9 @@ def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> 
         if config.get("small_stem"):
             _shrink_stem(model)
         model.load_state_dict(load_file(folder / f"{name}.safetensors"))
-    except (OSError, KeyError) as error:
-        raise SettingError(f"folder must hold {name}.safetensors, got {folder} ({error})") from None
+    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+        text = f"folder must hold {name}.safetensors, got {folder} ({words_of(error)})"
+        raise SettingError(text) from None
     return model.eval()
 
 

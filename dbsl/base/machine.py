@@ -187,7 +187,8 @@ def connect_store(prefix: str, *, at_once: bool = False) -> Store | None:
     With `at_once` it fails at once where nobody listens (``OSError``), and soon where nobody
     answers (``RuntimeError``), instead of trying again and again.
     """
-    where = launcher_address()
+    # torchrun itself serves the store, also where it has started one process.
+    where = launcher_address(1 if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 2)
     if where is None:
         return None
     if at_once:
@@ -198,10 +199,10 @@ def connect_store(prefix: str, *, at_once: bool = False) -> Store | None:
     return dist.PrefixStore(f"dbsl/{prefix}", store)
 
 
-def launcher_address() -> tuple[str, int] | None:
-    """Return the host and the port of the launcher's store; None: there is no launcher."""
+def launcher_address(least: int = 2) -> tuple[str, int] | None:
+    """Return the host and the port of the store of a launcher of at least so many processes."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if not address or not port or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    if not address or not port or int(os.environ.get("WORLD_SIZE", "1")) < least:
         return None
     return address, int(port)
 

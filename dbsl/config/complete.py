@@ -55,7 +55,8 @@ def still_true(
     moved[PROCESSES] = resolved.get(PROCESSES) != processes
     moved[JOINT] = takes_joint_steps(before) != takes_joint_steps(now)
     moved[UNLIKE] = says_unlike(before) != says_unlike(now)
-    if launched_precision not in (None, resolved.get("mixed_precision")):
+    own = now.mixed_precision != "auto"
+    if not own and launched_precision not in (None, resolved.get("mixed_precision")):
         moved["mixed_precision"] = True
     changed = {name for name, has_moved in moved.items() if has_moved}
     changed |= follow(type(now), resolved, changed).keys()

@@ -67,6 +67,7 @@ _FITS = (JOINT, Role.ROUND | Role.STEP, "global_batch_size", "local_batch_sizes"
 _JOINTLY = Needs(sync="step") | Needs(push="gradients")
 _SHARED = ", where all workers share each global batch (see local_batch_sizes)"
 _NO_JOINTLY = Excludes(sync="step", why=_SHARED) | Excludes(push="gradients")
+_SMALL = Needs("small_ratio", new=True) | Needs("small_workers")
 
 
 class LrKwargs(TypedDict, total=False):
@@ -156,9 +157,9 @@ class TrainingConfig(ImageConfig):
         _NO_JOINTLY,
     ] = None
     # time that an epoch of dual batch may take, over that of all-large workers: a ratio k > 1
-    time_ratio: Annotated[float, Within(1, open_low=True), Role.PLAN | Role.SOLVED] = 1.05
+    time_ratio: Annotated[float, Within(1, open_low=True), Role.PLAN | Role.SOLVED, _SMALL] = 1.05
     # share of samples trained in small batches, in (0, 1); replaces --time-ratio
-    small_share: Annotated[Positive | None, Role.PLAN | Role.SOLVED] = None
+    small_share: Annotated[Positive | None, Role.PLAN | Role.SOLVED, _SMALL] = None
     # samples per step of a large worker; one value, one per resolution, or one per resolution and
     # worker; auto: the largest that fits; unset: up to 128
     large_batch_size: Annotated[_Sizes, Role.PLAN | Role.SOLVED, Derived(*_FITS)] = None
@@ -183,6 +184,7 @@ class TrainingConfig(ImageConfig):
         tuple[Number, ...] | None,
         Role.PLAN | Role.PER_WORKER,
         Derived(JOINT, Role.ROUND | Role.SOLVED | Role.TIMES),
+        _SMALL,
     ] = None
     # largest number of a worker's samples on its device at once: a step sums the gradients of
     # micro-batches of that size, with as many values as --large-batch-size may have; auto: what
@@ -212,7 +214,7 @@ class TrainingConfig(ImageConfig):
     # measure step times even if the cache has them
     profile_refresh: Annotated[bool, Role.FREE | Role.COMMAND | Role.TIMED] = False
     # merge weight of small workers: d_S/d_L (data), its square root (sqrt) or 1 (none)
-    update_factor: Annotated[UpdateFactor, Role.PLAN | Role.SOLVED] = "data"
+    update_factor: Annotated[UpdateFactor, Role.PLAN | Role.SOLVED, _SMALL] = "data"
     # rounding of plans: to the nearest, as the journal; truncate: as the conference paper
     rounding: Annotated[Rounding, Role.PLAN | Role.SOLVED] = "round"
     # whether plans stay as they are (none), follow measured times (dynamic), or follow the
@@ -252,8 +254,9 @@ class TrainingConfig(ImageConfig):
     merge: Annotated[
         Literal["mean", "delta", "ratio", "half"] | None,
         Excludes(sync="bsp", but=("mean", "delta")),
-        Excludes(sync=("ssp", "asp", "step"), but=("ratio", "half")),
-        Excludes(push="gradients", but=("mean", "ratio", "half")),
+        Excludes(sync=("ssp", "asp"), but=("ratio", "half")),
+        Excludes(sync="step"),
+        Excludes(push="gradients"),
     ] = None
     # learning rate of the server's step, with --merge delta
     outer_lr: Annotated[Positive, Needs(merge="delta", new=True)] = 0.7

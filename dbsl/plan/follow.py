@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from dbsl.base.errors import SettingError, px
-from dbsl.config.complete import for_workers
 from dbsl.config.fields import refuse
 from dbsl.config.settings import Balance, RunConfig, takes_joint_steps
 from dbsl.plan.ledger import Ledger, Members, TurnSampler
@@ -307,8 +306,10 @@ class PlanMaker:
             drop_last=config.drop_last,
         )
         resolutions, workers = config.resolutions, config.workers
-        small = for_workers(config, "small_batch_size", config.small_batch_size)
-        self._small = {r: row[0] for r, row in zip(resolutions, small, strict=True)}
+        small = config.small_batch_size or (None,)
+        text = f"small_batch_size must have one value, or one per resolution ({len(resolutions)})"
+        refuse([(len(small) not in (1, len(resolutions)), text, len(small))])
+        self._small = dict(zip(resolutions, small * (len(resolutions) // len(small)), strict=True))
         by_hand = config.local_batch_sizes or ()
         unlike = len(by_hand) not in (0, workers, workers * len(resolutions))
         text = f"local_batch_sizes must have one value per worker ({workers})"
@@ -422,7 +423,8 @@ class PlanMaker:
         refuse([(total > self._samples, text, total)])
         if model.equal and total <= int(limits.min()) * workers:
             return largest_remainder(np.ones(workers), total)
-        return balanced_sizes(total, model, limits, self._least)
+        lowest = max(self._least, min(self._rules.lowest(total, workers), int(limits.min())))
+        return balanced_sizes(total, model, limits, lowest)
 
     def _total(self, resolution: int) -> int:
         by_hand = sum(self._by_hand.get(resolution, ()))

@@ -155,7 +155,7 @@ class Replaced:
                 value.copy_(broadcast(value.contiguous()))
         # What `dbsl.model.build_model` notes of timm's models.
         model.created_with, model.small_stem, model.input_statistics = None, False, None
-        model.head_dropouts = []
+        model.head_dropouts = None
         try_out(model, inputs, type(model).__name__, data.num_classes, several=True)
         return model
 
@@ -206,7 +206,8 @@ class Replaced:
             if isinstance(given, str | Path):
                 text = "evaluate_also must have sources or datasets of tensors with your own data"
                 refuse([(self.data is not None, text, given)])
-                changes = {"dataset": str(given), "train_samples": None, "eval_samples": None}
+                cut = dict.fromkeys(("train_samples", "eval_samples", "holdout"))
+                changes = {"dataset": str(given), **cut}
                 given = self.load_data(replace(config, **changes), accelerator)
             sources[name] = as_source(given, data, config.resolutions[-1], f"evaluate_also {name}")
         return sources

@@ -64,7 +64,9 @@ def shrunk(config, tmp_path):
     if config.global_batch_size is not None:
         changes["global_batch_size"] = 24
     else:
-        changes |= {"large_batch_size": (8,), "small_batch_size": (4,)}
+        changes["large_batch_size"] = (8,)
+        some_small = config.small_ratio or config.small_workers
+        changes["small_batch_size"] = (4,) if some_small else None
     return replace(config, **changes)
 
 

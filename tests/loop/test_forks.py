@@ -187,16 +187,17 @@ def test_a_module_is_taken_as_it_is_and_images_keep_their_resolutions(tmp_path):
         def __init__(self):
             super().__init__()
             self.conv = nn.Conv2d(3, 4, 3, bias=False)
-            self.head = nn.Linear(4, 10)
+            self.head, self.drop_rate = nn.Linear(4, 10), 0.3
 
         def forward(self, images):
             return self.head(self.conv(images).mean((2, 3)))
 
     model, folder = Net(), tmp_path / "run"
     settings = {k: TINY[k] for k in ("train_samples", "eval_samples", "large_batch_size")}
-    opened(folder, None, model, **settings, resolutions=(8, 16))
+    opened(folder, None, model, **settings, resolutions=(8, 16), epochs=4, lr_milestones=(2,))
     assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
-    assert {row["resolution"] for row in rows(folder, "round")} == {8, 16} or COMMON["epochs"] < 3
+    assert {row["resolution"] for row in rows(folder, "round")} == {8, 16}
+    assert model.drop_rate == 0.3  # whoever built it chose it
     assert "model: Net\n" in (folder / "config.yaml").read_text()
 
 
@@ -351,6 +352,9 @@ def test_a_second_evaluation_set_is_a_flag(fork, tmp_path):
     found = rows(tmp_path / "run", "eval")
     assert all(row["samples"] == 20 and 0 <= row["digits_accuracy"] <= 1 for row in found)
     assert all(row["digits_loss"] != row["loss"] for row in found)  # of all of them, not of 20
+    run(fork("second_evaluation"), tmp_path / "held", **TINY, also=("digits",), holdout=0.5)
+    held = rows(tmp_path / "held", "eval")[-1]
+    assert held["digits_loss"] != held["loss"]  # of images that nobody holds out
 
 
 # --- further evaluation sets

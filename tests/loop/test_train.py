@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+from functools import partial
 from importlib.util import find_spec
 
 import numpy as np
@@ -49,14 +50,8 @@ SETTINGS = {
     "large_batch_size": (10,),
     "small_workers": 1,
 }
-
-
-def run(folder, **settings):
-    return helpers.run(folder, **{**SETTINGS, **settings})
-
-
-def run_in_ranks(folder, **settings):
-    return helpers.run_in_ranks(folder, **{**SETTINGS, **settings})
+run = partial(helpers.run, **SETTINGS)
+run_in_ranks = partial(helpers.run_in_ranks, **SETTINGS)
 
 
 @pytest.mark.usefixtures("pictures")
@@ -110,14 +105,6 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, monkeypatch, capsys):
         for images, labels in data.evaluation.batches(evaluation_batches(40, 16), transform):
             correct += (load_model(folder)(images).argmax(1) == labels).sum().item()
     assert correct / 40 == pytest.approx(summary["final_accuracy"])
-
-
-@pytest.mark.parametrize("sync", short(["asp", "bsp", "ssp"], "asp"))
-def test_same_config_twice_gives_the_same_bits(tmp_path, sync):
-    settings = {"dropout": (0.1, 0.3), "rounds_per_epoch": 2, "large_batch_size": (6,)}
-    for name in ("one", "two"):
-        run(tmp_path / name, sync=sync, **settings, epochs=2, lr_milestones=())
-    assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
 
 
 @pytest.mark.parametrize(
@@ -412,6 +399,9 @@ REFUSED = [
     ([*STEP, "--local-batch-sizes", "2,2,2"], "local_batch_sizes must have one value per wor"),
     ([*STEP, "--local-batch-sizes", "20,20,20,2"], "local_batch_sizes must sum to at most"),
     ([*STEP, "--global-batch-size", "61"], "global_batch_size must be in [8, 40], 2 a worker"),
+    (["--small-batch-size", "2,2,2,2"], "small_batch_size must have one value, or one per res"),
+    (["--small-workers", "0", "--small-share", "0.2"], "small_share must be unset except with"),
+    ([*STEP, "--merge", "mean"], "merge must be unset with sync step, got mean"),
     ([*STEP, "--rounds-per-epoch", "9"], "rounds_per_epoch must be at most the 2 joint steps"),
     ([*STEP, "--push", "gradients"], "push must be weights with sync step"),
     ([*STEP, "--wire", "int3"], f"wire must be float32, bf16, fp16 or {LOW} with sync step, got"),

@@ -72,6 +72,15 @@ def test_what_is_decided_can_be_asked_without_deciding_more():
     assert joint_planner("none").decided(3, 0).workers == first.workers
 
 
+@pytest.mark.parametrize(("least", "sizes"), [(2, [61, 3]), (16, [48, 16])])
+def test_the_first_plan_of_joint_steps_keeps_the_smallest_batch(least, sizes):
+    steps = {"sync": "step", "global_batch_size": 64, "min_batch_size": least}
+    config = RunConfig(workers=2, resolutions=(8,), **steps)
+    models = {8: TimeModel(np.array([1e-3, 2e-2]), np.full(2, 1e-2), np.zeros(2))}
+    maker = PlanMaker(config, KnownWorkers(models, {8: [64] * 2}, measured=False), SAMPLES, 1)
+    assert [worker.local_batch_size for worker in maker.first(8, print).workers] == sizes
+
+
 def test_two_epochs_without_noise_balance_unequal_workers():
     planner = joint_planner("dynamic")
     assert imbalance(measure(planner, 0)) > 1.3  # equal parts

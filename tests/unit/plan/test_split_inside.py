@@ -1,7 +1,7 @@
 """Workers of several processes: who is whose, how fast they are together, and what they report."""
 
 import pytest
-from hypothesis import given, reject
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsl.config.settings import RunConfig
@@ -10,9 +10,6 @@ from dbsl.plan.solve import plan_dual_batch
 from dbsl.plan.text import format_plan
 from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, RoundReport, StepLine, TimeModel, join_reports
 from dbsl.run.prepare import count_workers, settle_islands
-from experiments.benchmarks.coverage.cases import cases
-from experiments.benchmarks.coverage.check import check_drawn
-from tests.helpers import slow
 
 
 def settled(processes, nodes=(), **settings):
@@ -78,14 +75,6 @@ def test_a_workers_time_is_that_of_its_processes_which_end_a_step_together(model
     joined = Islands((len(models),)).join(model)
     if min(parts) > least:  # none is too slow to take its share; each is within a sample of it
         assert max(taken) == pytest.approx(float(joined.time(batch)[0]), abs=max(model.slope))
-
-
-@slow
-@given(cases("bsp") | cases("asp") | cases("ssp"))
-def test_processes_of_a_worker_train_on_each_of_its_samples_once(case):
-    if "worker_processes" not in case.options:
-        reject()
-    check_drawn(case)
 
 
 def report(worker, samples, loss, **more):

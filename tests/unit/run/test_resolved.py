@@ -157,6 +157,14 @@ def test_a_measured_floor_is_planned_with_and_goes_with_its_slope(planned):
     assert not {"slope", "intercept", "floor"} & set(still_true(found, given, changed, 1))
 
 
+@pytest.mark.parametrize("given", ["auto", "no"])
+def test_a_precision_that_was_given_is_not_the_launchers_to_move(given):
+    config = replace(Config(), mixed_precision=given)
+    found = {"slope": (1.0,)} | ({"mixed_precision": "no"} if given == "auto" else {})
+    kept = still_true(found, config, config, 1, "bf16")
+    assert ("slope" in kept) == (given == "no")
+
+
 def test_a_run_is_made_longer_without_consent(folder, tmp_path, capsys):
     longer = tmp_path / "longer"
     shutil.copytree(folder, longer)
