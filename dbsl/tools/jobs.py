@@ -69,6 +69,9 @@ def launch_all(
         made = [pool.submit(runs.make, number, launch) for number, launch in waiting]
         try:
             statuses = [future.result() for future in made]
+        except KeyboardInterrupt:  # the second: now
+            runs.kill()
+            raise
         finally:
             runs.end()
     if runs.failed:
@@ -118,6 +121,12 @@ class _Runs:
                 patience = threading.Timer(_END_PATIENCE_S, process.kill)
                 patience.daemon = True
                 patience.start()
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        with self._lock:
+            for process in self._running:
+                process.kill()
 
     def make(self, number: int, launch: Launch) -> int | None:
         """Make a run; return its status, or None if all were to end before it began."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, one_line_errors
 from dbsl.config.fields import check_fields
 from dbsl.config.parse import parse_flags
 from dbsl.config.settings import Rounding, UpdateFactor
@@ -44,43 +43,39 @@ class _Arguments:
     json: bool = False  # print JSON instead of a table
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``python -m dbsl.plan`` and return the exit status."""
-    try:
-        arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.plan")
-        check_fields(arguments)
-        slopes, floors = arguments.slope, arguments.floor
-        floors = floors * len(slopes) if len(floors) == 1 else floors
-        for name, values in (("intercept", arguments.intercept), ("floor", floors)):
-            if len(values) != len(slopes):
-                raise SettingError(
-                    f"{name} must have as many values as slope ({len(slopes)}), got {len(values)}"
-                )
-        plan = plan_dual_batch(
-            arguments.samples,
-            arguments.workers,
-            arguments.small_workers,
-            arguments.large_batch_size,
-            [TimeModel(*x) for x in zip(slopes, arguments.intercept, floors, strict=True)],
-            PlanRules(
-                time_ratio=arguments.time_ratio,
-                small_batch_size=arguments.small_batch_size,
-                small_share=arguments.small_share,
-                min_batch_size=arguments.min_batch_size,
-                rounds=arguments.rounds_per_epoch,
-                factor=arguments.update_factor,
-                rounding=arguments.rounding,
-            ),
-        )
-    except SettingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run ``python -m dbsl.plan``."""
+    arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.plan")
+    check_fields(arguments)
+    slopes, floors = arguments.slope, arguments.floor
+    floors = floors * len(slopes) if len(floors) == 1 else floors
+    for name, values in (("intercept", arguments.intercept), ("floor", floors)):
+        if len(values) != len(slopes):
+            raise SettingError(
+                f"{name} must have as many values as slope ({len(slopes)}), got {len(values)}"
+            )
+    plan = plan_dual_batch(
+        arguments.samples,
+        arguments.workers,
+        arguments.small_workers,
+        arguments.large_batch_size,
+        [TimeModel(*x) for x in zip(slopes, arguments.intercept, floors, strict=True)],
+        PlanRules(
+            time_ratio=arguments.time_ratio,
+            small_batch_size=arguments.small_batch_size,
+            small_share=arguments.small_share,
+            min_batch_size=arguments.min_batch_size,
+            rounds=arguments.rounds_per_epoch,
+            factor=arguments.update_factor,
+            rounding=arguments.rounding,
+        ),
+    )
     if arguments.json:
         print(json.dumps(asdict(plan), indent=2))
     else:
         print(f"{format_plan(plan)}\n\n{timeline(plan, arguments.rounds_per_epoch)}")
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    with one_line_errors():
+        main()

@@ -6,7 +6,9 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 
 import torch
@@ -16,7 +18,8 @@ from dbsl.base.machine import threads_of_process
 from dbsl.config.fields import Count, Positive, Within, check_fields
 from dbsl.config.parse import parse_flags
 from dbsl.config.settings import ClipMode, Precision, check_resolutions
-from dbsl.model import build_model
+from dbsl.data.sources import image_batch
+from dbsl.model import build_model, check_sides
 from dbsl.optimizer import check_optimizer
 from dbsl.profile.cache import Profiler, write_profiles
 from dbsl.profile.memory import GIB
@@ -71,11 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.profile")
         torch.set_num_threads(arguments.cpu_threads or threads_of_process())
         accelerator = start_accelerator(arguments.mixed_precision, _TIMEOUT_S)
-        model = build_model(arguments.model, arguments.num_classes, arguments.resolutions[-1:]).to(
-            accelerator.device, memory_format=torch.channels_last
-        )
+        name, sides, classes = arguments.model, arguments.resolutions, arguments.num_classes
+        model = build_model(name, classes, sides)
+        model.to(accelerator.device, memory_format=torch.channels_last)
+        example = partial(image_batch, classes=classes, device=accelerator.device)
+        check_sides(name, model, SimpleNamespace(num_classes=classes, example=example), sides)
         setup = replace(
-            Setup.of(arguments.model, model, arguments.num_classes, accelerator),
+            Setup.of(name, model, classes, accelerator),
             optimizer=arguments.optimizer,
             momentum=arguments.momentum > 0,
             weight_decay=arguments.weight_decay > 0,

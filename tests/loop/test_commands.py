@@ -94,7 +94,7 @@ def call(words):
         assert parse_flags(StudyConfig, words[3:]).goal_error == 0.3
     elif words[:2] == ["python", "-m"] and words[2] in ("dbsl.plan", "dbsl.predict"):
         tool = import_module(words[2].replace("dbsl", "dbsl.tools"))
-        assert tool.main(words[3:]) == 0
+        assert not tool.main(words[3:])
     else:
         assert any(" ".join(words).startswith(start) for start in ELSEWHERE), words
 

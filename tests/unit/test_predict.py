@@ -1,6 +1,7 @@
 import csv
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -85,6 +86,7 @@ def test_what_cannot_be_read_is_named_and_the_other_images_are_classified(
         (["{empty}", "{images}"], "folder must hold config.json, got"),
         (["{run}", "{images}", "--top", "11"], "top must be in [1, 10], the classes, got 11"),
         (["{run}", "{images}", "--best"], "folder must hold model_best.safetensors, got"),
+        (["{cut}", "{images}"], "folder must hold model.safetensors, got"),
         (["{run}", "{images}", "--best", "--ema"], "best must not be given with ema"),
         (["{run}", "{images}", "--csv", "{empty}/no/x.csv"], "csv must be in a folder that can"),
     ],
@@ -92,5 +94,7 @@ def test_what_cannot_be_read_is_named_and_the_other_images_are_classified(
 def test_bad_input_is_one_line(run_folder, photographs, tmp_path, flags, message):
     (tmp_path / "empty").mkdir()
     places = {"run": run_folder, "images": photographs, "empty": tmp_path / "empty"}
+    places["cut"] = shutil.copytree(run_folder, tmp_path / "cut")
+    (tmp_path / "cut/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         predict.main([flag.format(**places) for flag in flags])

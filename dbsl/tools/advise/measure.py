@@ -144,10 +144,7 @@ class Bench:
             found = replace(found, capacity_bytes=most, reserve_bytes=reserve)
         names = ("fixed_bytes", "sample_bytes", "capacity_bytes", "margin", "reserve_bytes")
         rows = self.gather([getattr(found, name) if found else -1.0 for name in names])
-        known = rows.min() >= 0
-        return (
-            [MemoryModel(*row[:4], row[4], found.source) for row in rows.tolist()] if known else []
-        )
+        return [MemoryModel(*row, found.source) for row in rows.tolist()] if rows.min() >= 0 else []
 
     def link(self) -> EmulatedLink:
         """Return the rate and the delay with which these processes sum a vector."""

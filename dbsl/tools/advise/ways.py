@@ -161,7 +161,9 @@ def advise(ways: Sequence[Way]) -> tuple[Way, str]:
     exchange, waiting = (s / joint.epoch_s for s in (max(0.0, joint.exchange_s), waiting_s))
     ratio, rounds = joint.bytes_per_epoch / taken.bytes_per_epoch, taken.rounds
     less = f"1/{ratio:.0f} of the bytes" if ratio >= 1.5 else f"{100 / ratio:.0f} % of the bytes"
-    text = RULES[rank(taken)[0]][2].format(less=less, merges=plural(rounds, "merge"))
+    balanced, own = RULES[1], RULES[rank(taken)[0]]
+    rules = dict.fromkeys([balanced, own] if taken.kind == balanced[0] else [own])
+    text = ", ".join(rule[2] for rule in rules).format(less=less, merges=plural(rounds, "merge"))
     return taken, f"a joint step is {exchange:.0%} exchange and {waiting:.0%} waiting: {text}"
 
 

@@ -37,6 +37,7 @@ from dbsl.config.parse import (
     read_settings,
     yaml_to_argv,
 )
+from dbsl.config.settings import CHECKPOINTS
 from dbsl.run.stopping import Stopping
 from dbsl.tools.compare.report import only_writer, read_runs, write_comparison, write_runs
 from dbsl.tools.compare.statistics import ArmRun, equal_time_epochs, read_run
@@ -155,7 +156,7 @@ class Arm:
             if name not in self.settings
             if name != "report_to" or name in defaults_of_extras()  # its file may be deleted
         }
-        begun = (folder / "config.yaml").exists()  # then with the threads that it began with
+        begun = any((folder / CHECKPOINTS).glob("*/*"))  # with the threads that it began with
         if "cpu_threads" not in self.settings and jobs > 1 and not begun:
             extra["cpu_threads"] = threads_of_process(jobs)
         return ("--config", str(self.path), *yaml_to_argv(extra))
@@ -206,7 +207,8 @@ class _Table:
     def __init__(self, name: str, arms: Sequence[Arm], config: CompareConfig) -> None:
         self.name, self.arms, self.config = name, arms, config
         self.recorded = read_runs(config.output, name)
-        self.done = self._of_arms(self.recorded)
+        # Of equal time: an arm that has the baseline's already is the same run.
+        self.done = self._of_arms(read_runs(config.output, "arms")) | self._of_arms(self.recorded)
         self.lacking: dict[Path, tuple[Arm, int]] = {}  # by the folder of the run
         for seed in config.seed_range:  # all arms with one seed before any with the next
             for arm in arms:

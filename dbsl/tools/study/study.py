@@ -23,7 +23,7 @@ import torch
 import yaml
 from filelock import FileLock
 
-from dbsl.base.errors import EXIT_STOPPED, RunStopped, SettingError, one_line_errors
+from dbsl.base.errors import EXIT_STOPPED, RunStopped, SettingError, as_given, one_line_errors
 from dbsl.base.files import write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.base.seeds import stream_seed
@@ -127,7 +127,7 @@ class StudyConfig(
         for name in ("batch_sizes", "optimizers"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
-                raise SettingError(f"{name} must be one or more, each once, got {_join(values)}")
+                raise SettingError(f"{name} must be one or more, each once, got {as_given(values)}")
         check_fields(self)
         check_images(self)
         for name in ("effective_lr", "momentum", "decay_factor", "decay_share"):
@@ -163,12 +163,8 @@ class StudyConfig(
 
 def _ends(name: str, values: Sequence[float]) -> tuple[float, float]:
     if len(values) not in (1, 2) or values[0] > values[-1]:
-        raise SettingError(f"{name} must be one value, or a range's ends, got {_join(values)}")
+        raise SettingError(f"{name} must be one value, or a range's ends, got {as_given(values)}")
     return values[0], values[-1]
-
-
-def _join(values: Sequence[Any]) -> str:
-    return ",".join(map(str, values)) or "none"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -257,10 +257,18 @@ def test_a_file_of_machines_is_enough_for_the_advice(capsys):
         ("machines: [{images_per_s: 9, gpus: 2}]\nlink: {gbps: quick}", "gbps must be a number"),
         (
             "machines: [{images_per_s: 9, gpu: 2}]\nlink: {gbps: 1}",
-            "unexpected keyword argument 'gpu'",
+            "may set gpus, count, step_s, got images_per_s, gpu in",
         ),
-        ("machines: [{images_per_s: 9, gpus: 2}]", "('link')"),
-        ("machines: [{images_per_s: 9}]\nlink: {gbps: 1}\nlinks: 1", "links is not known"),
+        ("machines: [{images_per_s: 9, gpus: 2}]", "the file must set machines, link, and may set"),
+        ("machines: [{images_per_s: 9}]\nlink: {gbps: 1}\nlinks: 1", "got machines, link, links"),
+        ("", "the file must set machines, link, and may set inner_link, got unset"),
+        ("machines: 5\nlink: {gbps: 1}", "machines must be a list, got 5"),
+        ("machines: [null]\nlink: {gbps: 1}", "each of machines must set images_per_s, and may"),
+        ("machines: [{images_per_s: 9, gpus: 2}]\nlink: {ms: 1}", "link must set gbps, and may"),
+        (
+            "machines: [{images_per_s: 9, gpus: 999}]\nlink: {gbps: 1}",
+            "samples must be at least those of a step of all GPUs, 127872, got 50000",
+        ),
         (None, "No such file"),
     ],
 )

@@ -301,6 +301,11 @@ def test_equal_time_trains_again_with_other_epochs_and_moved_milestones(
         assert own.keys() == {"base", "alone", "alone (EMA)"}
         assert float(own["alone (EMA)"]["accuracy"]) == 50.0
     assert [own["alone"]["epochs"] for own in rows.values()] == ["4", "1"]
+    shutil.rmtree(tmp_path / "runs")  # another machine has the rows alone
+    (tmp_path / "out/equal_time_runs.csv").unlink()
+    del launched[:]
+    compare.main([*arms, *options, "--output-dir", "out"])
+    assert [launch.title for launch in launched] == ["alone-1epochs, seed 0"]
     assert rows["arms"]["base"] | {"target": ""} == rows["equal_time"]["base"] | {"target": ""}
     row = rows["arms"]["base"]
     assert row["command"].startswith("python -m dbsl.compare *.yaml --seeds 1")
