@@ -100,7 +100,8 @@ class Charts(Extra):
     def report(self, folder: Path, rows: Sequence[Row]) -> None:
         self._folder = folder
         settings = {name: _plain(value) for name, value in settings_in(folder).items()}
-        done = sum(row["event"] == "times" for row in rows)
+        known = (row for row in rows if row["event"] in ("step", "times"))
+        done = max((row["epoch"] + row.get("progress", 1.0) for row in known), default=0.0)
         workers = max((len(row["workers"]) for row in rows if row["event"] == "plan"), default=1)
         last = max(min(workers, _LINES) - 1, 1)
         for name in self._names:
@@ -188,14 +189,14 @@ class Charts(Extra):
 class _Tracker:
     """A tracker of which nothing is known but that it takes numbers.
 
-    `before` is the id of the session before, if there was one, which has shown so many `epochs`.
+    `before` is the id of the session before, if there was one, whose rows reach to `epochs`.
     """
 
     id = ""  # a later session goes on by it
     lines: Set[int] = frozenset()  # workers that a chart of all of them shows
 
     def __init__(
-        self, name: str, folder: Path, settings: dict[str, Any], before: str | None, epochs: int
+        self, name: str, folder: Path, settings: dict[str, Any], before: str | None, epochs: float
     ) -> None:
         self.resumed = before is not None
         own: dict[str, dict[str, Any]] = {
@@ -203,7 +204,7 @@ class _Tracker:
             "mlflow": {"run_name": folder.name},
             "swanlab": {"experiment_name": folder.name, "logdir": str(folder / "swanlog")},
             # What a session that was killed has shown after its checkpoint is shown no more.
-            "tensorboard": {"purge_step": THOUSANDTHS * epochs + self.resumed},
+            "tensorboard": {"purge_step": round(THOUSANDTHS * epochs) + self.resumed},
             "trackio": {"name": folder.name} | ({"resume": "allow"} if self.resumed else {}),
         }
         # TensorBoard uses the project's name for its folder.
@@ -245,7 +246,7 @@ class _WandB(_Tracker):
     """W&B: figures of workers are hidden from automatic charts, and drawn in charts of all."""
 
     def __init__(
-        self, name: str, folder: Path, settings: dict[str, Any], before: str | None, epochs: int
+        self, name: str, folder: Path, settings: dict[str, Any], before: str | None, epochs: float
     ) -> None:
         self.resumed, self.tracker = before is not None, start_wandb(folder, settings, before)
         self._points: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(dict)

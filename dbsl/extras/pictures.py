@@ -69,8 +69,15 @@ class Pictures(Extra):
             0 if name == "plan" else int(name.split()[0]): plan_from_plain(plan)  # "32 px"
             for name, plan in by_name.items()
         }
-        stages = [Stage(0, 0, dropout=0.0, **span) for span in stage_spans(rows)]
-        figure = timeline_figure(stages, plans, settings_in(folder)["rounds_per_epoch"])
+        settings = settings_in(folder)
+        epochs = settings["epochs"]
+        # A run that goes on with fewer epochs or resolutions has no plan of what was dropped.
+        stages = [
+            Stage(0, 0, dropout=0.0, **span | {"end_epoch": min(span["end_epoch"], epochs)})
+            for span in stage_spans(rows)
+            if span["resolution"] in plans and span["first_epoch"] < epochs
+        ]
+        figure = timeline_figure(stages, plans, settings["rounds_per_epoch"])
         save_figure(figure, folder / "plots/plan.png")
 
     def end(self, folder: Path) -> None:
@@ -118,7 +125,7 @@ def _timeline_title(stages: Sequence[Stage], plans: Mapping[int, Plan]) -> str:
     what = " by the first plan: how long each worker computes, how long it waits"
     if all(len(plan.workers) == 1 for plan in plans.values()):
         what = others = ""
-    epochs = stages[-1].end_epoch
+    epochs = sum(len(stage.epochs) for stage in stages)
     return f"Predicted time of one epoch{what}\nall {epochs} epochs: {planned}{others}"
 
 

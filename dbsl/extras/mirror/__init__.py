@@ -53,7 +53,7 @@ from dbsl.extras.mirror.bucket import (
     refusing,
     tried,
 )
-from dbsl.run.folder import CODE, RESULTS, default_folder
+from dbsl.run.folder import CODE, LOCK, RESULTS, default_folder, holder_of
 from dbsl.run.session import Session
 
 OWN_FILE = "mirror.json"  # in the run folder: where it is mirrored, and the run's name for itself
@@ -106,6 +106,7 @@ class Mirror(Extra):
 
     def __init__(self) -> None:
         self._bucket: Bucket | None = None  # None: there is no URL, or another process mirrors
+        self._passed_over = 0  # sequence of a damaged checkpoint at the URL
         self._several = False  # processes
         self.failures = 0  # tries
         self.uploading: str | None = None  # a checkpoint that is on its way, and must stay on disk
@@ -166,13 +167,14 @@ class Mirror(Extra):
             if accelerator.is_main_process:
                 passed_over = kept.get("passed_over", 0) if kept.get("mirror") == url else 0
                 self._bucket = _claim(url, self._own, config, found, passed_over)
+                self._passed_over = passed_over
 
     def begin(self, session: Session) -> None:
         self.saving = session.cluster.saving
 
     def report(self, folder: Path, rows: Sequence[Row]) -> None:
         if self._bucket is not None:
-            _remember_mirror(self._folder, self._bucket, self._own)
+            _remember_mirror(self._folder, self._bucket, self._own, self._passed_over)
             threading.Thread(target=self._work, name="mirror", daemon=True).start()
             self.saved()
 
@@ -378,6 +380,8 @@ def _url_to_pull(resume: str | None, output_dir: str | None, mirror: str | None)
 def _pull(url: str, config: RunConfig, say: Callable[[str], Any]) -> str:
     """Return the folder that a run was pulled into; "": there is nothing to be pulled yet."""
     path = Path(config.output_dir or default_folder(config))
+    if path.is_dir() and holder_of(path) is None:
+        (path / LOCK).unlink(missing_ok=True)  # left by a start that was killed
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise SettingError(f"output_dir must be a new folder, got {path}, which exists")
     try:

@@ -74,8 +74,16 @@ class Streaming(Extra):
         config, data = run.config, run.data
         in_order = run.evaluation_batch if getattr(config, "eval_train", False) else 0
         average = run.statistics_batch if getattr(config, "ema_decay", 0) else 0
-        data.train.check_room(max(run.largest_batch, average), in_order=in_order)
-        data.evaluation.check_room(1, in_order=run.evaluation_batch)
+        spans = [run.largest_batch, average]
+        # A process that takes a part of each batch passes over the others' parts.
+        if config.sync != "step" or session.accelerator.num_processes > 1:
+            spans += [plan.global_batch_size or 0 for plan in run.plans.values()]
+        if run.place is not None:
+            spans += [w.local_batch_size for plan in run.plans.values() for w in plan.workers]
+        data.train.check_room(max(spans), in_order=in_order)
+        for source in (data.evaluation, *run.also.values()):
+            if isinstance(source, StreamLoader):
+                source.check_room(1, in_order=run.evaluation_batch)
 
 
 class _Awaited(list[Request]):

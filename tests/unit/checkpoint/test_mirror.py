@@ -11,11 +11,13 @@ from types import SimpleNamespace
 
 import fsspec
 import pytest
+from filelock import FileLock
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dbsl.checkpoint.disk import (
     Found,
+    newest,
     prune,
     read_manifest,
     remove,
@@ -25,6 +27,7 @@ from dbsl.checkpoint.disk import (
 from dbsl.config.parse import parse_config
 from dbsl.extras import mirror as mirroring
 from dbsl.extras.mirror.bucket import tried
+from dbsl.run.folder import LOCK
 from tests.unit.checkpoint.test_checkpoint import write
 from train import Config
 
@@ -285,6 +288,17 @@ def test_a_folder_that_is_there_is_not_pulled_into(tmp_path, mirrored):
     mirrored(1)
     with pytest.raises(ValueError, match=r"output_dir must be a new folder, got .*run, which"):
         pull(tmp_path / "run")
+
+
+def test_a_folder_of_a_start_that_was_killed_is_pulled_into(tmp_path, mirrored):
+    mirrored(1)
+    folder = tmp_path / "pulled"
+    folder.mkdir()
+    text = "output_dir must be a new folder"
+    with FileLock(folder / LOCK), pytest.raises(ValueError, match=text):
+        pull(folder)
+    pull(folder)
+    assert newest(folder).manifest.sequence == 1
 
 
 def test_the_newest_state_wins_on_a_slow_connection(tmp_path, memory, monkeypatch, folder_with):

@@ -155,14 +155,19 @@ def test_a_resumed_run_goes_on_in_the_charts_of_before_and_shows_nothing_twice(
 
 
 def test_tensorboard_forgets_what_a_killed_session_showed_after_its_checkpoint(folder):
-    first = show(folder, "tensorboard", rows=[*epoch(), *epoch(1)])
+    steps = [step(0, progress, 3.0) | {"epoch": 1} for progress in (0.25, 0.5)]
+    first = show(folder, "tensorboard", rows=[*epoch(), *steps, *epoch(1)])
     first.close(None)
     time.sleep(0.01)
     changed = [row | {"loss": 5.0} if row["event"] == "round" else row for row in epoch(1)]
-    state = {"trackers": {"tensorboard": ""}}
-    second = show(folder, "tensorboard", before=[PLAN, *epoch()], state=state, rows=changed)
+    state, kept = (
+        {"trackers": {"tensorboard": ""}},
+        [PLAN, *epoch(), step(0, 0.25, 3.0) | {"epoch": 1}],
+    )
+    second = show(folder, "tensorboard", before=kept, state=state, rows=changed)
     second.close(None)
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [point.step for point in events.Scalars("steps/loss/0")] == [1250]
     points = [(point.step, point.value) for point in events.Scalars("train/loss")]
     assert points == [(1000, pytest.approx(2.6)), (2000, 5.0)]
     assert events.Images("plots/plan")[0].width == 30

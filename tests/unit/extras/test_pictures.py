@@ -131,7 +131,7 @@ def test_a_plan_is_drawn_from_plan_json_and_its_rows(tmp_path, monkeypatch):
     rows = [plan_row(stage, plans[stage.resolution]) | {"event": "plan"} for stage in STAGES]
     named = {f"{resolution} px": asdict(plan) for resolution, plan in plans.items()}
     (tmp_path / "plan.json").write_text(json.dumps(named))
-    (tmp_path / "config.yaml").write_text("rounds_per_epoch: 2")
+    (tmp_path / "config.yaml").write_text("rounds_per_epoch: 2\nepochs: 4")
     pictures.Pictures().report(tmp_path, rows)
     ((stages, *given),) = drawn
     assert given == [plans, 2]
@@ -139,6 +139,13 @@ def test_a_plan_is_drawn_from_plan_json_and_its_rows(tmp_path, monkeypatch):
     assert spans == [(stage.first_epoch, stage.end_epoch, stage.resolution) for stage in STAGES]
     with Image.open(tmp_path / "plots/plan.png") as image:
         assert image.width >= 900
+    (tmp_path / "plan.json").write_text(json.dumps({"32 px": named["32 px"]}))
+    (tmp_path / "config.yaml").write_text("rounds_per_epoch: 2\nepochs: 3")
+    pictures.Pictures().report(tmp_path, rows)  # resumed with fewer resolutions and epochs
+    (stages, kept, _), spans = drawn[1], [span for span in spans if span[2] == 32]
+    assert kept.keys() == {32}
+    left = [(first, min(end, 3), side) for first, end, side in spans if first < 3]
+    assert [(s.first_epoch, s.end_epoch, s.resolution) for s in stages] == left
 
 
 @pytest.mark.parametrize(
