@@ -19,7 +19,6 @@ from dbsl.cluster.serving import MemberCluster
 from dbsl.config.parse import parse_config
 from dbsl.data.sources import TensorData
 from dbsl.open import open_session
-from dbsl.run.training import Run
 from tests.helpers import (
     TINY,
     end_ranks,
@@ -35,6 +34,7 @@ from tests.helpers import (
     wait_all,
     wait_until,
 )
+from tests.loop.test_nodes import record
 from train import Config, loss_function, train
 
 OWN = {"model", "train_samples", "eval_samples", "resolutions"}
@@ -54,24 +54,11 @@ def make_data(samples):
     return TensorData(*map(TensorDataset, draws, labels), 3)
 
 
-def record(folder):
-    """Have this process write down the samples of each of its batches, by epoch."""
-    batches = Run.batches
-
-    def recorded(self, parts, resolution, epoch):
-        row = [epoch, [part.indices.tolist() for part in parts]]
-        with open(f"{folder}/samples-{torch.distributed.get_rank()}.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
-        return batches(self, parts, resolution, epoch)
-
-    Run.batches = recorded
-
-
 def samples_seen(folder):
     seen = {}
-    for path in folder.glob("samples-*.jsonl"):
-        for epoch, parts in map(json.loads, path.read_text().splitlines()):
-            seen.setdefault(epoch, []).extend(i for part in parts for i in part)
+    for path in folder.glob("rank-*.jsonl"):
+        for epoch, _, own in map(json.loads, path.read_text().splitlines()):
+            seen.setdefault(epoch, []).extend(own)
     return seen
 
 
@@ -412,7 +399,7 @@ def test_a_stopped_run_goes_on_with_these_or_other_islands_at_the_sample(tmp_pat
         state = json.loads(path.read_text())
         moments[path.name] = state["cluster"]["clock"], state["progress"]["steps"]
     assert moments["rank-00000.json"] == moments["rank-00001.json"]
-    for path in tmp_path.glob("samples-*.jsonl"):  # batches are read ahead of steps
+    for path in tmp_path.glob("rank-*.jsonl"):  # batches are read ahead of steps
         path.unlink()
     now = {"worker_processes": islands, "allow_config_change": True}
     said = end_ranks(start(folder, 3, act=lambda: record(tmp_path), **settings | now))

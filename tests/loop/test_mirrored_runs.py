@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -41,10 +42,7 @@ SETTINGS = {
     "lr_milestones": (2,),
     "checkpoint_every": 1,
 }
-
-
-def run(folder, **settings):
-    return helpers.run(folder, **{**SETTINGS, **settings})
+run = partial(helpers.run, **SETTINGS)
 
 
 def resume(url, folder, *flags):

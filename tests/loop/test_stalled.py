@@ -1,13 +1,22 @@
 """Real processes of train.py that are killed and launched again while the others train."""
 
-import json
+from tests.helpers import (
+    end_ranks,
+    free_port,
+    rows,
+    samples_by_epoch,
+    slow,
+    start_rank,
+    summary_of,
+    to_flags,
+    wait_until,
+)
 
-from dbsl.log.rows import read_metrics
-from tests.helpers import free_port, slow, start_rank, to_flags, wait_all, wait_until
-
-SAMPLES = 120
+SAMPLES, EPOCHS = 120, 40
 SETTINGS = {
+    "sync": "asp",
     "train_samples": SAMPLES,
+    "epochs": EPOCHS,
     "local_batch_sizes": (6, 6, 6),
     "rounds_per_epoch": 2,
     "worker_timeout": 60.0,
@@ -18,53 +27,26 @@ SETTINGS = {
 }
 
 
-class Job:
-    """Three processes of a run."""
-
-    def __init__(self, folder, epochs, **settings):
-        self.folder, self.epochs, self._port = folder, epochs, free_port()
-        self._flags = to_flags(folder, **SETTINGS, **settings, epochs=epochs)
-        self.processes = [self.start(rank) for rank in range(3)]
-
-    def start(self, rank):
-        return start_rank(self._flags, rank, 3, self._port)
-
-    def events(self, name):
-        path = self.folder / "metrics.jsonl"
-        return [e for e in read_metrics(path) if e["event"] == name] if path.exists() else []
-
-    def wait_for(self, name, number=1):
-        def over():
-            return any(process.poll() not in (None, -9) for process in self.processes)
-
-        wait_until(lambda: len(self.events(name)) >= number or over(), 90, name)
-        assert not over(), [process.stderr for process in self.processes]
-
-    def end(self):
-        """Wait for the end; return samples trained on by epoch, and those counted as left out."""
-        assert wait_all(self.processes, 180) == [0, 0, 0], [p.stderr for p in self.processes]
-        trained = [0] * self.epochs
-        for event in self.events("round"):
-            trained[event["epoch"]] += event["samples"]
-        return trained, sum(event["samples"] for event in self.events("lost"))
-
-
 @slow
 def test_a_worker_that_is_killed_is_launched_again_and_trains_to_the_end(tmp_path):
-    job = Job(tmp_path / "run", 40, sync="asp")
-    job.wait_for("round", 6)
-    job.processes[2].kill()
-    job.wait_for("lost")
-    job.processes[2] = job.start(2)
-    trained, left_out = job.end()
+    folder, port = tmp_path / "run", free_port()
+    flags = to_flags(folder, **SETTINGS)
+    processes = [start_rank(flags, rank, 3, port) for rank in range(3)]
+    wait_until((folder / "metrics.jsonl").exists, 90)
+    wait_until(lambda: len(rows(folder, "round")) >= 6, 90, "rounds")
+    processes[2].kill()
+    wait_until(lambda: rows(folder, "lost"), 90, "the loss")
+    processes[2] = start_rank(flags, 2, 3, port)
+    said = end_ranks(processes, 180)
+    trained, left_out = samples_by_epoch(folder, EPOCHS), rows(folder, "lost")
     assert max(trained) == trained[-1] == SAMPLES
-    assert sum(trained) + left_out == 40 * SAMPLES
-    (joined,) = job.events("joined")
+    assert sum(trained) + sum(row["samples"] for row in left_out) == EPOCHS * SAMPLES
+    (joined,) = rows(folder, "joined")
     begins = f"rank 2 has joined, its share begins in epoch {joined['epoch'] + 1}"
-    assert begins in job.processes[0].stdout
-    assert begins in job.processes[2].stdout
-    assert 2 in {e["worker"] for e in job.events("round") if e["epoch"] == 39}
-    assert 1 < joined["epoch"] < 40
-    summary = json.loads((job.folder / "summary.json").read_text())
-    assert summary["samples_seen"] + summary.get("lost_samples", 0) == 40 * SAMPLES
+    assert begins in said
+    assert begins in processes[2].stdout
+    assert 2 in {row["worker"] for row in rows(folder, "round") if row["epoch"] == EPOCHS - 1}
+    assert 1 < joined["epoch"] < EPOCHS
+    summary = summary_of(folder)
+    assert summary["samples_seen"] + summary.get("lost_samples", 0) == EPOCHS * SAMPLES
     assert summary["joined_workers"] == summary["lost_workers"] == [2]
