@@ -45,7 +45,7 @@ from dbsl.run.training import Run
 from dbsl.run.workers import make_profiler
 from dbsl.tools.advise.ways import INNER, PLAIN, Measured, Way, rank, ways_of
 
-SECONDS, SPREAD = 45.0, 0.05  # for all; what differs by more is measured again
+SECONDS, SPREAD = 40.0, 0.05  # for all; what differs by more is measured again
 _SHARE, _ROUND_S, _MOST_STEPS = 2.0, 0.6, 200  # of an exchange in the time left; of a round
 _ROUNDS, _JOINT, _MERGES = 3, 5, 7  # by themselves, of joint steps, of merges; the first warms up
 _AGAIN = 2  # at most so often
