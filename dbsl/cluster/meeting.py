@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ from dbsl.plan.types import (
     RoundReport,
     Turn,
     join_reports,
-    report_from_plain,
 )
 
 
@@ -115,7 +113,6 @@ class JointCluster(Cluster):
             "spent_s": 0.0 if self._start is None else time.perf_counter() - self._began,
             "start": self._start,
             "before": self._before,
-            "reports": [asdict(report) for report in self._reports],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -123,7 +120,6 @@ class JointCluster(Cluster):
         self._spent_s, self._before = state["spent_s"], state["before"]
         start = state["start"]
         self._start = None if start is None else start.to(self.weights.vector.device)
-        self._reports = deque(map(report_from_plain, state["reports"]))
 
     def take_over(self, start: Handover) -> None:
         super().take_over(start)

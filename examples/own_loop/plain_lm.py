@@ -63,8 +63,8 @@ def train(local_batch_sizes, epochs=3):
             following = next(batches, None)
             ahead = None if following is None else tokens(following)
             loss = parallel(**batch).loss
-            (loss * dbsl.mean_scale(tokens(batch), ahead=ahead)).backward()
             sampler.scale(len(batch["labels"]))  # counts the batch: tokens give its weight
+            (loss * dbsl.mean_scale(tokens(batch), ahead=ahead)).backward()
             optimizer.step()
             optimizer.zero_grad()
             batch = following

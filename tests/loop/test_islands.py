@@ -254,14 +254,14 @@ ALONE |= {
 }
 
 
-def slowly(act=lambda: None, step_s=0.01):
-    """Return what has each process take its time, rank 0 the most: it is not over before others."""
+def slowly(act=lambda: None, step_s=0.01, slowest=0):
+    """Return what has each process take its time; rank 0 is not over before others."""
 
     def slowed():
         after_step, rank = Checkpointer.after_step, torch.distributed.get_rank
 
         def waits(self, *, round_over):
-            time.sleep(step_s if rank() else 3 * step_s)
+            time.sleep(step_s * (3 if rank() == slowest else 1))
             after_step(self, round_over=round_over)
 
         Checkpointer.after_step = waits
@@ -427,6 +427,14 @@ def test_a_run_that_is_finished_early_ends_for_all_and_goes_on(tmp_path, monkeyp
     assert summary_of(folder)["epochs"] == 2
     end_ranks(start(folder, 3, **settings))
     assert samples_by_epoch(folder, 4) == [96] * 4
+
+
+@slow
+def test_a_first_worker_of_several_processes_may_be_done_before_others(tmp_path):
+    folder, settings = tmp_path / "run", ALONE | {"worker_processes": (2, 1), "epochs": 1}
+    settings |= {"sync": "asp", "lr_milestones": ()}
+    end_ranks(start(folder, 3, act=slowly(step_s=0.3, slowest=2), **settings))
+    assert samples_by_epoch(folder, 1) == [96]
 
 
 @slow
