@@ -92,7 +92,7 @@ def loss_function(model: nn.Module, images: Tensor, labels: Tensor, config: Conf
 def learning_rate(session: Session[Config], moment: float) -> float:
     """Return the learning rate at a moment, in epochs since the start."""
     config, stages = session.config, session.run.stages
-    # curve: warmup_epochs, warmup_lr, warmup_prefix, min_lr, cooldown_epochs, lr_k_decay, lr_power
+    # curve: warmup_epochs, warmup_lr, warmup_prefix, min_lr, cooldown_epochs, k_decay, power
     return learning_rate_at(
         moment, stages=stages, base=config.lr, schedule=config.lr_schedule, **config.curve
     )
