@@ -33,11 +33,12 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 import dbsl
 from dbsl.tools.compare.statistics import interval
 from experiments.benchmarks.demos.arms import run_ranks
+from experiments.benchmarks.ranks import end_in_order
 from experiments.benchmarks.record import record
 
 MODULE = "experiments.benchmarks.own_loop"
 BATCH = 32  # of a process, where batches are equal
-BURDEN = "while True: pass"
+BURDEN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
 
 
 def overhead(turns: int, steps: int = 25, width: int = 720) -> dict[str, Any]:
@@ -250,6 +251,7 @@ def _process_group() -> Iterator[None]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run what is asked for in two processes, and write experiments/results/own_loop/."""
+    end_in_order()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("overhead", "burden", "merges"))
     parser.add_argument("--turns", type=int, help="default 60 of overhead, 5 of the others")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import traceback
 
@@ -54,6 +55,13 @@ def fork_rank(flags: list[str], rank: int, processes: int, port: int) -> int:
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+def end_in_order() -> None:
+    """Have SIGTERM and SIGHUP end this process as Ctrl-C does: what it has made goes with it."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup stays
+            signal.signal(number, signal.default_int_handler)
 
 
 def free_port() -> int:

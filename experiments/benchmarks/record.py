@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dbsl.base.files import write_text
 from dbsl.profile.timing import device_name
 
 
@@ -44,10 +46,11 @@ def record(
         rows = _in_place(rows, path, keep)
     names = list(dict.fromkeys(name for row in rows for name in row if name not in where))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*names, *where])
-        writer.writeheader()
-        writer.writerows({**where, **row} for row in rows)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, [*names, *where])
+    writer.writeheader()
+    writer.writerows({**where, **row} for row in rows)
+    write_text(path, text.getvalue())
     table = [names, *([str(row.get(name, "")) for name in names] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:

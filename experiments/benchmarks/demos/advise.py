@@ -31,7 +31,7 @@ from experiments.benchmarks.demos.arms import run_ranks
 from experiments.benchmarks.demos.link import ADDRESSES, link
 from experiments.benchmarks.demos.quota import quotas
 from experiments.benchmarks.demos.table import Table
-from experiments.benchmarks.ranks import free_port, preload
+from experiments.benchmarks.ranks import end_in_order, free_port, preload
 
 MODULE = "experiments.benchmarks.demos.advise"
 FOLDER = Path("experiments/results/advise")
@@ -103,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.rank:
         run_rank(json.loads(arguments.rank.read_text()))
         return
+    end_in_order()
     name, settings = ("developed", DEVELOPED) if arguments.developed else ("ways", HELD_OUT)
     table = Table(arguments.folder / f"{name}.csv", ("setting", "way"), MODULE)
     data = {"dataset": arguments.dataset, "label-column": arguments.label_column}
@@ -254,7 +255,8 @@ def errors_figure(rows: Sequence[dict[str, Any]]):
     figure = Figure(figsize=(6, 6), layout="constrained")
     axes = figure.subplots()
     known, names = _known(rows), ("predicted_s", "measured_s")
-    for megabits, color in zip(("None", "1000", "100", "10"), COLORS, strict=False):
+    links = dict.fromkeys(_looks(row)[0] for row in known)
+    for megabits, color in zip(links, COLORS, strict=False):
         for count, marker in zip((2, 3, 4), "o^s", strict=True):
             own = [row for row in known if _looks(row) == (megabits, count)]
             text = f"{count} processes, {'no link' if megabits == 'None' else f'{megabits} Mb/s'}"

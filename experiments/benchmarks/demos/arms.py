@@ -132,14 +132,15 @@ def run_ranks(
             with suppress(subprocess.TimeoutExpired):
                 ranks[0].communicate(timeout=0.1)
             watch()
-        answers = [rank.communicate(timeout=_TIMEOUT_S) for rank in ranks]
+        answers = []
+        for rank in ranks:
+            answers.append(rank.communicate(timeout=_TIMEOUT_S))
+            if rank.returncode:
+                said = answers[-1][1][-2000:]
+                raise RuntimeError(f"{' '.join(command)} ended with {rank.returncode}: {said}")
     finally:
         for rank in ranks:
             if rank.poll() is None:
                 os.killpg(rank.pid, signal.SIGKILL)
-    for rank, (_, errors) in zip(ranks, answers, strict=True):
-        if rank.returncode:
-            raise RuntimeError(
-                f"{' '.join(command)} ended with {rank.returncode}: {errors[-2000:]}"
-            )
+                rank.wait()
     return answers[0][0]

@@ -3,7 +3,7 @@
     python -m experiments.benchmarks.demos.hybrid --dataset DATASET --model resnet10t --lr 0.1
 
 Three arms in turn, the same samples, epochs and annealed learning rate: joint steps at the full
-resolution (plain data parallelism), joint steps with the resolution cycling, and the hybrid scheme:
+resolution (data parallelism), joint steps with the resolution cycling, and the hybrid scheme:
 one worker on small batches, four merges an epoch, the resolution cycling. An arm is not inferior to
 the first if its accuracy, paired by seed, is not 1 point lower: the lower end of the one-sided 95 %
 interval is above -1. With ``--holdout`` the accuracy is of held-out training images, to choose
@@ -24,6 +24,7 @@ from scipy.stats import t as student
 
 from experiments.benchmarks.demos.arms import run_train
 from experiments.benchmarks.demos.table import Table
+from experiments.benchmarks.ranks import end_in_order
 
 MARGIN = 1.0  # points
 BATCH = 64  # a process's
@@ -42,17 +43,20 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run all arms in turn; rows of an earlier call stay."""
+    end_in_order()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dataset", required=True)
     parser.add_argument("--label-column", default="coarse_label")
     parser.add_argument("--model", default="resnet10t", choices=list(OPTIMIZERS))
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--lr", nargs="+", type=float, required=True, help="one, or one per arm")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--turns", type=int, default=5, help="each with a seed of its own")
     parser.add_argument("--holdout", type=float, help="share of the training images to evaluate on")
     parser.add_argument("--output", type=Path, default=Path("experiments/results/demos/hybrid.csv"))
     arguments = parser.parse_args(argv)
+    if arguments.holdout and arguments.output == parser.get_default("output"):
+        parser.error("output must be another file with --holdout")
     if len(arguments.lr) not in (1, len(arguments.arms)):
         parser.error(f"lr must be 1 or {len(arguments.arms)} values, got {len(arguments.lr)}")
     rates = arguments.lr * (len(arguments.arms) // len(arguments.lr))

@@ -19,6 +19,7 @@ from experiments.benchmarks.demos.arms import run_train
 from experiments.benchmarks.demos.link import ADDRESSES, link
 from experiments.benchmarks.demos.slow_link import EPOCHS, SAMPLES, best_rate, tune_arm
 from experiments.benchmarks.demos.table import Table
+from experiments.benchmarks.ranks import end_in_order
 
 MODULE = "experiments.benchmarks.demos.islands"
 MODEL, MEGABITS, ROUNDS = "test_resnet", 100.0, 8
@@ -31,19 +32,17 @@ ARMS: dict[str, dict[str, Any]] = {  # each process computes 32 samples a step
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a part; rows of an earlier call stay."""
+    end_in_order()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=["tune", "run"])
     parser.add_argument("--dataset", required=True)
     parser.add_argument("--label-column", default="coarse_label")
     parser.add_argument("--seeds", nargs="+", type=int, default=range(5))
-    parser.add_argument("--trial-lr", type=float, help="try two short epochs, held-out images")
     parser.add_argument("--folder", type=Path, default=Path("experiments/results/islands"))
     arguments = parser.parse_args(argv)
     data = {"dataset": arguments.dataset, "label-column": arguments.label_column}
     data |= {"epochs": EPOCHS[MODEL], "train-samples": SAMPLES}
     held_out = data | {"holdout": 0.1, "eval-samples": SAMPLES}
-    if arguments.trial_lr:
-        data = held_out | {"epochs": 2, "train-samples": SAMPLES // 4}
     keys = ("arm", "model", "lr", "seed")
     tuned = Table(arguments.folder / "tuning.csv", keys, f"{MODULE} tune")
     if arguments.part == "tune":
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 lambda lr, seed, arm=arm: measure(arm, None, {**held_out, "lr": lr, "seed": seed}),
             )
         return
-    rates = {arm: arguments.trial_lr or best_rate(tuned.rows, arm, MODEL) for arm in ARMS}
+    rates = {arm: best_rate(tuned.rows, arm, MODEL) for arm in ARMS}
     if missing := [arm for arm, lr in rates.items() if lr is None]:
         parser.error(f"lr must be tuned first, got no end of the grid for {', '.join(missing)}")
     table = Table(arguments.folder / "islands.csv", ("arm", "seed"), f"{MODULE} run")
@@ -62,7 +61,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             if not table.has(arm, seed):
                 found = measure(arm, MEGABITS, {**data, "lr": lr, "seed": seed})
                 table.add(arm, seed, {"lr": lr} | found)
-    table.report("epoch_s", "step")
 
 
 def measure(arm: str, megabits: float | None, flags: dict[str, Any]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from dbsl.extras.emulate import EmulatedLink
 from experiments.benchmarks.demos.arms import run_train
 from experiments.benchmarks.demos.link import ADDRESSES, link
 from experiments.benchmarks.link_costs import bytes_of
+from experiments.benchmarks.ranks import end_in_order
 from experiments.benchmarks.record import record
 
 SAMPLES, CLASSES, SIDE, EPOCHS = 5000, 20, 32, 3
@@ -29,6 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure every way at every rate, and print the ratio of the two."""
+    end_in_order()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dataset", required=True)
     parser.add_argument("--label-column", default="coarse_label")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,10 @@ from pathlib import Path
 PERIOD_US = 10_000  # a tenth of the default: a step of training has several
 _VERSION_1 = Path("/sys/fs/cgroup/cpu")
 ROOT = _VERSION_1 if _VERSION_1.is_dir() else Path("/sys/fs/cgroup")
-_BUSY = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
+_BUSY = """import os
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+parent = os.getppid()
+while os.getppid() == parent: pass"""
 _ENTER = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
 
 Change = Callable[[Sequence[float]], None]
@@ -38,18 +42,27 @@ def quotas(
     there = sorted(os.sched_getaffinity(0))
     groups = [ROOT / f"dbsl{rank}-{os.getpid()}" for rank in range(len(parts))]
     used = {str(there[core]) for core in cores}
-    loops = [subprocess.Popen(["taskset", "-c", c, sys.executable, "-c", _BUSY]) for c in used]
+    # In the root's group: idle priority counts only inside one.
+    loops = [
+        subprocess.Popen(
+            ["sh", "-c", _ENTER, str(ROOT), "taskset", "-c", core, sys.executable, "-c", _BUSY]
+        )
+        for core in used
+    ]
 
     def change(new: Sequence[float]) -> None:
         for group, part in zip(groups, new, strict=True):
             limit(group, part)
 
     try:
-        if ROOT != _VERSION_1:
-            (ROOT / "cgroup.subtree_control").write_text("+cpu")
-        for group in groups:
-            group.mkdir()
-        change(parts)
+        try:
+            if ROOT != _VERSION_1:
+                (ROOT / "cgroup.subtree_control").write_text("+cpu")
+            for group in groups:
+                group.mkdir()
+            change(parts)
+        except OSError as error:
+            raise RuntimeError(f"CPU quotas need root and cgroups: {error}") from None
         yield (
             [
                 ["sh", "-c", _ENTER, str(group), "taskset", "-c", str(there[core])]
@@ -57,15 +70,15 @@ def quotas(
             ],
             change,
         )
-    except OSError as error:
-        raise RuntimeError(f"CPU quotas need root and cgroups: {error}") from None
     finally:
         for loop in loops:
             loop.kill()
             loop.wait()
-        for group in groups:
-            if group.is_dir():
-                group.rmdir()
+        for group in filter(Path.is_dir, groups):
+            deadline = time.monotonic() + 5.0
+            while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
+                time.sleep(0.05)  # forks that were killed are in it for a moment
+            group.rmdir()
 
 
 def limit(group: Path, part: float) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 from experiments.benchmarks.demos.arms import half_of, run_plain, run_train
 from experiments.benchmarks.demos.link import ADDRESSES, link, sent_bytes
 from experiments.benchmarks.demos.table import Table
+from experiments.benchmarks.ranks import end_in_order
 
 MODULE = "experiments.benchmarks.demos.slow_link"
 RESULTS = Path("experiments/results/links")
@@ -79,6 +80,7 @@ FAMILIES = tuple(Arm(rounds, "float32") for rounds in (0, *ROUNDS))
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a part; rows of an earlier call stay."""
+    end_in_order()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=["tune", "accuracy", "time"])
     parser.add_argument("--dataset", required=True)

@@ -24,6 +24,7 @@ from experiments.benchmarks.demos.quota import quotas
 from experiments.benchmarks.demos.slow_link import RESULTS as LINKS
 from experiments.benchmarks.demos.slow_link import best_rate
 from experiments.benchmarks.demos.table import Table
+from experiments.benchmarks.ranks import end_in_order
 
 MODULE = "experiments.benchmarks.demos.uneven"
 MODEL, SAMPLES, EPOCHS, SPLIT_EPOCHS = "test_resnet", 5000, 12, 4
@@ -65,6 +66,7 @@ SWEPT = ("2:1", "4:1")
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a part; rows of an earlier call stay."""
+    end_in_order()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=["arms", "splits"])
     parser.add_argument("--dataset", required=True)

@@ -82,7 +82,7 @@ def no_room(scratch: Path) -> Iterator[Row]:
                 "at the start",
             )
         finally:
-            subprocess.run(["umount", str(disk)])
+            subprocess.run(["umount", "-l", str(disk)])
     folder = scratch / "in-use"
     run = FaultyRun(folder, [*FLAGS, "--workers", "3"], 1, epochs=30)
     run.wait_for_epoch(1)

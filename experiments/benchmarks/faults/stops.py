@@ -32,7 +32,7 @@ def asked_to_stop(scratch: Path) -> Iterator[Row]:
             began = time.monotonic()
             for process in run.processes:
                 process.send_signal(getattr(signal, name))
-            statuses = run.wait()
+            statuses, said = run.wait(), run.said("^stopped")
             seconds = round(time.monotonic() - began, 1)
             resumed = FaultyRun(folder, [*flags, "--resume", "auto"], world_size).wait()
             same = fingerprint(folder) == fingerprint(whole.folder)
@@ -41,7 +41,7 @@ def asked_to_stop(scratch: Path) -> Iterator[Row]:
                 name,
                 mode,
                 f"finishes the step, saves, status 75; resumed {'the same bits' if exact else ''}",
-                f"status {statuses}, {run.said('^stopped')!r}, resumed {resumed}"
+                f"status {statuses}, {said!r}, resumed {resumed}"
                 + (f", same bits: {same}" if exact else ""),
                 set(statuses) == {75} and set(resumed) == {0} and (same or not exact),
                 seconds,

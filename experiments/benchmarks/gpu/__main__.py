@@ -1,10 +1,9 @@
 """All that only a GPU can show, in the order of its worth; cut off at any moment, it goes on.
 
-    alias gpu="python -m experiments.benchmarks.gpu" results=experiments/results/gpu
+    alias gpu="python -m experiments.benchmarks.gpu"; results=experiments/results/gpu
     gpu --out $results                                # the stages, the first ones first
     gpu --out OUT --deadline 540 --done $results/*.jsonl
     gpu --pack runs/pack --data CIFAR100              # for a machine without a network
-    gpu --table $results/*.jsonl                      # the table of docs/gpu.md
 
 Each result is a line of OUT/results.jsonl; the end of each stage's output is in OUT/log.txt.
 """
@@ -30,7 +29,7 @@ CALL_S = 540.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the stages, pack, or write the table; return the exit status."""
+    """Run the stages, or pack; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.benchmarks.gpu",
         description=__doc__,
@@ -47,15 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--commit", help="commit of the code; unset: what git says")
     add("--pack", type=Path, help="write what a call has to carry into this new folder, and end")
     add("--piece-mib", type=float, help="bound of a piece; unset: 60 less the tracked files")
-    add("--table", type=Path, nargs="*", help="write docs/gpu.md's table from results, and end")
     add("--list", action="store_true", help="print the stages and how long they may take")
     given = parser.parse_args(argv)
     try:
-        if given.table is not None:
-            from experiments.benchmarks.gpu.table import write_table
-
-            write_table(ROOT / "docs/gpu.md", given.table)
-            return 0
         stages = _chosen(given.stages, given.dry)
         if given.list:
             for stage in stages:

@@ -10,8 +10,6 @@ from typing import Any
 from experiments.benchmarks.gpu.runner import read_results
 from experiments.benchmarks.gpu.stages import all_stages
 
-BEGIN = "<!-- table: gpu -->"  # as experiments.plots.tables has them
-END = "<!-- end -->"
 Line = Mapping[str, Any]
 
 
@@ -22,16 +20,6 @@ class Row:
     prefix: str
     what: str
     found: Callable[[Sequence[Line]], str]
-
-
-def write_table(path: Path, files: Iterable[Path]) -> None:
-    """Write the table of all results into a page, between its markers."""
-    text = path.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{path} must have the lines {BEGIN!r} and {END!r}")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END, 1)[1]
-    path.write_text(f"{before}{BEGIN}\n{table(files)}\n{END}{after}", encoding="utf-8")
 
 
 def table(files: Iterable[Path]) -> str:

@@ -111,6 +111,7 @@ def best_rate(settings: Settings, stages: Sequence[str]) -> float:
         line["stage"]: line["figures"]
         for line in read_results(Path(path) for path in settings.results)
         if line["status"] == "ok" and line["stage"] in stages
+        if bool(line.get("dry")) == settings.dry
     }
     best = max(finished, key=lambda name: finished[name]["final_accuracy"])
     return float(best.rpartition("lr")[2])

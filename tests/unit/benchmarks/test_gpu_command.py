@@ -25,7 +25,7 @@ from experiments.benchmarks.gpu.lines import bisect, search
 from experiments.benchmarks.gpu.runner import RESULTS, Stage, append, read_results, run_stages
 from experiments.benchmarks.gpu.runs import MODES, common_flags, dual_batch_flags, equal_batch_flags
 from experiments.benchmarks.gpu.stages import TUNED_ON_SEED, all_stages
-from experiments.benchmarks.gpu.table import BEGIN, END, ROWS, table, write_table
+from experiments.benchmarks.gpu.table import ROWS, table
 from experiments.benchmarks.gpu.training import arm_flags, best_rate, needs_all_images
 from tests.helpers import ROOT, SHARDED, Forked, refused, wait_until, write_shards
 from train import Config
@@ -330,16 +330,6 @@ def test_the_table_says_not_yet_until_a_gpu_has_run_a_stage(tmp_path):
     assert "| 0 of 4 |" in rows["resume"]
     assert "resume-bsp-deterministic failed" in rows["resume"]
     assert "dual-full 71.00% (n = 2)" in rows["arm"]
-    page = tmp_path / "gpu.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_table(page, [path])
-    assert page.read_text() == f"before\n{BEGIN}\n{table([path])}\n{END}\nafter\n"
-
-
-def test_the_table_of_the_page_is_that_of_the_results():
-    text = (ROOT / "docs/gpu.md").read_text()
-    found = text.split(BEGIN)[1].split(END)[0].strip()
-    assert found == table(sorted((ROOT / "experiments/results/gpu").glob("*.jsonl")))
 
 
 @pytest.mark.slow

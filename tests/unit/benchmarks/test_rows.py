@@ -2,15 +2,13 @@
 
 import csv
 
-from scipy.stats import t as student
-
 from experiments.benchmarks.demos.hybrid import verdicts
 from experiments.benchmarks.demos.table import Table
 from experiments.benchmarks.recipe import best_rate
 from experiments.benchmarks.record import record
 
 
-def test_a_demonstration_goes_on_where_its_table_ends_and_has_ratios_within_turns(tmp_path, capsys):
+def test_a_demonstration_goes_on_where_its_table_ends(tmp_path):
     def table():
         return Table(tmp_path / "x.csv", ("arm", "turn"), "experiments.benchmarks.demos.uneven")
 
@@ -19,11 +17,6 @@ def test_a_demonstration_goes_on_where_its_table_ends_and_has_ratios_within_turn
         table().add("ours", turn, {"epoch_s": ours, "accuracy": 0.5})
     assert [table().has("ours", turn) for turn in range(3)] == [True, True, False]
     assert [row["epoch_s"] for row in table().rows] == ["2", "1", "4", "1"]
-    capsys.readouterr()
-    table().report("epoch_s", "control")
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "ours" in line)
-    half = student.ppf(0.975, 1) * 0.25 / 2**0.5 / 2**0.5  # of 0.5 and 0.25
-    assert f"over control {0.375:.3g} +- {half:.2g}" in line
 
 
 def test_an_arm_is_as_good_only_if_the_interval_says_so():
