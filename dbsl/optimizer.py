@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from dbsl.base.errors import SettingError, words_of
 from dbsl.base.machine import lazy_import
@@ -90,6 +91,8 @@ def build_optimizer(
     if name in ("sgd", "nesterov") and momentum == 0:
         name = "momentum"  # without momentum Nesterov's form is not defined
     common = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+    if name.startswith("kron"):
+        common["deterministic"] = True  # else each process of a joint step draws its own numbers
     if optimizer_class(name) in _FUSED:
         common["fused"] = next(model.parameters()).device.type in ("cpu", "cuda")
     return optim.create_optimizer_v2(model, opt=name, **common | settings)
@@ -178,9 +181,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
         old | {name: value for name, value in new.items() if name in settings}
         for old, new in zip(saved["param_groups"], current, strict=True)
     ]
-    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+    optimizer.load_state_dict({**saved, "param_groups": groups})
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
                 # In the parameter's own memory order, or other kernels would round otherwise.
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+            else:  # several workers may begin with the state of one
+                state[name] = tree_map_only(Tensor, torch.clone, value)

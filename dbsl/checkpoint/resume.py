@@ -255,7 +255,7 @@ def adapt_to_processes(
     if config.small_workers is not None:
         changes["small_workers"] = min(config.small_workers, now)
     joint = before["sync"] == "step" or before["push"] == "gradients"
-    if joint and config.global_batch_size is None:
+    if joint and takes_joint_steps(config) and config.global_batch_size is None:
         planner = found.shard(SERVER_RANK)["planner"]
         plans = [planner["plans"][number] for number in planner["current"].values()]
         sizes, by_hand = {plan["global_batch_size"] for plan in plans}, config.local_batch_sizes
@@ -299,6 +299,8 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             state = _own_shard(found, saved, rank, run)
         else:
             handover = make_handover(saved, _of_all_shards(found, state, config.workers), run)
+            if takes_joint_steps(config) and not saved.joint:
+                accelerator.print("warning: optimizers of workers are dropped: all share one now")
     own = {name for name, extra in state["extras"].items() if extra}
     if absent := ", ".join(sorted(own - found_extras().keys())):
         accelerator.print(f"warning: dropped the state of missing extras: {absent}")

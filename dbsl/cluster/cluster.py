@@ -96,6 +96,7 @@ class Cluster(ABC):
         self._reports: deque[RoundReport] = deque()  # where there is no server
         self._interrupted = False  # the run is to stop
         self._finished: Sequence[EpochEnd] = ()  # not yet logged when this run took over
+        self.telling = False  # whether an end that is told now is one of these
         self.finished_early = False  # whether `finish` ended the run before its last epoch
         self._membership: deque[LostWorker | JoinedWorker] = deque()  # not yet logged
         self._announced = 0, -1  # the save that every process is to take part in
@@ -209,8 +210,10 @@ class Cluster(ABC):
     def _ended(self) -> Iterator[EpochEnd]:
         """Yield the epochs that had ended where all meet now, then have the weights of before."""
         weights = self.weights.vector.clone() if self._finished else None
+        self.telling = bool(self._finished)
         for end in self._finished:
             yield replace(end, ended_at=time.perf_counter())
+        self.telling = False
         if weights is not None:
             self.weights.load(weights)
 

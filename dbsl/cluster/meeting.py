@@ -200,7 +200,7 @@ class SimulatedCluster(Cluster):
     def pull(self, turn: Turn) -> None:
         """Load the weights that the worker's round started from into the model."""
         (worker,) = turn.workers
-        self.weights.load(self._pulled.pop(worker))
+        self.weights.load(self._pulled[worker])  # kept: it may stop before a step
 
     def _both_ends(self) -> tuple[End, End]:
         return self.end(), self.end()
@@ -209,6 +209,7 @@ class SimulatedCluster(Cluster):
         """Hand the worker's weights, or gradients, to the server; True: they were refused."""
         (report,) = reports
         worker = report.worker
+        self._pulled.pop(worker, None)
         self._ended[worker] = self.time_s
         compute_s, exchange_s, wait_s = self._spent[worker]
         if self.server.staleness == 0:  # it is known when the others come: the round's own waiting
@@ -360,6 +361,8 @@ class BarrierCluster(Cluster):
 
     def take_over(self, start: Handover) -> None:
         super().take_over(start)
+        if self.server is not None:
+            self.server.finished.clear()  # `_ended` tells them
         if self._delta is not None and start.outer is not None:
             self._delta.load_state_dict(start.outer)
 
@@ -369,6 +372,7 @@ class BarrierCluster(Cluster):
         reports = join_reports(self.control.gather_reports(report))
         own = next((r for r in reports if r.worker in self.workers), None)
         self.control.enter()
+        refused = own is not None and own.refused
         if self._gathers:
             count = 0 if self.server is None else dist.get_world_size(self._island.between)
             pushed = [torch.empty_like(self.outgoing) for _ in range(count)]
@@ -383,10 +387,12 @@ class BarrierCluster(Cluster):
                 self.server.push(weights, each)
         else:
             taken = [r for r in reports if not r.refused]
-            self._take(self._summed(own, taken) if taken else None, reports)
+            summed = self._summed(own, taken) if taken else None
+            self._take(summed, reports)
+            refused |= own is not None and summed is None
         if self.server is not None:
             self.server.finished.clear()  # turns() says when an epoch ends, on every rank alike
-        return own is not None and own.refused
+        return refused
 
     def _summed(self, report: RoundReport | None, taken: Sequence[RoundReport]) -> Tensor | None:
         """Return the new weights, or the sum of gradients, the same on every rank.

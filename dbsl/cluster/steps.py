@@ -292,6 +292,8 @@ class Stepper:
         """Clear a worker's optimizer state."""
         if worker in self.optimizers:
             self.optimizers[worker].state.clear()
+            for group in self.optimizers[worker].param_groups:
+                group.pop("step", None)  # timm's lamb and adan count there
 
     def _compress(self, step: Step) -> None:
         if self.low_rank.wire.rank and not step.odd:
@@ -342,6 +344,8 @@ class DistributedSteps(Stepper):
     def begin(self, turn: Turn, *, anew: bool = True) -> None:
         """Wrap the model again where other parameters are trained than in the round before."""
         super().begin(turn, anew=anew)
+        if anew:  # it may have taken over another process's state
+            self._weight = 1 / self._world_size
         if self._trained != [p.requires_grad for p in self._raw.parameters()]:
             self._wrap()
 

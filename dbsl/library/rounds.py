@@ -168,6 +168,8 @@ class Rounds:
                 stacklevel=3,
             )
             self._optimizer.state.clear()
+            for group in self._optimizer.param_groups:
+                group.pop("step", None)  # timm's lamb and adan count there
         self.steps, self.merges = 0, self.merges + 1
 
     def state_dict(self) -> dict[str, Any]:

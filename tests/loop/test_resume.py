@@ -678,6 +678,24 @@ def test_a_rest_of_fewer_samples_than_workers_and_rounds_is_trained_on_once(tmp_
     assert sum(e["samples"] for e in rounds) == 2 * 72
 
 
+def test_a_run_that_stops_in_a_turn_without_steps_goes_on(tmp_path):
+    settings = {"sync": "asp", "rounds_per_epoch": 3, "train_samples": 72, "epochs": 2, **ONE_SIDE}
+    settings |= {"large_batch_size": (4,), "lr_milestones": ()}
+    stopped(tmp_path / "run", 38, **settings, slope=(0.5, 0.001), workers=2)
+    settings |= {"workers": 6, "slope": (0.001,), "resume": str(tmp_path / "run")}
+    with pytest.raises(RunStopped):  # before its first step
+        run(tmp_path / "run", **settings, allow_config_change=True, max_minutes=1e-6)
+    run(tmp_path / "run", **settings, allow_config_change=True, max_minutes=None)
+    assert sum(e["samples"] for e in rounds_of(tmp_path / "run")) == 2 * 72
+
+
+def test_other_workers_may_take_over_joint_steps_in_rounds(left, tmp_path):
+    folder = shutil.copytree(left("step", False), tmp_path / "run")
+    settings = {**MODES["step"], **BY_ROUND, "train_samples": 90, "workers": 3}
+    run(folder, **settings, resume=str(folder), allow_config_change=True)
+    assert samples_by_epoch(folder) == [90] * 3
+
+
 def metrics_before(folder, state):
     content = (folder / "metrics.jsonl").read_bytes()[: state["log"]["metrics_bytes"]]
     rows = map(in_code, map(json.loads, content.splitlines()))

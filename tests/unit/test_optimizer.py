@@ -4,7 +4,8 @@ import torch
 from timm.optim import create_optimizer_v2
 from torch import nn
 
-from dbsl.cluster.steps import take_fraction, take_step
+from dbsl.cluster.steps import ComputeTimer, Stepper, take_fraction, take_step
+from dbsl.cluster.weights import FlatWeights
 from dbsl.config.fields import parse_kwargs
 from dbsl.config.parse import config_to_yaml, parse_config
 from dbsl.config.settings import RunConfig
@@ -103,6 +104,53 @@ def test_layer_decay_is_tried_without_a_false_warning_or_a_random_number(caplog)
     check_optimizer("sgd", {"layer_decay": 0.5, "layer_decay_min_scale": 0.0})
     assert not caplog.records
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_workers_that_begin_with_one_state_count_their_own_steps():
+    model = small_vit()
+    optimizer = build_optimizer("adamw", model, 0.1, 0.9, 0.0)
+    give_gradients(model)
+    take_step(optimizer, 0.1)
+    saved, two = optimizer.state_dict(), []
+    for _ in range(2):
+        two.append(build_optimizer("adamw", model, 0.1, 0.9, 0.0))
+        load_optimizer(two[-1], saved)
+    take_step(two[0], 0.1)
+    steps = [next(iter(one.state.values()))["step"].item() for one in (*two, optimizer)]
+    assert steps == [2.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["lamb", "adan"])
+def test_a_cleared_optimizer_begins_again(name):
+    updates = []
+    for steps in (0, 30):
+        model = nn.Linear(4, 2)
+        weights = FlatWeights(model)
+        stepper = Stepper(model, weights, ComputeTimer(torch.device("cpu")), {0: None})
+        stepper.optimizers[0] = optimizer = build_optimizer(name, model, 0.1, 0.9, 0.0)
+        for _ in range(steps):
+            give_gradients(model)
+            take_step(optimizer, 0.0)
+        stepper.forget(0)
+        before = weights.vector.clone()
+        give_gradients(model)
+        take_step(optimizer, 1e-3)
+        updates.append((weights.vector - before).norm().item())
+    assert updates[0] == pytest.approx(updates[1], rel=0.2)
+
+
+def test_kron_draws_the_same_numbers_in_every_process():
+    seen = []
+    for seed in (1, 2):  # as dropout's streams differ
+        model = small_vit()
+        optimizer = build_optimizer("kron", model, 0.01, 0.9, 0.0)
+        for _ in range(3):
+            torch.manual_seed(seed)
+            give_gradients(model)
+            take_step(optimizer, 0.01)
+        seen.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        assert "rng_state" in optimizer.state_dict()
+    assert torch.equal(*seen)
 
 
 def test_arguments_are_literals_or_texts():
