@@ -359,7 +359,7 @@ def adviser(up: str) -> list[str]:
     folder = f"{up}results/advise"
     lines = [
         f"| link ([CSV]({folder}/first.csv), [picture]({folder}/first.png)) | settings | ways "
-        "| median error | largest | advised way over the fastest, most | advising, most |",
+        "| median error | largest | advised over fastest measured, at most | seconds to advise |",
         "|---|---|---|---|---|---|---|",
     ]
     links = {"None": "as fast as the machine", "1000": "1 Gb/s", "100": "100 Mb/s", "10": "10 Mb/s"}
@@ -370,7 +370,7 @@ def adviser(up: str) -> list[str]:
         cells = [text, str(len(late)), str(found["ways"])]
         cells += [f"{100 * found[name]:.0f} %" for name in ("median", "worst")]
         cells += [f"{100 * max(late.values()):.0f} %"]
-        cells += [f"{max(float(row['advising_s']) for row in own):.0f} s"]
+        cells += [f"{max(float(row['advising_s']) for row in own):.0f} at most"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

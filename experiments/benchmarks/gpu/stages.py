@@ -114,24 +114,19 @@ def _processes() -> dict[str, Stage]:
     return stages
 
 
+def _training(name: str, given: dict[str, Any], *seconds: float, **how: Any) -> Stage:
+    return Stage(name, "experiments.benchmarks.gpu.training:train_arm", given, *seconds, **how)
+
+
 def _tuning() -> list[Stage]:
     """Return runs of all large on held-out training images, one for each rate."""
-    return [
-        Stage(
-            f"tune-all_large-lr{rate:g}",
-            "experiments.benchmarks.gpu.training:train_arm",
-            {
-                "config": ARMS["all_large"],
-                "seed": TUNED_ON_SEED,
-                "epochs": SHORT,
-                "flags": ["--lr", f"{rate:g}", "--holdout", f"{HELD_OUT:g}"],
-            },
-            100,
-            400,
-            dry=rate in (0.1, 0.2),
-        )
-        for rate in sorted({*RATES, 0.2})
-    ]
+    stages = []
+    for rate in sorted({*RATES, 0.2}):
+        given = {"config": ARMS["all_large"], "seed": TUNED_ON_SEED, "epochs": SHORT}
+        given["flags"] = ["--lr", f"{rate:g}", "--holdout", f"{HELD_OUT:g}"]
+        dry = rate in (0.1, 0.2)
+        stages.append(_training(f"tune-all_large-lr{rate:g}", given, 100, 400, dry=dry))
+    return stages
 
 
 def _arms(seeds: tuple[int, ...] | list[int], epochs: int | None) -> list[Stage]:
@@ -146,32 +141,20 @@ def _arms(seeds: tuple[int, ...] | list[int], epochs: int | None) -> list[Stage]
                 given["rate_from"] = list(tuning)
             name = f"arm-{arm}-{f'{epochs}epochs' if epochs else 'full'}-seed{seed}"
             seconds = (100, 400) if epochs else (330, 570)
-            stages.append(
-                Stage(
-                    name,
-                    "experiments.benchmarks.gpu.training:train_arm",
-                    given,
-                    *seconds,
-                    needs=tuning if tuned else (),
-                    dry=epochs is not None and arm in ("ddp512", "hybrid"),
-                )
-            )
+            needs, dry = tuning if tuned else (), epochs is not None and arm in ("ddp512", "hybrid")
+            stages.append(_training(name, given, *seconds, needs=needs, dry=dry))
     return stages
 
 
 def _others() -> list[Stage]:
-    stages = []
-    for seed in SEEDS:
-        for kind, configs in (("recipe", BEST), ("conference", CONFERENCE)):
-            for arm, config in configs.items():
-                stages.append(
-                    Stage(
-                        f"{kind}-{arm}-seed{seed}",
-                        "experiments.benchmarks.gpu.training:train_arm",
-                        {"config": config, "seed": seed},
-                        330,
-                        570,
-                        dry=seed == 0 and arm == "best",
-                    )
-                )
-    return stages
+    return [
+        _training(
+            f"{kind}-{arm}-seed{seed}",
+            {"config": config, "seed": seed},
+            *(330, 570),
+            dry=seed == 0 and arm == "best",
+        )
+        for seed in SEEDS
+        for kind, configs in (("recipe", BEST), ("conference", CONFERENCE))
+        for arm, config in configs.items()
+    ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,6 @@ def _measure(part: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         batch=arguments.batch,
         precision="no",
     )
-    if part == "noise":
-        from experiments.benchmarks.speed.noise import rows
-
-        return rows(base)
     if part == "training":
         from experiments.benchmarks.speed.steps import training_rows
 
@@ -86,24 +83,15 @@ def _measure(part: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
             timm_script=arguments.timm,
             compiled=arguments.compile,
         )
-    if part == "wire":
-        from experiments.benchmarks.speed.wire import rows
-
-        return rows()
-    if part == "workers":
-        from experiments.benchmarks.speed.workers import rows
-
-        return rows(arguments.dataset, [1, 4, 16, 64, 256, 1000], [1, 2, 4, 8])
-    if part == "startup":
-        from experiments.benchmarks.speed.startup import rows
-
-        return rows()
-    if not arguments.large_images:
+    if part == "images" and not arguments.large_images:
         print("large images are left out: give their folder with --large-images")
         return []
-    from experiments.benchmarks.speed.images import rows
-
-    return rows(arguments.large_images, (160, 224))
+    given = {
+        "noise": (base,),
+        "workers": (arguments.dataset, [1, 4, 16, 64, 256, 1000], [1, 2, 4, 8]),
+        "images": (arguments.large_images, (160, 224)),
+    }
+    return import_module(f"experiments.benchmarks.speed.{part}").rows(*given.get(part, ()))
 
 
 if __name__ == "__main__":
