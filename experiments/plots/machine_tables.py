@@ -355,10 +355,10 @@ def islands(up: str) -> list[str]:
 
 def adviser(up: str) -> list[str]:
     """Return how far off the adviser's predictions were, by link."""
-    rows = read(RESULTS / "advise/first.csv")
+    rows = read(RESULTS / "advise/ways.csv")
     folder = f"{up}results/advise"
     lines = [
-        f"| link ([CSV]({folder}/first.csv), [picture]({folder}/first.png)) | settings | ways "
+        f"| link ([CSV]({folder}/ways.csv), [picture]({folder}/ways.png)) | settings | ways "
         "| median error | largest | advised over fastest measured, at most | seconds to advise |",
         "|---|---|---|---|---|---|---|",
     ]

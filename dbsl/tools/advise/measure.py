@@ -314,7 +314,8 @@ class Bench:
             spread = _spread(rounds)
             if spread < SPREAD or self._spent() > SECONDS:
                 break
-        self.sure = max(self.sure, spread) if again else self.sure
+        if again and len(rounds) > 1:  # of one nothing is known
+            self.sure = max(self.sure, spread)
         return np.mean(rounds, 0)
 
     def _train(self, run: Run, real: bool = False) -> list[np.ndarray]:
