@@ -561,9 +561,10 @@ def test_a_run_whose_checkpoints_cannot_be_read_does_not_start_again(left, tmp_p
 @pytest.mark.parametrize("change", [{"wire": "int8"}, {"merge": "delta"}])
 def test_what_workers_send_and_how_they_merge_may_change_between_epochs(tmp_path, change):
     folder, settings = tmp_path / "run", {**SETTINGS, **ROUNDS, "checkpoint_every": 1}
-    helpers.run_in_ranks(folder, **settings, epochs=1, lr_milestones=())
+    settings |= {"epochs": 1, "lr_milestones": ()}
+    helpers.run_in_ranks(folder, **settings)
     settings |= {"resume": str(folder), "allow_config_change": True, "epochs": 3}
-    said = helpers.run_in_ranks(folder, **settings, **change, lr_milestones=())
+    said = helpers.run_in_ranks(folder, **settings, **change)
     assert "resumed from" in said
     assert samples_by_epoch(folder) == [samples_by_epoch(folder)[0]] * 3
 
