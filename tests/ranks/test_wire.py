@@ -189,6 +189,7 @@ def push_twice(rank, wire):
     """Push from rank 1 what is not finite, then what is; return which were refused."""
     pair, weights = dist.new_group([0, 1], backend="gloo"), FlatWeights(torch.nn.Linear(8, 8))
     channel, refused = Channel(pair, weights.vector, End(wire, weights)), []
+    channel.take_weights() if rank else channel.give_weights(weights.vector)
     for number in (math.nan, 1.0):
         if rank:
             weights.vector.fill_(number)
