@@ -159,6 +159,11 @@ class _Runs:
             self._slots.put(slot)
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run that was ended has something to go on from."""
+    return any((folder / CHECKPOINTS).glob("*/*"))
+
+
 def seeing(device: int) -> dict[str, str]:
     """Return the environment in which a process has one of this process's CUDA devices alone."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # a scheduler's choice, say
@@ -169,8 +174,7 @@ def _start(launch: Launch, device: int | None, *, log: bool) -> subprocess.Popen
     folder = launch.folder
     if holder := holder_of(folder):
         raise SettingError(f"runs_dir must have no run under way, got {folder}, in use by {holder}")
-    begun = any((folder / CHECKPOINTS).glob("*/*")) or is_finished(folder)
-    if folder.exists() and not begun:
+    if folder.exists() and not (has_checkpoint(folder) or is_finished(folder)):
         shutil.rmtree(folder)  # it was ended before it had anything to go on from
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(SCRIPT), *launch.flags]

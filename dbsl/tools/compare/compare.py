@@ -37,11 +37,10 @@ from dbsl.config.parse import (
     read_settings,
     yaml_to_argv,
 )
-from dbsl.config.settings import CHECKPOINTS
 from dbsl.run.stopping import Stopping
 from dbsl.tools.compare.report import only_writer, read_runs, write_comparison, write_runs
 from dbsl.tools.compare.statistics import ArmRun, equal_time_epochs, read_run
-from dbsl.tools.jobs import Launch, check_flags, is_finished, launch_all
+from dbsl.tools.jobs import Launch, check_flags, has_checkpoint, is_finished, launch_all
 
 # There are many runs: each leaves its figures and last weights, no checkpoints.
 _DEFAULTS = {"report_to": "none", "keep_checkpoints": 0, "save_best": False}
@@ -156,8 +155,8 @@ class Arm:
             if name not in self.settings
             if name != "report_to" or name in defaults_of_extras()  # its file may be deleted
         }
-        begun = any((folder / CHECKPOINTS).glob("*/*"))  # with the threads that it began with
-        if "cpu_threads" not in self.settings and jobs > 1 and not begun:
+        # A run that goes on keeps the threads that it began with.
+        if "cpu_threads" not in self.settings and jobs > 1 and not has_checkpoint(folder):
             extra["cpu_threads"] = threads_of_process(jobs)
         return ("--config", str(self.path), *yaml_to_argv(extra))
 

@@ -209,6 +209,16 @@ def test_a_link_that_cannot_be_measured_is_said_in_a_line(monkeypatch):
         bench.link()
 
 
+@pytest.mark.parametrize(("rounds", "spread"), [(2, 0.0), (3, 2 / 3)])
+def test_one_measured_round_says_nothing_of_its_spread(rounds, spread):
+    bench = object.__new__(Bench)
+    bench.accelerator = type("Accelerator", (), {"device": torch.device("cpu")})
+    bench.sure, bench._spent = 0.0, lambda: 1e9
+    bench._train = lambda run, real: [np.full((2, 6), float(n)) for n in range(rounds)]
+    bench._rounds(lambda: None)
+    assert bench.sure == pytest.approx(spread)
+
+
 def test_the_noise_scale_of_a_run_in_the_folder_is_repeated(tmp_path):
     summary = tmp_path / "summary.json"
     assert command.noise_of(tmp_path) == ""
