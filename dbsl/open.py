@@ -27,6 +27,7 @@ from dbsl.checkpoint.resume import (
 )
 from dbsl.cluster.launch import RunningJob, find_running_job
 from dbsl.cluster.merges import MergeRule
+from dbsl.cluster.wire import wait_for_all
 from dbsl.config.complete import found_by, with_resolved
 from dbsl.config.fields import sources
 from dbsl.config.hooks import Extra, Extras
@@ -268,6 +269,7 @@ class _Opening:
                     run.extras.each(Extra.write, folder.path, self.code)
                 if found:
                     take_over_folder(found, run, accelerator)
+                    wait_for_all()  # a worker without turns left saves at once
                 folder.write_settings(given, run)
                 with reading_checkpoint(resumed and resumed.folder):
                     parts = (resumed.state.get("log"), resumed.handover) if resumed else ()

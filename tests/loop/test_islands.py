@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dbsl.cluster.alive
+import dbsl.open
 import train as train_script
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.cluster.serving import MemberCluster
@@ -425,8 +426,18 @@ def test_a_run_that_is_finished_early_ends_for_all_and_goes_on(tmp_path, monkeyp
         patch.setattr(train_script, "end_epoch", ends)
         end_ranks(start(folder, 3, act=slowly(), **settings))
     assert summary_of(folder)["epochs"] == 2
-    end_ranks(start(folder, 3, **settings))
+    take_over = dbsl.open.take_over_folder
+
+    def takes_its_time(*arguments):
+        if torch.distributed.get_rank() == 0:  # rank 2 may have no turn left, and saves at once
+            time.sleep(2)
+        take_over(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dbsl.open, "take_over_folder", takes_its_time)
+        end_ranks(start(folder, 3, **settings))
     assert samples_by_epoch(folder, 4) == [96] * 4
+    assert (folder / "checkpoints/epoch-0004/rank-00002.safetensors").exists()
 
 
 @slow
