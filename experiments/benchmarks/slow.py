@@ -6,10 +6,10 @@
 
 experiments/configs/slow/README.md is the registration. Every arm has as many epochs as fit into the
 virtual seconds that `dual_3` of experiments/configs/gap takes on the link. `tune` climbs on
-held-out training images: from an arm's start it moves to the best neighbour, one place up or down
-in one setting or half or twice the learning rate, until none is better. `run` takes what `tune` has
-found. An arm of several parts is a chain of `train.py` calls on one run folder, a part for each
-stage of the learning rate, as in recipe.py.
+held-out training images: from an arm's start (on later links from its best point on the first) it
+moves to the best neighbour, one place up or down in one setting or half or twice the learning rate,
+until none is better. `run` takes what `tune` has found. An arm of several parts is a chain of
+`train.py` calls on one run folder, a part for each stage of the learning rate, as in recipe.py.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from experiments.benchmarks.demos.table import Table
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "experiments/configs"
 RESULTS = Path("experiments/results/slow")
-GBPS = (0.1, 0.01, 1.0)  # in the order in which they run
 TUNING_SEEDS = (100, 101)
 AGAIN = 3  # settings of the first tuning seed that the second one tries, too
-BUDGET = ("gap/dual_3", 133)  # an arm and its epochs, whose seconds all have
+BUDGET = "gap/dual_3"  # an arm, whose seconds all have for
+GBPS = {0.1: 133, 0.01: 133, 1.0: 66}  # its epochs by link; in the order in which they run
 _DATA: dict[int | None, TrainingData] = {}  # by the number of training images
 Point = tuple[int, ...]  # the place of each of an arm's settings, and n of the rate 0.1 * 2**n
 
@@ -63,7 +63,7 @@ MERGES = ("1", "2", "4", "8", "16")
 class Arm:
     """Flags of train.py for all parts, `settings` that are tuned beside the rate, and parts.
 
-    `start` has the place of each setting, and n of the rate.
+    `start` has the place of each setting, and n of the rate, on the first link.
     """
 
     flags: Mapping[str, Any]
@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("do", choices=("epochs", "tune", "run"))
     parser.add_argument("--dataset", required=True, help="folder of CIFAR-100")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
-    parser.add_argument("--gbps", nargs="+", type=float, default=list(GBPS))
+    parser.add_argument("--gbps", nargs="+", type=float, default=list(GBPS), choices=list(GBPS))
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=5, help="of `run`")
     given = parser.parse_args(argv)
@@ -166,7 +166,9 @@ def tune(runs: _Runs, gbps: float, name: str) -> Point:
         runs.make([*cases.values()])
         return {point: runs.accuracy(*case) for point, case in cases.items()}
 
-    found = climb(ARMS[name].start, ARMS[name].neighbours, measured)
+    known = next(iter(GBPS))
+    start = ARMS[name].start if gbps == known else best(runs.table.rows, known, name)
+    found = climb(start, ARMS[name].neighbours, measured)
     for seed in others:
         measured(sorted(found, key=found.__getitem__, reverse=True)[:AGAIN], seed)
     return best(runs.table.rows, gbps, name)
@@ -273,9 +275,9 @@ def epochs_of(dataset: str, gbps: float, point: Point, name: str) -> int:
     """Return the most epochs that fit into the seconds of `BUDGET` on a link."""
     seconds = [
         epoch_s(dataset, gbps, tuple(flags.items()))
-        for flags in ({"config": BUDGET[0]}, *ARMS[name].at(point))
+        for flags in ({"config": BUDGET}, *ARMS[name].at(point))
     ]
-    return fitting(BUDGET[1] * seconds[0], seconds[1:])
+    return fitting(GBPS[gbps] * seconds[0], seconds[1:])
 
 
 def fitting(budget_s: float, seconds: Sequence[float]) -> int:

@@ -47,6 +47,27 @@ def test_the_best_point_is_that_of_the_mean_of_all_tuning_seeds():
             best(rows, gbps, arm)
 
 
+def test_tuning_begins_at_the_best_point_of_the_first_link():
+    class Runs:
+        def __init__(self):
+            self.table, self.asked, self.rows = self, [], []
+
+        def make(self, cases):
+            for gbps, name, point, seed in cases:
+                self.asked.append((gbps, point))
+                accuracy = -abs(point[0] - 5)
+                row = {"point": " ".join(map(str, point)), "turn": seed, "accuracy": accuracy}
+                self.rows.append({"arm": name, "gbps": gbps} | row)
+
+        def accuracy(self, gbps, name, point, seed):
+            return -abs(point[0] - 5)
+
+    runs = Runs()
+    assert [slow.tune(runs, gbps, "ddp") for gbps in slow.GBPS] == [(5,)] * 3
+    first, *later = (next(p for g, p in runs.asked if g == gbps) for gbps in slow.GBPS)
+    assert (first, later) == (ARMS["ddp"].start, [(5,), (5,)])
+
+
 def test_every_arm_begins_at_a_point_of_its_settings_and_its_configs_are_there():
     for arm in ARMS.values():
         assert len(arm.start) == len(arm.settings) + 1
