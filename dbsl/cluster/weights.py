@@ -26,15 +26,25 @@ class FlatWeights:
     it after the model is on its device and in its dtype, and before an optimizer is built on it or
     it is compiled.
     `vector`, [P], has parameters, then floating-point `buffers` (batch norm's statistics). The
-    model's other buffers, `counters` (batch norm's step counters), stay outside.
+    model's other buffers, `counters` (batch norm's step counters), stay outside. So do those that
+    the model does not save: constants, such as a mask with -inf.
+
+    With `apart` the model keeps its own tensors: `read` copies them, `load` copies back, and
+    `vector` is what was loaded last. It is at least of float32: of equal bfloat16 numbers the mean
+    is the same number.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, apart: bool = False) -> None:
         self.tensors = tensors = list(_floating(model).values())
-        kinds = {(t.dtype, t.device) for t in tensors}
-        shown = str(sorted(map(str, kinds)))
+        kinds = {
+            (torch.promote_types(t.dtype, torch.float32) if apart else t.dtype, t.device)
+            for t in tensors
+        }
+        shown = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)) or "none"
         refuse([(len(kinds) != 1, "model must have one dtype and one device", shown)])
         dtype, device = kinds.pop()
+        refuse([(dtype.is_complex, "model must have real numbers", shown)])
+        self._model, self._apart, self.layout = model, apart, layout_of(model)
         self.vector = torch.zeros(_padded_length(tensors), dtype=dtype, device=device)
         self._parameters = list(model.parameters())
         self.buffers = self.vector[_padded_length(self._parameters) :]
@@ -48,12 +58,32 @@ class FlatWeights:
         with torch.no_grad():
             for tensor, view in _views(self.vector, tensors):
                 view.copy_(tensor)
-                tensor.data = view
+                if not apart:
+                    tensor.data = view
 
     @torch.no_grad()
     def load(self, weights: Tensor) -> None:
         """Copy a vector of the same length, from any device, into the model."""
         self.vector.copy_(weights)
+        if self._apart:
+            for tensor, view in _views(self.vector, _floating(self._model).values()):
+                tensor.copy_(view)
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """Return a copy of the model's weights, [P].
+
+        Raises:
+            SettingError: The model has other tensors than at first.
+        """
+        now = layout_of(self._model)
+        other = next((n for n in (*now, *self.layout) if n not in now or n not in self.layout), "")
+        must = "model must keep its tensors, their shapes and their order"
+        refuse([(now != self.layout, must, other or "another order")])
+        vector = torch.zeros_like(self.vector)
+        for tensor, view in _views(vector, _floating(self._model).values()):
+            view.copy_(tensor)
+        return vector
 
     def first_not_finite(self, vector: Tensor) -> int | None:
         """Return the number of the first tensor that is not finite in a vector of this layout."""
@@ -96,6 +126,14 @@ class FlatWeights:
             parameter.grad = view if parameter.requires_grad else None
 
 
+def layout_of(model: nn.Module) -> list[str]:
+    """Return name, shape and memory order of each tensor in the vector of a model's weights."""
+    return [
+        f"{name} {[*tensor.shape]}{' channels last' * _is_channels_last(tensor)}"
+        for name, tensor in _floating(model).items()
+    ]
+
+
 def vector_length(model: nn.Module) -> int:
     """Return the length of the vector that holds a model's weights."""
     return _padded_length(_floating(model).values())
@@ -107,8 +145,17 @@ def names_of(model: nn.Module) -> list[str]:
 
 
 def _floating(model: nn.Module) -> dict[str, Tensor]:
-    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    unsaved = {
+        f"{place}.{name}" if place else name
+        for place, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    buffers = {n: b for n, b in model.named_buffers() if b.is_floating_point() and n not in unsaved}
     return dict(model.named_parameters()) | buffers
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def _padded(count: int) -> int:
@@ -124,7 +171,7 @@ def _views(vector: Tensor, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, 
     offset = 0
     for tensor in tensors:
         flat = vector[offset : offset + tensor.numel()]
-        if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        if _is_channels_last(tensor):
             n, c, h, w = tensor.shape
             yield tensor, flat.view(n, h, w, c).permute(0, 3, 1, 2)
         else:

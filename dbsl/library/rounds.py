@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -36,11 +38,12 @@ class Rounds:
     the others have merged.
 
     Args:
-        model: On its device, in one dtype; its tensors become views into one vector.
+        model: On its device. It keeps its tensors, which hold the mean after a merge; means and
+            changes are at least of float32.
         optimizer: This process's.
         every: Steps of a round, at least 1; the same on every process. None: rounds end where
             `merge` is called, after as many steps as each process likes, as in dual-batch plans.
-        weight: This process's weight in the mean, above 0, or a function that returns it at each
+        weight: This process's weight in the mean, at least 0, or a function that returns it at each
             merge; None: the same for all. In train.py it is the share of the samples.
         outer: Learning rate and Nesterov momentum of a step that takes the place of the mean, as in
             DiLoCo (arXiv 2311.08105); None: the mean.
@@ -63,15 +66,16 @@ class Rounds:
         wire: str = "float32",
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        bad = every is not None and not (isinstance(every, int) and every >= 1)
+        bad = every is not None and not (isinstance(every, Integral) and every >= 1)
         refuse([(bad, "every must be an integer of at least 1, or None", every)])
         if outer is not None:
             try:
                 lr, momentum = map(float, outer)
             except (TypeError, ValueError):
                 lr = momentum = math.nan
-            must = "outer must be a learning rate above 0 and a momentum in [0, 1)"
-            refuse([(not (lr > 0 and 0 <= momentum < 1), must, outer)])
+            must = "outer must be a finite learning rate above 0 and a momentum in [0, 1)"
+            refuse([(not (0 < lr < math.inf and 0 <= momentum < 1), must, outer)])
+            outer = lr, momentum
         refuse([(wire not in ROUND_WIRES, f"wire must be {in_words(ROUND_WIRES)}", wire)])
         if any(isinstance(module, SHARDED) for module in model.modules()):
             raise SettingError("model must have its parameters whole, got one that FSDP shards")
@@ -80,11 +84,10 @@ class Rounds:
         self.merges = 0
         self._model, self._optimizer = model, optimizer
         self._weight, self._group, self._processes = weight, group, world_size(group)
-        self._weights = FlatWeights(model)
+        self._weights = FlatWeights(model, apart=True)  # its vector: as merged last
         trained = len(self._weights.vector) - len(self._weights.buffers)
         self._outer_step = outer or (0.0, 0.0)
         self._outer = outer and Delta(trained, *outer)
-        self._merged = self._weights.vector.clone()
         rounds = wire != "float32" and self._processes > 1
         self._rounded = RoundedSum(wire, self._weights, group) if rounds else None
         self._wire = wire
@@ -93,18 +96,24 @@ class Rounds:
 
     def __enter__(self) -> Rounds:
         """Take the weights of process 0, or go on from a state."""
+        if self._inside is not None:
+            raise SettingError("Rounds must be left before it is entered again")
         inside = self._loaded or self.steps > 0  # a round is open: each process has its own weights
-        number = ROUND_WIRES.index(self._wire)
-        of_all = (inside, len(self._weights.vector), self.every or 0, *self._outer_step, number)
-        names = ("load_state_dict", "size of model", "every", "outer", "outer", "wire")
+        number, weights = ROUND_WIRES.index(self._wire), self._weights.read()
+        tensors = repr((self._weights.layout, weights.dtype)).encode()
+        tensors = int.from_bytes(hashlib.sha256(tensors).digest()[:6], "big")  # a float64 holds it
+        of_all = (inside, tensors, self.every or 0, *self._outer_step, number)
+        names = ("load_state_dict", "tensors of model", "every", "outer", "outer", "wire")
         for name, values in zip(names, zip(*self._exchange(*of_all), strict=True), strict=True):
             if name == "wire":
                 values = [ROUND_WIRES[int(number)] for number in values]
+            if name == "tensors of model":
+                values = [f"{int(value):012x}" for value in values]
             refuse([(len({*values}) > 1, f"{name} must be the same on every process", values)])
         if not inside:
             if self._processes > 1:
-                dist.broadcast(self._weights.vector, group=self._group, group_src=0)
-            self._merged.copy_(self._weights.vector)
+                dist.broadcast(weights, group=self._group, group_src=0)
+            self._weights.load(weights)
         self._loaded, self._inside = False, ExitStack()
         if hasattr(self._model, "no_sync"):
             self._inside.enter_context(self._model.no_sync())
@@ -134,34 +143,37 @@ class Rounds:
         """End the round now, which every process does at the same step unless `every` is None."""
         if self._inside is None:
             raise SettingError("step and merge must be called inside `with Rounds(...)`")
-        vector = self._weights.vector
-        if next(self._model.parameters()).data_ptr() != vector.data_ptr():
-            raise SettingError("model must stay on its device and in its dtype inside Rounds")
+        own, merged = self._weights.read(), self._weights.vector
         weight = self._weight() if callable(self._weight) else self._weight
         try:
             weight = 1.0 if weight is None else float(weight)
         except (TypeError, ValueError):
             weight = math.nan  # all processes are to hear of it
-        finite = bool(vector.isfinite().all())
+        finite = bool(own.isfinite().all())
         _, _, given, all_finite, *_ = zip(*self._meet(False, weight, finite), strict=True)
-        fits = all(0 < each < math.inf for each in given)
-        refuse([(not fits, "weight must be above 0 and finite on every process", given)])
+        fits = all(each >= 0 for each in given) and 0 < sum(given) < math.inf
+        refuse([(not fits, "weight must be at least 0, and their sum above 0 and finite", given)])
         weights = [each if fine else 0.0 for each, fine in zip(given, all_finite, strict=True)]
         total = sum(weights)
         if not total:
-            raise FloatingPointError("no process has finite weights: nothing is left to merge")
-        change = vector if self._rounded is None else vector - self._merged
-        part = change * (weight / total) if finite else torch.zeros_like(vector)
+            raise FloatingPointError(
+                "no process has finite weights: nothing is left to merge; here "
+                f"{self._weights.layout[self._weights.first_not_finite(own)]} is not finite"
+                if not finite
+                else "no process of a weight above 0 has finite weights: nothing is left to merge"
+            )
+        change = own if self._rounded is None else own.sub_(merged)
+        part = change.mul_(weight / total) if finite else change.zero_()
         if self._rounded is not None:
-            part = self._rounded(part) + self._merged
+            part = self._rounded(part) + merged
             if not part.isfinite().all():
+                self._rounded.forget()
                 raise FloatingPointError("changes are too large to be rounded: not finite")
         elif self._processes > 1:
             dist.all_reduce(part, group=self._group)
         if self._outer is not None:
-            part = self._outer(self._merged, part[None], torch.ones(1))
+            part = self._outer(merged, part[None], torch.ones(1))
         self._weights.load(part)
-        self._merged.copy_(part)
         if not finite:
             warnings.warn(
                 f"weights after step {self.steps} of round {self.merges} were not finite: left out",
@@ -177,26 +189,40 @@ class Rounds:
         return {
             "steps": self.steps,
             "merges": self.merges,
-            "merged": self._merged.clone(),
+            "merged": self._weights.vector.clone(),
             "outer": self._outer and copy.deepcopy(self._outer.state_dict()),
             "rounded": self._rounded and self._rounded.state_dict(),
+            "process": self._place(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned; model and optimizer have theirs already.
 
         Every process loads its own. `wire` may be another; float32 drops what rounding has left.
+        At the end of a round other numbers of processes may load it, which drop that, too.
         """
         if (self._outer is None) != (state["outer"] is None):
             must = "None" if state["outer"] is None else "a learning rate and a momentum"
             raise SettingError(f"outer must be {must}, as in the state, got the other")
+        vector, (own, all_of_it) = self._weights.vector, state["process"]
+        left = state["rounded"] if all_of_it == self._processes else None
+        must = f"a state must be that of process {self._place()[0]} of {self._processes}"
+        other = (own, all_of_it) != self._place() and (state["steps"] > 0 or left is not None)
+        refuse([(other, must, f"that of process {own} of {all_of_it}")])
+        saved = len(state["merged"])
+        refuse([(saved != len(vector), f"a state must have {len(vector)} weights", saved)])
         self.steps, self.merges = state["steps"], state["merges"]
-        self._merged.copy_(state["merged"])
+        vector.copy_(state["merged"])
         if self._outer is not None:
             self._outer.load_state_dict(copy.deepcopy(state["outer"]))
-        if self._rounded is not None and state["rounded"] is not None:
-            self._rounded.load_state_dict(copy.deepcopy(state["rounded"]))
+        if self._rounded is not None and left is not None:
+            self._rounded.load_state_dict(copy.deepcopy(left))
         self._loaded = True
+
+    def _place(self) -> tuple[int, int]:
+        """Return this process's number in the group, and how many there are."""
+        rank = dist.get_rank(self._group) if self._processes > 1 else 0
+        return rank, self._processes
 
     def _meet(self, leaving: bool, weight: float = 0, finite: float = 0) -> list[list[float]]:
         """Return every process's row; all must be at the same place of the loop."""

@@ -164,15 +164,15 @@ def in_rounds(rank, weights):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     merged, before = [], []
     with dbsl.Rounds(model, optimizer, every=2, weight=weights[rank]) as rounds:
-        start = rounds._weights.vector.clone()
+        start = rounds._weights.read()
         for _ in range(5):
             model(torch.randn(6, 3).double() + rank).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            before.append(rounds._weights.vector.clone())
+            before.append(rounds._weights.read())
             if rounds.step():
-                merged.append(rounds._weights.vector.clone())
-    merged.append(rounds._weights.vector.clone())
+                merged.append(rounds._weights.read())
+    merged.append(rounds._weights.read())
     return [v.numpy() for v in (start, *before)], [v.numpy() for v in merged], rounds.merges
 
 
@@ -187,9 +187,11 @@ def test_rounds_take_the_weighted_mean_of_weights_and_statistics(run_ranks):
 
 
 def broken_round(rank, what):
-    model = nn.Linear(2, 1)
+    model = nn.Linear(2, 1, bias=not (what == "model" and rank))
+    model = model.double() if what == "dtype" and rank else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     weight = {"weight": 0.0, "infinite": float("inf"), "text": "a" if rank else 1.0}.get(what, 1.0)
+    weight = 0.0 if what == "one" and rank else weight
     outer = (0.7, 0.9) if what == "outer" and rank else None
     wire = {"wire": ("int4", "int8")[rank], "format": "int3"}.get(what, "float32")
     rounds = dbsl.Rounds(model, optimizer, every=2, weight=weight, outer=outer, wire=wire)
@@ -198,7 +200,8 @@ def broken_round(rank, what):
         for _ in range(
             {"6 and 5": (6, 5), "6 and 2": (6, 2), "1 and 2": (1, 2)}.get(what, (2, 2))[rank]
         ):
-            model.weight.data.fill_(float("nan") if rank == 1 and what == "nan" else 2.0)
+            bad = rank == 1 and what == "nan"
+            model.weight.data.fill_(float("nan") if bad else 2.0 + (what == "one") * rank)
             rounds.step()
     return model.weight.tolist(), [str(w.message) for w in warned]
 
@@ -210,12 +213,33 @@ def test_weights_that_are_not_finite_are_left_out_and_said(run_ranks):
     assert said == ["weights after step 2 of round 0 were not finite: left out"]
 
 
+def test_a_process_of_weight_0_takes_what_the_others_have(run_ranks):
+    assert run_ranks(broken_round, "one") == [([[2.0, 2.0]], [])] * 2
+
+
+def equal_rounds(rank):
+    torch.manual_seed(0)
+    model, before = nn.Linear(16, 16).bfloat16(), []
+    with dbsl.Rounds(model, torch.optim.SGD(model.parameters()), 1, [1, 2][rank], (0.7, 0.9)) as r:
+        for _ in range(50):
+            before.append(model.weight.detach().float().numpy())
+            r.step()
+    return before
+
+
+def test_a_bf16_model_that_nobody_trains_keeps_its_bits(run_ranks):
+    for weights in run_ranks(equal_rounds):
+        assert all((each == weights[0]).all() for each in weights)
+
+
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("weight", "weight must be above 0 and finite on every process, got 0.0,0.0"),
-        ("infinite", "weight must be above 0 and finite"),
-        ("text", "weight must be above 0 and finite"),
+        ("weight", "weight must be at least 0, and their sum above 0 and finite, got 0.0,0.0"),
+        ("infinite", "weight must be at least 0, and their sum above 0 and finite"),
+        ("text", "weight must be at least 0, and their sum above 0 and finite"),
+        ("model", "tensors of model must be the same on every process"),
+        ("dtype", "tensors of model must be the same on every process"),
         ("outer", "outer must be the same on every process"),
         ("wire", "wire must be the same on every process, got int4,int8"),
         ("format", "wire must be float32, bf16, int8, int4 or int2, got int3"),
@@ -265,3 +289,31 @@ def test_rounds_go_on_in_another_format(run_ranks, wires):
     assert first == second
     (whole, _), _ = run_ranks(resumed_rounds, 0)
     torch.testing.assert_close(*map(torch.tensor, (first[0], whole)), rtol=0, atol=0.1)
+
+
+def foreign_states(rank):
+    model = nn.Linear(3, 2)
+    states, said = {}, []
+    for steps in (1, 2):
+        for wire in ("float32", "int4"):
+            with dbsl.Rounds(model, torch.optim.SGD(model.parameters()), 2, wire=wire) as rounds:
+                for _ in range(steps):
+                    model.weight.data.add_(0.1)
+                    rounds.step()
+                states[steps, wire] = rounds.state_dict()
+    for (steps, wire), state in states.items():
+        rounds = dbsl.Rounds(model, torch.optim.SGD(model.parameters()), 2, wire=wire)
+        for process in ((rank, 2), (1 - rank, 2), (rank, 3)):
+            try:
+                rounds.load_state_dict(state | {"process": process})
+            except dbsl.SettingError as error:
+                said.append((steps, wire, process, str(error)))
+    return said
+
+
+def test_a_state_is_of_one_process_unless_nothing_in_it_is(run_ranks):
+    said = run_ranks(foreign_states)[0]
+    refused = [(steps, wire, process) for steps, wire, process, _ in said]
+    inside = [(1, wire, process) for wire in ("float32", "int4") for process in ((1, 2), (0, 3))]
+    assert refused == [*inside, (2, "int4", (1, 2))]
+    assert said[0][3] == "a state must be that of process 0 of 2, got that of process 1 of 2"

@@ -29,6 +29,8 @@ def test_vector_holds_parameters_and_running_statistics_but_no_integers():
     assert found == [[1.0] * 4, [0.0] * 4, [0.0] * 4, [1.0] * 4]
     assert len(weights.buffers) == 2 * ALIGNMENT
     assert weights.vector.sum() == 8  # the gaps are zeros
+    model.register_buffer("mask", torch.full((2, 2), -torch.inf), persistent=False)
+    assert torch.equal(FlatWeights(model).vector, weights.vector), "a constant is left out"
 
 
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])

@@ -1,7 +1,10 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_model
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -217,7 +220,11 @@ def test_an_iterators_own_state_is_what_was_drawn():
         (lambda: rounds(outer=(0.7, 1.0)), r"momentum in \[0, 1\)"),
         (lambda: rounds(every=0), "every must be .* got 0"),
         (lambda: rounds().step(), "must be called inside `with Rounds"),
-        (lambda: moved(rounds()), "model must stay on its device and in its dtype"),
+        (lambda: rounds(outer=(math.inf, 0.9)), "outer must be a finite learning rate above 0"),
+        (lambda: with_more(rounds()), r"must keep its tensors, .* got late \[3\]"),
+        (lambda: twice(rounds()), "must be left before it is entered again"),
+        (lambda: rounds(model=nn.ReLU()), "one dtype and one device, got none"),
+        (lambda: rounds(model=nn.ParameterList([torch.ones(2) * 1j])), "must have real numbers"),
     ],
 )  # fmt: skip
 def test_wrong_use_is_named_with_its_bound_and_value(use, said):
@@ -238,15 +245,42 @@ def test_a_process_group_that_is_still_to_come_is_asked_for(monkeypatch):
             use()
 
 
-def rounds(**arguments):
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters())
+def rounds(model=None, **arguments):
+    model = model or nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([*model.parameters()] or [torch.zeros(1)])
     return Rounds(model, optimizer, **{"every": 1, **arguments})
 
 
-def moved(used):
+def with_more(used):
     with used:
-        used._model.double()
+        used._model.late = nn.Parameter(torch.ones(3))
+        used.step()
+
+
+def twice(used):
+    with used, used:
+        pass
+
+
+def test_a_model_inside_rounds_is_saved_as_any_other_and_may_move(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model.register_buffer("mask", torch.full((2, 2), -math.inf), persistent=False)
+    with rounds(model, outer=("0.7", "0.9")) as used:
+        used.step()
+        save_model(model, tmp_path / "model.safetensors")
+        saved = load_file(tmp_path / "model.safetensors")
+        assert {n: t.tolist() for n, t in saved.items()} == {
+            n: t.tolist() for n, t in model.state_dict().items()
+        }
+        model.double()[0] = nn.Linear(3, 4).double()  # what is read is what the model has
+        with torch.no_grad():
+            model[0].weight.fill_(2)
+        used.step()
+    merged = model[0].weight.float().flatten()
+    assert torch.equal(used._weights.vector[:12], merged)
+    assert merged.gt(1.5).all()
+    model[0].bias.data.fill_(math.nan)
+    with pytest.raises(FloatingPointError, match=r"0.bias \[4\] is not finite"), used:
         used.step()
 
 
