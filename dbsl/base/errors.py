@@ -234,7 +234,8 @@ def as_given(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list | tuple):
         return ",".join(map(str, value)) or "empty"
-    return str(value)
+    text = str(value)
+    return text if text and text.strip() == text else repr(text)  # blanks are not seen
 
 
 def steadier(lr: float, optimizer: str, precision: str, *, finite_loss: bool) -> str:

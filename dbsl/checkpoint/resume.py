@@ -301,10 +301,20 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             handover = make_handover(saved, _of_all_shards(found, state, config.workers), run)
             if takes_joint_steps(config) and not saved.joint:
                 accelerator.print("warning: optimizers of workers are dropped: all share one now")
+        was = _complete(manifest.config, config)
+        if _drops_remainders(was, config, kept=handover is None):
+            accelerator.print(f"warning: what rounding to {was['wire']} has left is dropped")
     own = {name for name, extra in state["extras"].items() if extra}
     if absent := ", ".join(sorted(own - found_extras().keys())):
         accelerator.print(f"warning: dropped the state of missing extras: {absent}")
     return Resumed(found.folder, manifest.sequence, state, handover)
+
+
+def _drops_remainders(before: Mapping[str, Any], now: RunConfig, *, kept: bool) -> bool:
+    old, whole = before["wire"], ("float32", "fp16", *["bf16"] * (before["sync"] == "step"))
+    low_rank, new = old.split(":")[:2], now.wire.split(":")[:2]
+    same = new == low_rank if len(low_rank) > 1 else now.wire != "float32"
+    return old not in whole and not (kept and same)
 
 
 def _check_state(changed: Changes, state: Mapping[str, Any], run: Run) -> None:

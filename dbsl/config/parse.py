@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import textwrap
+import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ import yaml
 from dbsl.base.errors import SettingError, as_given
 from dbsl.base.machine import launched_precision, recall
 from dbsl.config.complete import RESOLVED, still_true
-from dbsl.config.fields import PAIRS, PROCESSES, described, read_text, sources
+from dbsl.config.fields import PAIRS, PROCESSES, UNSET, described, read_text, sources
 from dbsl.config.hooks import found_extras
 from dbsl.config.image_settings import AugmentKwargs, MixupKwargs
 from dbsl.config.settings import CHECKPOINTS, LrKwargs, RunConfig, is_url
@@ -183,6 +184,8 @@ def _value(name: str, field: dataclasses.Field, hint: Any, given: list[Any]) -> 
     if hint is bool or field.metadata == POSITIONAL:
         return last if hint is bool else tuple(last)
     text = (",".join if _is_list(hint) else " ".join)(last)
+    if text == UNSET and field.default is not dataclasses.MISSING and not _takes_none(hint):
+        return field.default
     if field.metadata == PAIRS:
         return tuple(pair for pair in _BETWEEN_PAIRS.split(text) if pair)
     try:
@@ -194,6 +197,10 @@ def _value(name: str, field: dataclasses.Field, hint: Any, given: list[Any]) -> 
     except (KeyError, ValueError):
         shown = repr(text) if last else "nothing"
         raise SettingError(f"{_flag(name)} must be {described(hint)[0]}, got {shown}") from None
+
+
+def _takes_none(hint: Any) -> bool:
+    return types.NoneType in (hint, *typing.get_args(hint))
 
 
 def _is_list(hint: Any) -> bool:

@@ -514,7 +514,7 @@ FLOAT32 = Wire()
 
 def parse_wire(value: str, taken: Sequence[str] = _ALL_WIRES, where: str = "") -> Wire:
     """Return what ``bf16`` or ``powersgd:4:10`` is, if it is one of the formats that are taken."""
-    found = re.fullmatch(r"powersgd:(\d{1,9})(?::(\d{1,9}))?", value)
+    found = re.fullmatch(r"powersgd:(\d{1,99})(?::(\d{1,99}))?", value)
     wire = Wire("powersgd", int(found[1]), int(found[2] or 0)) if found else Wire(value)
     unknown = (_JOINT_WIRES[-1] if found else value) not in taken or value == _JOINT_WIRES[-1]
     refuse([(unknown, f"wire must be {in_words(taken)}{where}", value)])

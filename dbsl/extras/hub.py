@@ -154,7 +154,8 @@ def _body(
 ) -> str:
     several = values["workers"] > 1
     small = f"{values['workers']}, {values['small_workers']}"
-    of_workers = {"workers, of them on small batches": small, "how workers meet": values["sync"]}
+    of_workers = {"workers, of them on small batches": small}
+    of_workers["how workers meet, what they send"] = f"{values['sync']}, {settings['wire']}"
     results = {
         **{text: f"{100 * values[n]:.2f} %" for n, text in _ACCURACIES.items() if n in values},
         "cross-entropy, last epoch": f"{values['final_loss']:.4f}",

@@ -295,6 +295,7 @@ def result_in_words(values: Mapping[str, Any], unit: str, loss_name: str = "loss
         "start_up_time_s": " and start-up {:.1f} s",
         "total_time_s": " of {:.1f} s",
         "images_per_s": f", {{:.0f}} {unit}/s",
+        "virtual_time_s": ", {:.1f} s of simulated time",
     }
     shown = {n: short_loss(v) if n == "final_loss" else v for n, v in values.items()}
     given = [text.format(shown[key]) for key, text in formats.items() if key in shown]

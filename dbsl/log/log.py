@@ -410,7 +410,7 @@ class RunLog:
         if not self.enabled:
             return
         session, config, data = self._session, self._config, self._run.data
-        found = self._run.extras.each(Extra.summary)
+        found, simulated_s = self._run.extras.each(Extra.summary), session.cluster.time_s
         sources = (("train", data.train), ("evaluation", data.evaluation))
         mishaps = {
             "refused_rounds": session.cluster.refused,
@@ -420,6 +420,7 @@ class RunLog:
         values = {
             **self.results(),
             **{name: value for own in found for name, value in own.items()},
+            **({"virtual_time_s": simulated_s} if simulated_s and config.workers > 1 else {}),
             "start_up_time_s": session.stopwatch.start_up_s,
             "total_time_s": session.stopwatch.total_s,
             "epochs": self._so_far.epochs,

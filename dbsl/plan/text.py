@@ -171,9 +171,10 @@ def format_run(
         f"split equally {equal}" if joint else f"all large {all_large}, one equal batch {equal}"
     )
     alone = all(len(plan.workers) == 1 for plan in plans.values())
-    side, others = ("", "") if alone else (", workers side by side", f" ({others})")
+    side, more = ("", "") if alone else (", workers side by side", " or exchanges")
+    others = "" if alone else f" ({others})"
     span = epoch_spans(stages) if begin else f"all {epochs} epochs"
-    lines.append(f"predicted for {span}{side}, without evaluation: {planned}{others}")
+    lines.append(f"predicted for {span}{side}, without evaluation{more}: {planned}{others}")
     return "\n".join(lines)
 
 

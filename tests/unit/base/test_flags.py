@@ -45,6 +45,8 @@ def read(*flags, cls=Settings):
         (["--note=--lr", "--sizes", "-1", "2"], {"note": "--lr", "sizes": (-1, 2)}),
         (["--lr", "1", "--lr", "None"], {"lr": None}),
         (["--sizes", "1,2", "--sizes", "3"], {"sizes": (3,)}),
+        (["--sizes", "1", "--sizes", "unset", "--lr", "unset"], {"sizes": "auto", "lr": None}),
+        (["--note", "a", "--note", "unset", "--names", "unset"], {"note": "", "names": ()}),
         (["--save-best", "--no-save-best", "--sizes"], {"save_best": False, "sizes": ()}),
         (["--no_save_best", "--save-best"], {"save_best": True}),
     ],
@@ -65,6 +67,7 @@ def test_values_without_a_flag_may_stand_anywhere():
     [
         (["--epoch", "2"], "flag must be one that --help lists, such as --epochs, got --epoch"),
         (["--no-lr"], "flag must be one that --help lists.*, got --no-lr"),
+        (["--epochs", "unset"], "--epochs must be a whole number, got 'unset'"),
         (["--epochs", "None"], "--epochs must be a whole number, got 'None'"),
         (["--note", "a", "b"], "--note must be a text, got 'a b'"),
         (["--save-best=yes"], "--save-best must have no value, got 'yes'"),

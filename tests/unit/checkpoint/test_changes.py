@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from dbsl.checkpoint.disk import Found, Manifest
-from dbsl.checkpoint.resume import check_changes, check_joining, without_effect
+from dbsl.checkpoint.resume import (
+    _drops_remainders,
+    check_changes,
+    check_joining,
+    without_effect,
+)
 from dbsl.run.folder import SUMS, Code
 from train import Config
 
@@ -77,6 +82,27 @@ def test_a_run_is_not_made_shorter_than_it_is():
 def test_batches_and_times_follow_the_number_of_workers():
     said = changes(replace(BEFORE, workers=3, large_batch_size=(32,), slope=(0.2,)))
     assert len(said) == 3
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sync", "kept", "dropped"),
+    [
+        ("int4", "int4", "bsp", True, False),
+        ("int4", "int8", "asp", True, False),
+        ("int4", "float32", "bsp", True, True),
+        ("int4", "int4", "bsp", False, True),
+        ("bf16", "bf16", "bsp", False, True),
+        ("bf16", "bf16", "step", False, False),
+        ("float32", "int4", "bsp", False, False),
+        ("powersgd:4:9", "powersgd:4", "step", True, False),
+        ("powersgd:4", "powersgd:2", "step", True, True),
+        ("powersgd:4", "fp16", "step", True, True),
+        ("powersgd:4", "powersgd:4", "step", False, True),
+    ],
+)
+def test_remainders_that_a_resumed_run_drops_are_said(old, new, sync, kept, dropped):
+    before, now = {"wire": old, "sync": sync}, replace(BEFORE, wire=new, sync=sync)
+    assert _drops_remainders(before, now, kept=kept) == dropped
 
 
 def test_what_was_found_follows_its_source_and_what_was_given_does_not():

@@ -163,6 +163,7 @@ def test_a_rank_that_saves_nothing_is_refused_with_the_largest_that_does():
         ("int4", Wire("int4")),
         ("powersgd:4", Wire("powersgd", 4, 0)),
         ("powersgd:4:10", Wire("powersgd", 4, 10)),
+        (f"powersgd:{10**20}:{10**20}", Wire("powersgd", 10**20, 10**20)),
     ],
 )
 def test_a_format_is_read(text, wire):

@@ -87,7 +87,7 @@ def make_log(tmp_path, accelerator):
             accelerator=accelerator if main else SimpleNamespace(is_main_process=False),
             meter=StepMeter(0),
             progress=Progress(),
-            cluster=SimpleNamespace(refused=0),
+            cluster=SimpleNamespace(refused=0, time_s=42.5),
             stopwatch=SimpleNamespace(start_up_s=1.0, total_s=30.0),
         )
         return RunLog(session, state, restart)
@@ -270,9 +270,12 @@ def test_summary_is_strict_json_written_in_one_go_and_printed_in_a_line(
     summary = strict(text)
     results = {"final_accuracy": 0.6, "best_accuracy": 0.75, "final_loss": None}
     results |= {"train_time_s": 20.0, "images_per_s": 20.0, "samples_seen": 400}
+    results["virtual_time_s"] = 42.5
     assert summary.items() >= results.items()
     assert list(summary) == sorted(summary)
-    assert "accuracy 60.00 % (best 75.00 %)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "accuracy 60.00 % (best 75.00 %)" in printed
+    assert "42.5 s of simulated time" in printed
 
 
 def test_measured_times_are_set_against_predicted_ones_and_a_miss_is_said_once(
