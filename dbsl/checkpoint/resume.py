@@ -32,8 +32,10 @@ from dbsl.config.hooks import found_extras
 from dbsl.config.parse import parse_config, run_folder_of
 from dbsl.config.settings import (
     CHECKPOINTS,
+    FLOAT32,
     RunConfig,
     meets_at_server,
+    parse_wire,
     takes_joint_steps,
     without_rates,
     workers_of,
@@ -311,10 +313,9 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
 
 
 def _drops_remainders(before: Mapping[str, Any], now: RunConfig, *, kept: bool) -> bool:
-    old, whole = before["wire"], ("float32", "fp16", *["bf16"] * (before["sync"] == "step"))
-    low_rank, new = old.split(":")[:2], now.wire.split(":")[:2]
-    same = new == low_rank if len(low_rank) > 1 else now.wire != "float32"
-    return old not in whole and not (kept and same)
+    old, new = parse_wire(before["wire"]), parse_wire(now.wire)
+    left = old.rank if before["sync"] == "step" else old != FLOAT32
+    return bool(left) and not (kept and new != FLOAT32 and new.rank == old.rank)
 
 
 def _check_state(changed: Changes, state: Mapping[str, Any], run: Run) -> None:

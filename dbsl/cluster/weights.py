@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from dbsl.base.errors import SettingError
 from dbsl.config.fields import refuse
 
 # Numbers. Kernels read tensors whose address is a multiple of 16 bytes faster, and compiled ones
@@ -76,10 +77,10 @@ class FlatWeights:
         Raises:
             SettingError: The model has other tensors than at first.
         """
-        now = layout_of(self._model)
-        other = next((n for n in (*now, *self.layout) if n not in now or n not in self.layout), "")
-        must = "model must keep its tensors, their shapes and their order"
-        refuse([(now != self.layout, must, other or "another order")])
+        if (now := layout_of(self._model)) != self.layout:
+            other = sorted({*now} ^ {*self.layout}) or ["another order"]
+            must = "model must keep its tensors, their shapes and their order"
+            raise SettingError(f"{must}, got {other[0]}")
         vector = torch.zeros_like(self.vector)
         for tensor, view in _views(vector, _floating(self._model).values()):
             view.copy_(tensor)
