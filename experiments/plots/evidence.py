@@ -121,6 +121,21 @@ def small_workers_figure(published: Rows, runs: dict[str, list[ArmRun]]) -> Figu
     """Return accuracy over the number of small workers: published, and of the gap runs."""
     figure = Figure(figsize=(11, 4.8), dpi=110, layout="constrained")
     theirs, ours = figure.subplots(1, 2)
+    _draw_published(theirs, published)
+    _draw_measured(ours, runs)
+    theirs.set_ylim(63.5, 75.5)
+    ours.set_ylim(36.5, 48.5)  # as many points
+    for axes in (theirs, ours):
+        axes.set_xlabel("small workers n_S of 4 (0: all large)")
+        axes.set_ylabel("accuracy (%)")
+        axes.set_xticks(range(5))
+        axes.set_xlim(-0.3, 4.8)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8, loc="lower right")
+    return figure
+
+
+def _draw_published(axes: Axes, published: Rows) -> None:
     for color, marker, (source, method, ratio) in zip(
         COLORS,
         "osD^",
@@ -140,7 +155,7 @@ def small_workers_figure(published: Rows, runs: dict[str, list[ArmRun]]) -> Figu
             and row["method"] in (method, "all large")
         ]
         rows.sort(key=lambda row: int(row["small_workers"]))
-        theirs.plot(
+        axes.plot(
             [int(row["small_workers"]) for row in rows],
             [float(row["accuracy"]) for row in rows],
             f"{marker}-",
@@ -148,18 +163,21 @@ def small_workers_figure(published: Rows, runs: dict[str, list[ArmRun]]) -> Figu
             label=f"{method}, k = {ratio}, {source.partition(' CIFAR')[0]}",
         )
     title = "published: ResNet-18, 100 classes, a server, one run each:\n"
-    theirs.set_title(title + "best epoch (arXiv), best or last not known (COMPSAC)", fontsize=10)
+    axes.set_title(title + "best epoch (arXiv), best or last not known (COMPSAC)", fontsize=10)
+
+
+def _draw_measured(axes: Axes, runs: dict[str, list[ArmRun]]) -> None:
     names = ["all_large", *(f"dual_{count}" for count in range(1, 5))]
     places = {**dict(zip(names, range(5), strict=True)), "hybrid": 3, "ddp_128": 4.35}
     found = {name: interval([100 * run.accuracy for run in runs[name]]) for name in places}
-    ours.plot(range(5), [found[name].mean for name in names], "-", color=COLORS[4])
+    axes.plot(range(5), [found[name].mean for name in names], "-", color=COLORS[4])
     for color, group, label in (
         (COLORS[4], names, "dual batch, k = 1.05; hollow: rate not tuned"),
         (COLORS[5], ["hybrid"], "hybrid, k = 1.05, in 0.81 of the time"),
         ("black", ["ddp_128"], "plain data parallelism, 128 samples, free link"),
     ):
         for name in group:
-            ours.errorbar(
+            axes.errorbar(
                 places[name],
                 found[name].mean,
                 yerr=found[name].half,
@@ -171,19 +189,9 @@ def small_workers_figure(published: Rows, runs: dict[str, list[ArmRun]]) -> Figu
             )
             text = f"n = {found[name].count}"
             where = (places[name] + 0.09, found[name].mean + 0.15)
-            ours.annotate(text, where, fontsize=8, color=color)
+            axes.annotate(text, where, fontsize=8, color=color)
     title = "measured here: 0.4 M parameters, 20 classes, a barrier and a mean:\n"
-    ours.set_title(title + "last epoch, mean over seeds, 95 % interval", fontsize=10)
-    ours.set_ylim(36.5, 48.5)
-    theirs.set_ylim(63.5, 75.5)  # as many points
-    for axes in (theirs, ours):
-        axes.set_xlabel("small workers n_S of 4 (0: all large)")
-        axes.set_ylabel("accuracy (%)")
-        axes.set_xticks(range(5))
-        axes.set_xlim(-0.3, 4.8)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8, loc="lower right")
-    return figure
+    axes.set_title(title + "last epoch, mean over seeds, 95 % interval", fontsize=10)
 
 
 def time_figure(arms: Rows, curves: Rows) -> Figure:

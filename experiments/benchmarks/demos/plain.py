@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -87,11 +86,8 @@ def main() -> None:
     scheduler = LambdaLR(optimizer, share_of_rate)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     transform = data.transform(side, "crop", settings.seed)
-    averaging = (
-        LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=settings.local_steps)
-        if settings.local_steps > 1
-        else nullcontext()
-    )
+    local_steps = settings.local_steps
+    averaging = LocalSGD(accelerator, model, local_steps, enabled=local_steps > 1)
     accelerator.wait_for_everyone()
     began, ends = time.perf_counter(), []
     with averaging as local_sgd:
@@ -104,8 +100,7 @@ def main() -> None:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-                if local_sgd is not None:
-                    local_sgd.step()
+                local_sgd.step()
             ends.append(time.perf_counter())
             if accelerator.is_main_process:
                 with open(settings.log, "a", encoding="utf-8") as log:

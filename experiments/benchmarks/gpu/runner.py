@@ -78,11 +78,7 @@ def run_stages(
     deadline = time.monotonic() + (float("inf") if deadline_s is None else deadline_s)
     out.mkdir(parents=True, exist_ok=True)
     files = [*done, out / RESULTS]
-    finished = {
-        line["stage"]
-        for line in read_results(files)
-        if line["status"] == "ok" and bool(line.get("dry")) == dry
-    }
+    finished = _finished(files, dry)
     failures = 0
     running: list[_Running] = []
 
@@ -97,14 +93,10 @@ def run_stages(
             running.remove(ended)
             line = {"stage": ended.stage.name, **ended.result(out / LOG), **facts}
             line["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            if dry:
-                line["dry"] = True
-            append(out / RESULTS, line)
+            append(out / RESULTS, line | ({"dry": True} if dry else {}))
             finished.update({ended.stage.name} if line["status"] == "ok" else ())
             failures += line["status"] != "ok"
-            said = line.get("error", json.dumps(line["figures"])).strip().splitlines()
-            took = f"{line['seconds']:.0f} s"
-            print(f"{ended.stage.name}: {line['status']}, {took}, {said[-1]}", flush=True)
+            _say(line)
 
     try:
         for stage in stages:
@@ -128,6 +120,16 @@ def run_stages(
         for one in running:
             one.end()
     return failures
+
+
+def _say(line: Mapping[str, Any]) -> None:
+    said = line.get("error", json.dumps(line["figures"])).strip().splitlines()
+    print(f"{line['stage']}: {line['status']}, {line['seconds']:.0f} s, {said[-1]}", flush=True)
+
+
+def _finished(files: Iterable[Path], dry: bool) -> set[str]:
+    lines = [line for line in read_results(files) if line["status"] == "ok"]
+    return {line["stage"] for line in lines if bool(line.get("dry")) == dry}
 
 
 def read_results(files: Iterable[Path]) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ import torch
 from torchvision.transforms import v2
 
 from dbsl.config.image_settings import AugmentKwargs, ImageConfig
-from dbsl.data.dataset import choose_columns, load_data
+from dbsl.data.dataset import Data, choose_columns, load_data
 from dbsl.data.transforms import Transform
 from dbsl.run.accelerator import keep_freed_memory
 
@@ -41,32 +41,7 @@ def rows(dataset: str, resolutions: Sequence[int]) -> list[dict[str, Any]]:
     column, _ = choose_columns(ImageConfig(dataset), table.features)
     found = []
     for side in resolutions:
-        ours = Transform(side, "crop", data.mirror, data.mean, data.std, 0)
-        randaugment = replace(ours, augment="timm", pipeline=AugmentKwargs(aa=_AA))
-        theirs = v2.Compose(
-            [
-                v2.RandomResizedCrop(side),
-                v2.RandomHorizontalFlip(),
-                v2.PILToTensor(),
-                v2.ToDtype(torch.float32, scale=True),
-                v2.Normalize(data.mean, data.std),
-            ]
-        )
-
-        def loader(batches: list[np.ndarray], transform: Transform = ours) -> None:
-            for _ in data.train.batches(batches, transform):
-                pass
-
-        def plain(batches: list[np.ndarray], transform: Callable[..., Any] = theirs) -> None:
-            for samples in batches:
-                images = (row[column] for row in table.select(samples))
-                torch.stack([transform(image.convert("RGB")) for image in images])
-
-        pipelines = {
-            "loader": loader,
-            f"loader, --aa {_AA}": partial(loader, transform=randaugment),
-            "torchvision": plain,
-        }
+        pipelines = _pipelines(data, table, column, side)
         rates: dict[str, list[float]] = {name: [] for name in pipelines}
         for turn in range(TURNS + 1):
             first = turn * BATCH * BATCHES % (len(data.train) - BATCH * BATCHES)
@@ -94,6 +69,38 @@ def rows(dataset: str, resolutions: Sequence[int]) -> list[dict[str, Any]]:
     found += _memory(dataset, resolutions[0])
     torch.set_num_threads(threads)
     return found
+
+
+def _pipelines(
+    data: Data, table: datasets.Dataset, column: str, side: int
+) -> dict[str, Callable[[list[np.ndarray]], None]]:
+    """Return functions that read batches of samples."""
+    ours = Transform(side, "crop", data.mirror, data.mean, data.std, 0)
+    randaugment = replace(ours, augment="timm", pipeline=AugmentKwargs(aa=_AA))
+    theirs = v2.Compose(
+        [
+            v2.RandomResizedCrop(side),
+            v2.RandomHorizontalFlip(),
+            v2.PILToTensor(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(data.mean, data.std),
+        ]
+    )
+
+    def loader(batches: list[np.ndarray], transform: Transform = ours) -> None:
+        for _ in data.train.batches(batches, transform):
+            pass
+
+    def plain(batches: list[np.ndarray]) -> None:
+        for samples in batches:
+            images = (row[column] for row in table.select(samples))
+            torch.stack([theirs(image.convert("RGB")) for image in images])
+
+    return {
+        "loader": loader,
+        f"loader, --aa {_AA}": partial(loader, transform=randaugment),
+        "torchvision": plain,
+    }
 
 
 def _memory(dataset: str, side: int) -> list[dict[str, Any]]:
