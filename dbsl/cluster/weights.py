@@ -91,6 +91,16 @@ class FlatWeights:
         finite = [bool(view.isfinite().all()) for _, view in _views(vector, self.tensors)]
         return None if all(finite) else finite.index(False)
 
+    def may_change(self, same: Tensor) -> Tensor:
+        """Return which tensors are trained, or have numbers that are not the `same`, uint8 [T]."""
+        trained = [tensor.requires_grad for tensor in _floating(self._model).values()]
+        differ = torch.stack([~piece.all() for piece in same.split(self._lengths)])
+        return (differ | torch.tensor(trained, device=same.device)).to(torch.uint8)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return a value for each number, [P], of one for each tensor, [T]."""
+        return values.repeat_interleave(torch.tensor(self._lengths, device=values.device))
+
     def split(self, vector: Tensor) -> tuple[Tensor, Tensor]:
         """Return copies of a vector's matrices, in a row, and of what else it has, `rest`."""
         kinds: tuple[list[Tensor], ...] = ([vector[:0]], [vector[:0]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 
@@ -84,16 +85,22 @@ def split_batch(
         limits: Samples that each process can hold at most; None: no limit.
         least: Samples that each process gets at least.
     """
-    count = len(time_models)
-    most = np.full(count, global_batch_size) if limits is None else np.asarray(limits)
-    short = most.shape != (count,) or (most < least).any()
-    right = all(model.slope > 0 and model.intercept >= 0 for model in time_models)
+    right = not isinstance(time_models, TimeModel) and all(
+        model.slope > 0 and model.intercept >= 0 for model in time_models
+    )
     must = "time_models must be one or more, with slopes above 0 and intercepts of at least 0"
-    of_each = f"limits must be one for each of {count} processes, at least {least}"
+    refuse([(not right or not len(time_models), must, str(time_models))])
+    count = len(time_models)
+    bad = not isinstance(least, Integral) or least < 1
+    refuse([(bad, "least must be an integer of at least 1", least)])
+    few = not isinstance(global_batch_size, Integral) or global_batch_size < least * count
+    most = np.full(count, 0 if few else global_batch_size) if limits is None else np.asarray(limits)
+    short = most.shape != (count,) or most.dtype.kind not in "iu" or (most < least).any()
+    of_each = f"limits must be one integer for each of {count} processes, at least {least}"
+    of_all = f"global_batch_size must be an integer of at least {least * count}"
     refuse(
         [
-            (not count or not right, must, str(list(time_models))),
-            (least < 1, "least must be at least 1", least),
+            (few, of_all, global_batch_size),
             (short, of_each, str(limits)),
         ]
     )

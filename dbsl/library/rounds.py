@@ -30,9 +30,9 @@ class Rounds:
 
     Enter it around the loop and call `step` after each step of the optimizer. On entering, all take
     the weights of process 0, unless a state was loaded, inside whose round each has its own. On
-    leaving, what is left of a round is merged. Parameters and
-    floating-point buffers (batch norm's statistics) are merged; the optimizer's state stays each
-    process's own. Gradients of a model in DDP are not averaged inside.
+    leaving, what is left of a round is merged. Parameters and floating-point buffers (batch norm's
+    statistics) are merged; what no process trains or has changed keeps its bits. The optimizer's
+    state stays each process's own. Gradients of a model in DDP are not averaged inside.
 
     Weights that are not finite do not count, and that process's optimizer begins afresh from what
     the others have merged.
@@ -98,6 +98,9 @@ class Rounds:
         """Take the weights of process 0, or go on from a state."""
         if self._inside is not None:
             raise SettingError("Rounds must be left before it is entered again")
+        now = world_size(self._group)
+        must = f"Rounds must be built after the process group, which has {now} processes"
+        refuse([(now != self._processes, must, self._processes)])
         inside = self._loaded or self.steps > 0  # a round is open: each process has its own weights
         number, weights = ROUND_WIRES.index(self._wire), self._weights.read()
         tensors = repr((self._weights.layout, weights.dtype)).encode()
@@ -126,12 +129,15 @@ class Rounds:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Merge what is left of a round, unless an error ends the loop."""
         self._inside.close()
-        if kind is None and any(row[1] for row in self._meet(True)):
-            self.merge()
-        self._inside = None
+        try:
+            if kind is None and any(row[1] for row in self._meet(True)):
+                self.merge()
+        finally:
+            self._inside = None
 
     def step(self) -> bool:
         """Count a step of the optimizer; return whether the round is over and was merged."""
+        self._check_inside()
         self.steps += 1
         if self.every is None or self.steps < self.every:
             return False
@@ -141,15 +147,15 @@ class Rounds:
     @torch.no_grad()
     def merge(self) -> None:
         """End the round now, which every process does at the same step unless `every` is None."""
-        if self._inside is None:
-            raise SettingError("step and merge must be called inside `with Rounds(...)`")
+        self._check_inside()
         own, merged = self._weights.read(), self._weights.vector
         weight = self._weight() if callable(self._weight) else self._weight
         try:
             weight = 1.0 if weight is None else float(weight)
         except (TypeError, ValueError):
             weight = math.nan  # all processes are to hear of it
-        finite = bool(own.isfinite().all())
+        same = own == merged  # a constant may be infinite, such as a mask
+        finite = bool((same | own.isfinite()).all())
         _, _, given, all_finite, *_ = zip(*self._meet(False, weight, finite), strict=True)
         fits = all(each >= 0 for each in given) and 0 < sum(given) < math.inf
         refuse([(not fits, "weight must be at least 0, and their sum above 0 and finite", given)])
@@ -162,15 +168,20 @@ class Rounds:
                 if not finite
                 else "no process of a weight above 0 has finite weights: nothing is left to merge"
             )
-        change = own if self._rounded is None else own.sub_(merged)
-        part = change.mul_(weight / total) if finite else change.zero_()
+        share = weight / total
         if self._rounded is not None:
-            part = self._rounded(part) + merged
-            if not part.isfinite().all():
+            change = own.sub_(merged).masked_fill_(same, 0).mul_(share) if finite else own.zero_()
+            part = self._rounded(change) + merged
+            if not (part.isfinite() | (part == merged)).all():
                 self._rounded.forget()
                 raise FloatingPointError("changes are too large to be rounded: not finite")
-        elif self._processes > 1:
-            dist.all_reduce(part, group=self._group)
+        else:
+            part = own.mul_(share) if finite else own.zero_()
+            changed = self._weights.may_change(same)
+            if self._processes > 1:
+                dist.all_reduce(part, group=self._group)
+                dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._group)
+            part = part.where(self._weights.spread(changed) > 0, merged)
         if self._outer is not None:
             part = self._outer(merged, part[None], torch.ones(1))
         self._weights.load(part)
@@ -201,6 +212,7 @@ class Rounds:
         Every process loads its own. `wire` may be another; float32 drops what rounding has left.
         At the end of a round other numbers of processes may load it, which drop that, too.
         """
+        refuse([(self._inside is not None, "a state must be loaded before `with`", "inside it")])
         if (self._outer is None) != (state["outer"] is None):
             must = "None" if state["outer"] is None else "a learning rate and a momentum"
             raise SettingError(f"outer must be {must}, as in the state, got the other")
@@ -218,6 +230,10 @@ class Rounds:
         if self._rounded is not None and left is not None:
             self._rounded.load_state_dict(copy.deepcopy(left))
         self._loaded = True
+
+    def _check_inside(self) -> None:
+        if self._inside is None:
+            raise SettingError("step and merge must be called inside `with Rounds(...)`")
 
     def _place(self) -> tuple[int, int]:
         """Return this process's number in the group, and how many there are."""

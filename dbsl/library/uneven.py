@@ -7,6 +7,7 @@ Sun, Lv, arXiv 2007.11831). The sampler knows every b_i beforehand, so that no e
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import sys
@@ -25,12 +26,12 @@ from torch import Tensor, nn
 from dbsl.base.errors import SettingError
 from dbsl.config.fields import refuse
 from dbsl.library.watch import Watch
-from dbsl.plan.machines import SpeedEstimate, balanced_sizes, split_batch
+from dbsl.plan.machines import SpeedEstimate, balanced_sizes
 from dbsl.plan.sampler import StepSampler
 from dbsl.plan.types import TimeModel
 
 _WARM_UP = 2  # first steps of a run, which allocate and compile: not measured
-_MOST_AHEAD = 64  # batches that a loader may draw before training begins
+_MOST_AHEAD = 1024  # batches that a loader may draw before training begins
 _INTERCEPT = 0.1  # share of the first measured step that is taken not to depend on the batch
 
 
@@ -38,17 +39,19 @@ class UnevenBatchSampler:
     """A batch sampler whose batches have another size on each process.
 
     Pass it to a DataLoader as `batch_sampler`. Over all processes an epoch has each sample once;
-    all take equally many steps, and none is without a sample. A joint batch has `global_batch_size`
-    samples, the last one what is left. Which samples it has does not depend on how it is split.
+    all take equally many steps, and none has fewer than `least` samples. A joint batch has
+    `global_batch_size` samples, the last one what is left; where that is too little for all, the
+    last two share what they have. Which samples it has does not depend on how it is split.
 
-    It is built on every process alike, after the process group: processes compare what they got.
+    It is built on every process alike, after the process group: processes compare what they got,
+    but not where `rank` is given.
 
     Args:
         num_samples: Samples of the dataset, at least one for each process.
         global_batch_size: Samples of a joint batch, over all processes, at least one for each.
         local_batch_sizes: Samples of a joint batch that each process takes, by rank; None: equal.
         balance: "dynamic": sizes follow the measured speed of the processes, at a constant global
-            batch size. It needs `watch`.
+            batch size. It needs `watch`, and meets the other processes in `scale`.
         balance_every: Steps between two such moves; None: they happen between epochs alone.
         accumulate: Batches of each process that make an optimizer step.
         drop_last: Leave out the samples that do not fill a joint batch.
@@ -57,6 +60,8 @@ class UnevenBatchSampler:
         rank: This process's place among the replicas; None: that of torch.distributed.
         num_replicas: n, processes with batches of their own. Tensor- and context-parallel
             processes share one. None: the world size.
+        least: Samples that each process has at least in a step, such as 2 for batch norm.
+        limits: Samples of a joint batch that each process can hold, by rank; None: any number.
         interleave: Yield the batches of all processes in turn, for a loader that gives every n-th
             batch to a process: Accelerate's ``prepare`` and transformers' ``Trainer``.
 
@@ -78,11 +83,12 @@ class UnevenBatchSampler:
         seed: int = 0,
         rank: int | None = None,
         num_replicas: int | None = None,
+        least: int = 1,
+        limits: Sequence[int] | None = None,
         interleave: bool = False,
     ) -> None:
-        if local_batch_sizes is not None:
-            local_batch_sizes = np.asarray(local_batch_sizes).tolist()
-        asked = {k: v for k, v in locals().items() if k not in ("self", "rank", "num_replicas")}
+        own = ("self", "rank", "num_replicas")
+        asked = {name: _plain(value) for name, value in locals().items() if name not in own}
         alone = rank is not None and num_replicas is not None
         self.num_replicas = num_replicas if alone else world_size()
         self.rank = rank if alone else dist.get_rank() if dist.is_initialized() else 0
@@ -91,20 +97,23 @@ class UnevenBatchSampler:
             problem = _first_difference(asked, problem)
         if problem:
             raise SettingError(problem)
-        self.num_samples = num_samples
-        if local_batch_sizes is None:
-            equal = np.full(self.num_replicas, global_batch_size)
-            local_batch_sizes = split_batch(global_batch_size, equal)
-        self.local_batch_sizes = [*map(int, local_batch_sizes)]
-        self.global_batch_size = sum(self.local_batch_sizes)
-        self.accumulate, self.interleave = accumulate, interleave
-        self.balance, self.balance_every = balance, balance_every
+        total, sizes = asked["global_batch_size"], asked["local_batch_sizes"]
+        total = sum(sizes) if sizes else total
+        least, limits = asked["least"], asked["limits"] or [total] * self.num_replicas
+        self._bounds = np.array(limits), least
+        even = TimeModel(np.ones(self.num_replicas), np.zeros(self.num_replicas))
+        self.local_batch_sizes = sizes or balanced_sizes(total, even, *self._bounds).tolist()
+        self.num_samples, self.global_batch_size = asked["num_samples"], total
+        self.accumulate, self.interleave = asked["accumulate"], interleave
+        self.balance, self.balance_every = balance, asked["balance_every"]
         self.epoch = 0
-        self._drop_last, self._seed = drop_last, seed if shuffle else None
+        self._drop_last, self._seed = drop_last, asked["seed"] if shuffle else None
         self._start = 0  # samples of the epoch that are trained on
         self._iterator: _Epoch | None = None
-        self._chosen = True  # whether someone chose the epoch that comes next
-        self._scaled = False  # whether `scale` was ever called
+        # Whether set_epoch chose the epoch that comes next; None: it is the first, or a state's.
+        self._chosen: bool | None = None
+        self._scaled = 0  # calls of `scale`
+        self._alone = alone
         self._quiet = self.num_replicas == 1  # no word of that: it was said, or need not be called
         self._watch: Watch | None = None
         self._warm = 0  # steps that were measured so far
@@ -116,31 +125,35 @@ class UnevenBatchSampler:
         return self
 
     def __len__(self) -> int:
-        """Return the batches of an epoch, of one under way those that it began with.
+        """Return the batches of an epoch; of one that began with a loaded state, those left.
 
         They are this process's, or all with `interleave`.
         """
         epoch = self._iterator
         under_way = epoch is not None and epoch.number == self.epoch
-        steps = len(epoch) if under_way else self._cut(0).steps_per_epoch
+        begun = self._start if self._chosen else 0  # before set_epoch: those of a whole epoch
+        steps = len(epoch) if under_way else self._cut(begun).steps_per_epoch
         return steps * self.num_replicas if self.interleave else steps
 
     def __iter__(self) -> Iterator[list[int]]:
         """Begin an epoch, or go on in the one whose state was loaded."""
+        now = self.num_replicas if self._alone else world_size()
+        must = f"the sampler must be built after the process group, which has {now} processes"
+        refuse([(now != self.num_replicas, must, self.num_replicas)])
         return _Epoch(self, self._check_loader(sys._getframe(1)))
 
     def _begin(self, epoch: _Epoch) -> None:
         """Note that an epoch's first batch is drawn: loaders ask for an iterator more often."""
         before, self._iterator = self._iterator, epoch
-        if before is not None and before.exhausted and len(before):
+        if before is not None and before.number == self.epoch and before.looked_at:
+            self._start, self._chosen = before.start, True
+        elif before is not None and before.exhausted and len(before):
             if not self._scaled:
                 self._warn_of_no_scale()
             elif before.taken < len(before):
                 what = f"{before.taken} of the {len(before)} batches of an epoch"
                 _warn(f"scale was called for {what}")
-        if before is not None and self.balance:
-            self._move(before, len(before))
-        if not self._chosen:
+        if self._chosen is False:
             _warn(f"set_epoch was not called: epoch {self.epoch} is repeated in the same order")
         self._chosen = False
 
@@ -163,7 +176,7 @@ class UnevenBatchSampler:
             if self._start and self._cut(self._start).steps_per_epoch:
                 _warn(f"set_epoch({epoch}) leaves epoch {self.epoch}, inside which the state was")
             self._start = 0
-        self.epoch, self._chosen = epoch, True
+        self.epoch, self._chosen = int(epoch), True
 
     def scale(self, count: int) -> float:
         """Return n * count / B, by which the mean loss of this process's next batch is multiplied.
@@ -194,30 +207,35 @@ class UnevenBatchSampler:
             raise SettingError("balance must be None without watch(model), got 'dynamic'")
         epoch.ahead.popleft()
         epoch.taken += 1
-        self._scaled = True
+        self._scaled += 1
         if self._watch is not None:
-            self._watch.samples = count
-            if self.balance_every and epoch.taken % self.balance_every == 0:
-                self._move(epoch, epoch.steps_drawn)
-        return self.num_replicas * count / window
+            self._watch.samples = planned
+            now = self.balance_every and epoch.taken % self.balance_every == 0
+            if now or epoch.taken == len(epoch):
+                self._move(epoch)
+        return self.num_replicas * planned / window
 
     def watch(self, model: nn.Module) -> None:
         """Measure the compute time of this process's steps, for ``balance="dynamic"``.
 
         What it waits for others is left out. `model` may be wrapped in DDP or compiled. FSDP2 is
-        refused: it waits inside both passes.
+        refused: it waits inside both passes. Without `balance` nothing is measured.
         """
-        self._watch = Watch(model)
+        refuse([(self._watch is not None, "watch must be called once", "another call")])
+        if self.balance:
+            self._watch = Watch(model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far training is, alike on every process.
 
-        A batch counts once `scale` was called for it. A loop that does not call it saves between
-        epochs, or with torchdata's StatefulDataLoader, which counts itself.
+        A batch counts once `scale` was called for it, and for all others of its window of
+        `accumulate` batches. A loop that does not call it saves between epochs, or with torchdata's
+        StatefulDataLoader, which counts itself.
         """
         start, epoch = self._start, self._iterator
         if epoch is not None and epoch.number == self.epoch:
-            start = epoch.cut.begin(epoch.taken)
+            window = epoch.taken % self.accumulate if epoch.taken < len(epoch) else 0
+            start = epoch.cut.begin(epoch.taken - window)
         return {
             "epoch": self.epoch,
             "samples": start,
@@ -236,26 +254,33 @@ class UnevenBatchSampler:
             if state[name] != mine:
                 raise SettingError(f"{name} must be {state[name]}, as in the state, got {mine}")
         left = self.num_samples - state["samples"]
-        if 0 < left < self.num_replicas and not self._drop_last:
+        outside = not 0 <= left <= self.num_samples
+        must = f"samples of a state must be in [0, {self.num_samples}]"
+        refuse([(outside, must, state["samples"])])
+        limits, least = self._bounds
+        if 0 < left < least * self.num_replicas and not self._drop_last:
             raise SettingError(
-                f"num_replicas must be at most {left}, the samples that are left of epoch "
-                f"{state['epoch']}, got {self.num_replicas}: begin the next epoch instead"
+                f"num_replicas must be at most {left // least}, for which samples are left of "
+                f"epoch {state['epoch']}, got {self.num_replicas}: begin the next epoch instead"
             )
         self.epoch, self._start = state["epoch"], state["samples"]
-        self._iterator, self._chosen = None, True
+        self._iterator, self._chosen = None, None
         sizes = state["local_batch_sizes"]
         alike = len(sizes) == self.num_replicas and sum(sizes) == self.global_batch_size
+        alike = alike and bool(((limits >= sizes) & (least <= np.array(sizes))).all())
         if self.balance and alike:
             self.local_batch_sizes = [*sizes]
             self._speeds.load_state_dict(state["speeds"])
 
     def _cut(self, start: int) -> StepSampler:
+        least = self._bounds[1]
         return StepSampler(
             self.num_samples,
             self.global_batch_size,
             seed=self._seed,
             drop_last=self._drop_last,
-            whole=self.num_replicas,
+            least=least,
+            whole=least * self.num_replicas,
             start=start,
         )
 
@@ -282,13 +307,16 @@ class UnevenBatchSampler:
             )
         return getattr(users.get("SkipBatchSampler"), "skip_batches", 0)
 
-    def _move(self, epoch: _Epoch, drawn: int) -> None:
+    def _move(self, epoch: _Epoch) -> None:
         """Give all processes new sizes from the first step that none has drawn."""
-        steps = self._watch.read() if self._watch else []
-        if not steps:
+        if not self._watch.called and self._scaled > self.accumulate:
             _warn("watch saw no step of its model: pass the model that the loop calls")
+        steps = self._watch.read()
         steps, self._warm = steps[max(0, _WARM_UP - self._warm) :], self._warm + len(steps)
-        self.local_batch_sizes, first = self._speeds.balance(self.local_batch_sizes, steps, drawn)
+        with self._watch.paused():
+            self.local_batch_sizes, first = self._speeds.balance(
+                self.local_batch_sizes, steps, epoch.steps_drawn, self._bounds
+            )
         epoch.sizes.append((first, self.local_batch_sizes))
 
 
@@ -304,7 +332,7 @@ class _Epoch:
         self._open(sampler._start)
 
     def _open(self, start: int) -> None:
-        self._start, self.cut = start, self._of._cut(start)
+        self.start, self.cut = start, self._of._cut(start)
         self.drawn = 0
         self.exhausted = False
         self.sizes = [(0, self._of.local_batch_sizes)]
@@ -314,6 +342,11 @@ class _Epoch:
 
     def __iter__(self) -> Iterator[list[int]]:
         return self
+
+    @property
+    def looked_at(self) -> bool:
+        """Whether batches were drawn and not trained on, such as for a summary of the model."""
+        return self.taken == self._skipped and not self.exhausted
 
     @property
     def steps_drawn(self) -> int:
@@ -344,7 +377,7 @@ class _Epoch:
         return part.indices.tolist()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.number, "start": self._start, "drawn": self.drawn}
+        return {"epoch": self.number, "start": self.start, "drawn": self.drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._open(state["start"])
@@ -362,12 +395,16 @@ class _Speeds:
         self._usual: TimeModel | None = None  # which each estimate is relative to
 
     def balance(
-        self, sizes: list[int], steps: list[tuple[int, float]], drawn: int
+        self,
+        sizes: list[int],
+        steps: list[tuple[int, float]],
+        drawn: int,
+        bounds: tuple[np.ndarray, int],
     ) -> tuple[list[int], int]:
         """Return sizes with which all are done together, and the first step that has them.
 
         Every process calls it with its own `steps`, samples and seconds of each since the last
-        call, and how many it has `drawn`.
+        call, and how many it has `drawn`. `bounds` are the most of each, and the fewest of all.
         """
         samples = Counter(count for count, _ in steps).most_common(1)[0][0] if steps else 0
         alike = [seconds for count, seconds in steps if count == samples]
@@ -381,8 +418,7 @@ class _Speeds:
         if all(samples for samples, *_ in rows):
             # Rank 0's result: another processor may round otherwise.
             model = TimeModel.of([e.model(self._usual) for e in self._estimates], len(rows))
-            limits = np.full(len(rows), sum(sizes))
-            sizes = _gather(balanced_sizes(sum(sizes), model, limits).tolist())[0]
+            sizes = _gather(balanced_sizes(sum(sizes), model, *bounds).tolist())[0]
         return sizes, max(drawn for *_, drawn in rows)
 
     def state_dict(self) -> dict[str, Any]:
@@ -410,7 +446,7 @@ def mean_scale(
     Args:
         count: Tokens or pixels that this process's loss is the mean of, at least 1.
         group: The data-parallel processes; None: all.
-        ahead: Count of the next batch, whose all-reduce begins now: the next call returns at once.
+        ahead: Count of the next call, whose all-reduce begins now: that call returns at once.
 
     Raises:
         SettingError: On every process where a count is below 1, and where it is not the one that
@@ -418,7 +454,10 @@ def mean_scale(
     """
     begun = _AHEAD.pop(group, None)
     if begun is not None and begun[0] != count:
-        raise SettingError(f"count must be {begun[0]}, announced by ahead, got {count}")
+        raise SettingError(
+            f"count must be {begun[0]}, announced by ahead, got {count}: one is announced at a "
+            "time, and none before a loop is left early"
+        )
     _, counts, work = begun or _add_up(count, group)
     if work is not None:
         work.wait()
@@ -430,11 +469,12 @@ def mean_scale(
             "count must be at least 1 on every process: a mean over nothing is NaN, "
             f"got {count} here"
         )
-    return world_size(group) * count / total
+    return world_size(group) * float(count) / total
 
 
 def _add_up(count: int, group: dist.ProcessGroup | None) -> tuple[int, Tensor, dist.Work | None]:
-    counts = torch.tensor([float(count), float(not count >= 1)], dtype=torch.float64)
+    fits = 1 <= count < math.inf
+    counts = torch.tensor([float(count), float(not fits)], dtype=torch.float64)
     if not dist.is_initialized():
         return count, counts, None
     if "nccl" in dist.get_backend(group):
@@ -463,6 +503,13 @@ def _gather(mine: Any) -> list[Any]:
     return rows
 
 
+def _plain(value: Any) -> Any:
+    """Return numbers of numpy and torch as those of Python: they compare alike, and are saved."""
+    if isinstance(value, (list, tuple)):
+        return [*map(_plain, value)]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=3)
 
@@ -471,31 +518,40 @@ def _problem(
     asked: Mapping[str, Any], rank: int | None, num_replicas: int | None, replicas: int
 ) -> str | None:
     """Return what is wrong with a sampler's arguments: name, bound and value."""
-    total, sizes = asked["global_batch_size"], asked["local_batch_sizes"]
-    if (rank is None) != (num_replicas is None) or not 0 <= (rank or 0) < replicas:
+    total, least = asked["global_batch_size"], asked["least"]
+    whole = all(isinstance(each, Integral) for each in (rank or 0, replicas))
+    if (rank is None) != (num_replicas is None) or not (whole and 0 <= (rank or 0) < replicas):
         return (
             "rank and num_replicas must be given together, rank in [0, num_replicas), "
             f"got rank {rank} and num_replicas {num_replicas}"
         )
-    if total is None and sizes is None:
+    if total is None and asked["local_batch_sizes"] is None:
         return "global_batch_size or local_batch_sizes must be given, got neither"
-    lowest = {"num_samples": replicas, "global_batch_size": replicas, "accumulate": 1, "seed": 0}
-    for name, least in (lowest | {"balance_every": 1}).items():
-        value = asked[name]
+    fewest = {"least": 1, "accumulate": 1, "seed": 0, "balance_every": 1}
+    needed = dict.fromkeys(("num_samples", "global_batch_size"), f"{least} for each process")
+    for name in (*fewest, *needed):
+        value, lowest = asked[name], fewest[name] if name in fewest else least * replicas
         given = value is not None or name not in ("global_batch_size", "balance_every")
-        if given and not (isinstance(value, Integral) and value >= least):
-            why = ", one for each process" if least > 1 else ""
-            return f"{name} must be an integer of at least {least}{why}, got {value!r}"
+        if given and not (isinstance(value, Integral) and value >= lowest):
+            why = f", {needed[name]}" if name in needed and replicas > 1 else ""
+            return f"{name} must be an integer of at least {lowest}{why}, got {value!r}"
+    for name in ("local_batch_sizes", "limits"):
+        values = asked[name]
+        if values is None:
+            continue
+        if not isinstance(values, list) or len(values) != replicas:
+            return f"{name} must have one value for each process ({replicas}), got {values}"
+        if not all(isinstance(each, Integral) and each >= least for each in values):
+            return f"{name} must be integers of at least {least}, got {values}"
+    sizes, limits = asked["local_batch_sizes"], asked["limits"]
     if sizes is not None:
-        if not isinstance(sizes, list) or len(sizes) != replicas:
-            return (
-                f"local_batch_sizes must have one value for each process ({replicas}), got {sizes}"
-            )
-        if not all(isinstance(size, Integral) and size >= 1 for size in sizes):
-            return f"local_batch_sizes must be integers of at least 1, got {sizes}"
         if total not in (None, sum(sizes)):
             return f"local_batch_sizes must sum to global_batch_size ({total}), got {sum(sizes)}"
         total = sum(sizes)
+        if limits and any(size > limit for size, limit in zip(sizes, limits, strict=True)):
+            return f"local_batch_sizes must be within limits ({limits}), got {sizes}"
+    if limits and sum(limits) < total:
+        return f"limits must sum to at least the global batch size ({total}), got {limits}"
     if asked["drop_last"] and total > asked["num_samples"]:
         return f"drop_last must be False where a joint batch ({total}) has all samples, got True"
     if asked["balance"] not in (None, "dynamic"):

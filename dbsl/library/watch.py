@@ -8,6 +8,8 @@ takes no communication hook.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ class Watch:
 
     Attributes:
         samples: Samples of the batch under way; set by whoever knows them.
+        called: Whether the model was ever called with gradients on.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -35,11 +38,12 @@ class Watch:
                 "watch needs a model whose parameters are whole: FSDP waits for other processes "
                 "inside both passes, set local_batch_sizes instead"
             )
-        self.samples = 0
+        self.samples, self.called = 0, False
         self._cuda = any(parameter.is_cuda for parameter in inner.parameters())
         self._began: Any = None
         self._ending = False
-        self._finished: list[tuple[int, Any, Any]] = []
+        self._pauses: list[tuple[Any, Any]] = []  # of the step under way
+        self._finished: list[tuple[int, list[tuple[Any, Any]]]] = []
         inner.register_forward_pre_hook(self._begin)
         inner.register_forward_hook(self._catch_backward)
 
@@ -48,11 +52,25 @@ class Watch:
         finished, self._finished = self._finished, []
         if self._cuda:
             torch.cuda.synchronize()
-        return [(n, a.elapsed_time(b) / 1000 if self._cuda else b - a) for n, a, b in finished]
+        found = []
+        for samples, spans in finished:
+            whole, *pauses = [a.elapsed_time(b) / 1000 if self._cuda else b - a for a, b in spans]
+            found.append((samples, whole - sum(pauses)))
+        return found
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what a step that is under way waits inside."""
+        began = self._now()
+        yield
+        if self._began is not None:
+            self._pauses.append((began, self._now()))
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:
+        if self._ending and torch._C._current_graph_task_id() < 0:
+            self._began, self._ending = None, False  # an error has ended the last backward pass
         if torch.is_grad_enabled() and self._began is None:
-            self._began = self._now()
+            self._began, self._pauses, self.called = self._now(), [], True
 
     def _catch_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not isinstance(output, Tensor) and hasattr(output, "__dict__"):
@@ -67,7 +85,7 @@ class Watch:
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
-        self._finished.append((self.samples, self._began, self._now()))
+        self._finished.append((self.samples, [(self._began, self._now()), *self._pauses]))
         self._began, self._ending = None, False
 
     def _now(self) -> Any:

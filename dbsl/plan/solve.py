@@ -13,11 +13,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
+from typing import get_args
 
 import numpy as np
 
 from dbsl.base.errors import SettingError
-from dbsl.config.fields import refuse
+from dbsl.config.fields import in_words, refuse
 from dbsl.config.settings import Rounding, UpdateFactor
 from dbsl.plan.machines import (
     bounded_split,
@@ -54,6 +56,17 @@ class PlanRules:
     least: int = 1  # samples that each worker has in a round, or a step, at least
     drop_last: bool = False  # joint steps have whole global batches alone
 
+    def __post_init__(self) -> None:
+        whole = ("small_batch_size", "min_batch_size", "rounds", "least")
+        given = {name: getattr(self, name) for name in whole}
+        for name, value in given.items():
+            bad = not isinstance(value, Integral) and value is not None
+            refuse([(bad, f"{name} must be an integer", value)])
+        for name, choices in (("factor", UpdateFactor), ("rounding", Rounding)):
+            value, among = getattr(self, name), get_args(choices)
+            refuse([(value not in among, f"{name} must be {in_words(among)}", value)])
+        refuse([(self.least < 1, "least must be at least 1", self.least)])
+
     def to_integer(self, value: float) -> int:
         """Return a size as an integer, rounded as the rules say."""
         return int(value) if self.rounding == "truncate" else round_half_up(value)
@@ -88,7 +101,9 @@ def plan_dual_batch(
     `Plan.notes` says so. Of the n workers the first `small_workers`, n_S, are small. B_L, which no
     small batch exceeds, and the time model are one for all or one for each.
     """
-    limits = np.atleast_1d(np.asarray(large_batch_size, dtype=np.int64))
+    limits = np.atleast_1d(np.asarray(large_batch_size))
+    whole = limits.dtype.kind in "iu"
+    refuse([(not whole, "large_batch_size must be integers", str(large_batch_size))])
     counts, lowest = (1, workers), limits.min(initial=1)
     own = f"must have 1 value or one per worker ({workers})"
     fewest = f"samples must be at least the number of workers ({workers})"

@@ -131,6 +131,40 @@ def test_sizes_follow_the_speed_of_the_processes(run_ranks, every):
     assert sampler.local_batch_sizes == [10]
 
 
+def looked_at(rank):
+    model = DistributedDataParallel(Slow(0.001))
+    sampler = dbsl.UnevenBatchSampler(24, 8, balance="dynamic")
+    sampler.watch(model)
+    loader = DataLoader(torch.eye(24), batch_sampler=sampler)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        if rank == epoch % 2:
+            next(iter(loader))  # to log a sample
+        for batch in loader:
+            (model(batch[:, :4]).sum() * sampler.scale(len(batch))).backward()
+    return sampler.local_batch_sizes
+
+
+def test_one_process_alone_may_look_at_a_batch(run_ranks):
+    first, second = run_ranks(looked_at)
+    assert first == second
+
+
+def bounded(rank):
+    model = DistributedDataParallel(Slow(0.02 if rank == 0 else 0.0))
+    sampler = dbsl.UnevenBatchSampler(
+        *(80, 10), balance="dynamic", balance_every=2, least=2, limits=[9, 7]
+    )
+    sampler.watch(model)
+    for batch in DataLoader(torch.eye(80), batch_sampler=sampler):
+        (model(batch[:, :4]).sum() * sampler.scale(len(batch))).backward()
+    return sampler.local_batch_sizes
+
+
+def test_sizes_that_follow_stay_within_their_bounds(run_ranks):
+    assert run_ranks(bounded) == [[3, 7], [3, 7]]
+
+
 def unwatched(rank):
     sampler = dbsl.UnevenBatchSampler(20, 4, balance="dynamic")
     next(iter(sampler))
@@ -230,6 +264,45 @@ def equal_rounds(rank):
 def test_a_bf16_model_that_nobody_trains_keeps_its_bits(run_ranks):
     for weights in run_ranks(equal_rounds):
         assert all((each == weights[0]).all() for each in weights)
+
+
+def with_constants(rank, wire):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 2))
+    model[0].requires_grad_(False)
+    model.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
+    frozen, mask = model[0].weight.clone(), model.mask.clone()
+    optimizer = torch.optim.AdamW(model[1].parameters(), lr=0.1)
+    weights = iter([rank + 1, rank, rank + 1] * 9)
+    with dbsl.Rounds(model, optimizer, 1, lambda: next(weights), (0.7, 0.9), wire=wire) as rounds:
+        for _ in range(20):
+            model(torch.randn(4, 50)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            rounds.step()
+    return torch.equal(model[0].weight, frozen), torch.equal(model.mask, mask)
+
+
+@pytest.mark.parametrize("wire", ["float32", "int4"])
+def test_what_nobody_changes_keeps_its_bits(run_ranks, wire):
+    assert run_ranks(with_constants, wire) == [(True, True)] * 2
+
+
+def left_again(rank):
+    model = nn.Linear(2, 1)
+    rounds = dbsl.Rounds(model, torch.optim.SGD(model.parameters()), 3)
+    try:
+        with rounds:
+            for _ in range(1 + rank):
+                rounds.step()
+    except dbsl.SettingError as error:
+        return str(error), rounds._inside
+
+
+def test_rounds_that_an_error_ends_are_left(run_ranks):
+    for said, inside in run_ranks(left_again):
+        assert "equally often" in said
+        assert inside is None
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 import math
+import time
+from contextlib import suppress
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,14 +12,17 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dbsl import (
+    PlanRules,
     Rounds,
     SettingError,
     TimeModel,
     UnevenBatchSampler,
     mean_scale,
     measure_step,
+    plan_dual_batch,
     split_batch,
 )
+from dbsl.library.watch import Watch
 
 
 def samplers(samples, sizes, **kwargs):
@@ -204,6 +210,12 @@ def test_an_iterators_own_state_is_what_was_drawn():
         ({"global_batch_size": 8, "balance_every": 5}, "balance_every needs balance='dynamic'"),
         ({"global_batch_size": 8, "seed": -1}, "seed must be an integer of at least 0, got -1"),
         ({"global_batch_size": 500, "drop_last": True}, r"drop_last must be False .*\(500\)"),
+        ({"global_batch_size": 8, "rank": 0.5}, r"rank in \[0, num_replicas\), got rank 0.5"),
+        ({"global_batch_size": 8, "least": 5}, "at least 10, 5 for each process, got 8"),
+        ({"global_batch_size": 8, "least": 0}, "least must be an integer of at least 1, got 0"),
+        ({"local_batch_sizes": [3, 5], "limits": [3, 4]}, r"within limits \(\[3, 4\]\), got"),
+        ({"global_batch_size": 8, "limits": [3, 4]}, r"limits must sum to .* \(8\), got \[3, 4\]"),
+        ({"global_batch_size": 8, "limits": [[1], [2, 3]]}, "limits must be integers"),
         ({"global_batch_size": 8, "rank": 2}, r"rank in \[0, num_replicas\), got rank 2"),
         ({"global_batch_size": 8, "rank": None}, "given together, .* got rank None"),
         ({"global_batch_size": 8, "balance": "dynamic"}, "num_replicas must be the world size"),
@@ -213,6 +225,15 @@ def test_an_iterators_own_state_is_what_was_drawn():
         (lambda: split_batch(9, [TimeModel(1, -1)]), "intercepts of at least 0"),
         (lambda: split_batch(9, [TimeModel(1, 1)] * 2, limits=[0, 9]), "limits must .* at least 1"),
         (lambda: split_batch(9, [TimeModel(1, 1)] * 2, limits=[9]), "each of 2 processes"),
+        (lambda: split_batch(9, [TimeModel(1, 1)] * 2, limits=[9, math.inf]), "one integer for"),
+        (lambda: split_batch(-4, [TimeModel(1, 1)] * 2), "global_batch_size must be .* least 2"),
+        (lambda: split_batch(9, TimeModel(1, 1)), "time_models must be one or more"),
+        (lambda: PlanRules(small_batch_size=10.5), "small_batch_size must be an integer, got 10.5"),
+        (lambda: PlanRules(rounding="x"), "rounding must be round or truncate, got x"),
+        (lambda: PlanRules(least=-3), "least must be at least 1, got -3"),
+        (lambda: plan_dual_batch(99, 2, 1, 9.5, TimeModel(1, 1)), "must be integers, got 9.5"),
+        (lambda: watch_twice(), "watch must be called once"),
+        (lambda: rounds().__enter__().load_state_dict({}), "must be loaded before `with`"),
         (lambda: measure_step(print, 8), "batch_sizes must be integers that ascend"),
         (lambda: measure_step(print, [8.5, 9]), "batch_sizes must be integers that ascend"),
         (lambda: measure_step(print, [8], seconds=float("nan")), "seconds must be .* got nan"),
@@ -257,6 +278,12 @@ def with_more(used):
         used.step()
 
 
+def watch_twice():
+    sampler = UnevenBatchSampler(8, 4, balance="dynamic")
+    for _ in range(2):
+        sampler.watch(nn.Linear(1, 1))
+
+
 def twice(used):
     with used, used:
         pass
@@ -287,11 +314,33 @@ def test_a_model_inside_rounds_is_saved_as_any_other_and_may_move(tmp_path):
 def test_a_watch_of_another_model_is_warned_of():
     sampler = UnevenBatchSampler(8, 4, balance="dynamic")
     sampler.watch(nn.Linear(1, 1))
-    for batch in sampler:
-        sampler.scale(len(batch))
-    sampler.set_epoch(1)
+    first, second = sampler
+    sampler.scale(len(first))
     with pytest.warns(UserWarning, match="watch saw no step of its model"):
-        next(iter(sampler))
+        sampler.scale(len(second))
+
+
+def test_a_step_is_measured_after_one_that_failed_and_without_its_pauses():
+    model, fails = nn.Linear(2, 1), iter([True, False, False])
+    watch = Watch(model)
+    for pause in (0.0, 0.2, 0.2):
+        outputs = model(torch.ones(3, 2))
+        outputs.register_hook(lambda gradient: gradient * (1 // (not next(fails))))
+        with watch.paused():
+            time.sleep(pause)
+        with suppress(ZeroDivisionError):
+            outputs.sum().backward()
+    (_, first), (_, second) = watch.read()
+    assert 0 < min(first, second) < 0.15
+
+
+def test_a_process_group_that_came_later_is_refused(monkeypatch):
+    sampler, merging = UnevenBatchSampler(10, 4), rounds()
+    for module in ("uneven", "rounds"):
+        monkeypatch.setattr(f"dbsl.library.{module}.world_size", lambda group=None: 2)
+    for use in (lambda: iter(sampler), lambda: merging.__enter__()):
+        with pytest.raises(SettingError, match="built after the process group, which has 2"):
+            use()
 
 
 def test_scale_twice_for_a_batch_and_for_another_batch_are_errors():
@@ -310,7 +359,7 @@ def test_scale_twice_for_a_batch_and_for_another_batch_are_errors():
 
 
 def test_what_is_forgotten_is_warned_of():
-    sampler = samplers(200, [1, 2])[0]
+    sampler = samplers(4000, [1, 2])[0]
     with pytest.warns(UserWarning, match="scale was not called for any batch"):
         list(sampler)
     with pytest.warns(UserWarning, match="epoch 0 is repeated in the same order"):
@@ -325,6 +374,55 @@ def test_what_is_forgotten_is_warned_of():
     sampler.set_epoch(1)
     with pytest.warns(UserWarning, match="scale was called for 1 of the 2 batches"):
         next(iter(sampler))
+
+
+@pytest.mark.parametrize("looks", [1, 3])
+def test_a_look_at_a_batch_trains_on_nothing(looks):
+    (sampler,) = samplers(20, [4])
+    train([sampler], 0, steps=2)
+    (other,) = samplers(20, [4])
+    other.load_state_dict(sampler.state_dict())
+    for _ in range(looks):
+        next(iter(other))  # for a summary of the model
+    assert other.state_dict() == sampler.state_dict()
+    assert [len(joint) for joint in train([other], 0)] == [1] * 3
+    assert other.state_dict()["samples"] == 20
+
+
+@pytest.mark.parametrize(("steps", "samples"), [(1, 0), (2, 12), (3, 12), (4, 24), (5, 26)])
+def test_a_state_inside_a_window_is_that_of_its_begin(steps, samples):
+    (sampler,) = samplers(26, [6], accumulate=2)
+    train([sampler], 0, steps=steps)
+    assert sampler.state_dict()["samples"] == samples
+
+
+@given(
+    sizes=st.lists(st.integers(2, 9), min_size=1, max_size=4),
+    samples=st.integers(8, 150),
+    start=st.integers(0, 5),
+)
+def test_no_process_has_fewer_samples_than_the_least(sizes, samples, start):
+    group = samplers(samples, sizes, least=2)
+    train(group, 0, steps=start)
+    joint = train(group, 1)
+    assert all(len(batch) >= 2 for step in joint for batch, _ in step)
+    assert sorted(i for step in joint for batch, _ in step for i in batch) == [*range(samples)]
+
+
+def test_sizes_are_within_limits_and_numbers_of_numpy_are_those_of_python(tmp_path):
+    sampler = UnevenBatchSampler(
+        *(np.int64(100), np.int64(64)), limits=np.array([9, 90, 90]), rank=0, num_replicas=3
+    )
+    assert sampler.local_batch_sizes == [9, 28, 27]
+    sampler.set_epoch(np.int64(1))
+    torch.save(sampler.state_dict(), tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt") == sampler.state_dict()
+    batch = next(iter(sampler))
+    assert type(sampler.scale(torch.tensor(len(batch)))) is float
+    state = sampler.state_dict() | {"local_batch_sizes": [20, 22, 22]}
+    other = UnevenBatchSampler(100, 64, limits=[9, 90, 90], rank=0, num_replicas=3)
+    other.load_state_dict(state)
+    assert other.local_batch_sizes == [9, 28, 27], "what the state has is too large here"
 
 
 def test_leaving_the_loaded_epoch_is_warned_of():
@@ -344,6 +442,9 @@ def test_an_epoch_that_is_resumed_has_the_length_of_what_is_left():
     (other,) = samplers(70, [10])
     other.load_state_dict(sampler.state_dict())
     loader = DataLoader(range(70), batch_sampler=other)
+    assert len(loader) == 7, "a schedule asks for that of a whole epoch"
+    other.set_epoch(0)
+    assert len(loader) == 3
     numbers = [(number, len(loader)) for number, batch in enumerate(loader, 1)]
     assert numbers == [(1, 3), (2, 3), (3, 3)]
     other.scale(10)  # no word of it
@@ -368,12 +469,18 @@ def test_a_state_of_other_data_is_refused():
         samplers(21, [4])[0].load_state_dict(state)
     with pytest.raises(SettingError, match="seed must be 0, as in the state, got 3"):
         samplers(20, [4], seed=3)[0].load_state_dict(state)
+    for samples in (-1, 21):
+        with pytest.raises(SettingError, match=rf"must be in \[0, 20\], got {samples}"):
+            samplers(20, [4])[0].load_state_dict(state | {"samples": samples})
 
 
 def test_a_mean_over_nothing_is_refused_and_announced_counts_are_held_to():
     assert mean_scale(7) == 1.0
     with pytest.raises(SettingError, match="count must be at least 1 on every process"):
         mean_scale(0)
+    with pytest.raises(SettingError, match="count must be at least 1 on every process"):
+        mean_scale(math.inf)
+    assert type(mean_scale(torch.tensor([7]))) is float
     assert mean_scale(7, ahead=5) == 1.0
     with pytest.raises(SettingError, match="count must be 5, announced by ahead, got 6"):
         mean_scale(6)
