@@ -30,8 +30,6 @@ dbsl/plan/sampler.py. Steps: dbsl/cluster/steps.py. Merges: dbsl/cluster/merges.
 resuming: dbsl/checkpoint/checkpointer.py. `# dbsl:` marks what a plain loop does not have.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":
     from dbsl.base.errors import one_line_errors, quiet_interrupts
 
@@ -114,7 +112,7 @@ def train_round(session: Session[Config], turn: Turn) -> None:
                     with accelerator.autocast():
                         found = loss_function(stepper.model, images, labels, config)
                     loss, figures = with_figures(found)
-                    accelerator.backward(loss * weight)  # all that goes backward needs the weight
+                    accelerator.backward(loss * weight)  # once: add further losses up before
                 work.add(part, len(labels), loss, figures)  # dbsl: without waiting for the device
             # dbsl: each worker is at its own place in the epoch, and may have its --lr-scaling
             lr = work.lr_factor * learning_rate(session, turn.epoch + step.progress)

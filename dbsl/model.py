@@ -355,6 +355,8 @@ def save_model(
     weights = save(dict(state), metadata={"format": "pt"})
     # Not with save_file, whose errors do not tell a full disk from others.
     write_weights = partial(write_bytes, folder / f"{name}.safetensors", weights)
+    if name == FINAL:  # the average of a run that was shorter, or had one
+        (folder / f"{EMA}.safetensors").unlink(missing_ok=True)
     if model.created_with is None:
         write_weights()
         return
@@ -440,6 +442,9 @@ def read_model_config(folder: str | Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if missing := [name for name in needed if name not in config]:
             raise ValueError(f"{path} is not a model's: it has no {missing[0]}")
+        classes, names = config["num_classes"], config["label_names"]
+        if not isinstance(names, list) or len(names) != classes:
+            raise ValueError(f"{path} must have label_names for its {classes} classes")
     except (OSError, ValueError) as error:
         raise SettingError(f"folder must hold config.json, got {folder} ({error})") from None
     return config

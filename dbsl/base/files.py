@@ -11,8 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dbsl.base.errors import SettingError
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def check_output(setting: str, path: Path) -> None:
+    """Raise ``SettingError`` unless a file can be written there."""
+    folder = path.parent
+    fits = path.name and folder.is_dir() and os.access(folder, os.W_OK) and not path.is_dir()
+    if not fits:
+        must = f"{setting} must be a file in a folder that can be written"
+        raise SettingError(f"{must}, got {str(path) if path.name else 'none'}")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -7,6 +7,7 @@ while training goes on: every process its own shard, and rank 0 the manifest onc
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from accelerate.utils import reduce
 from torch import Tensor
@@ -187,6 +189,9 @@ class Checkpointer:
         """Bring the random state back, if a resumed run was stopped inside this round."""
         if self._random is not None:
             torch.set_rng_state(self._random["cpu"])
+            if "numpy" in self._random:  # older checkpoints have none
+                np.random.set_state(self._random["numpy"])  # noqa: NPY002
+                random.setstate(self._random["python"])
             if self._accelerator.device.type == "cuda" and "cuda" in self._random:
                 torch.cuda.set_rng_state(self._random["cuda"], self._accelerator.device)
             self._random = None
@@ -308,9 +313,11 @@ class Checkpointer:
         progress = self._progress if self._progress.steps else None
         scaler, weights = self._accelerator.scaler, self._cluster.weights
         vector = weights.vector if progress or self._cluster.holds_weights else None
-        random = {"cpu": torch.get_rng_state()}  # dropout draws from it
+        kind, keys, *more = np.random.get_state()  # noqa: NPY002
+        drawn = {"cpu": torch.get_rng_state()}  # dropout draws from it
+        drawn |= {"numpy": (kind, keys.tolist(), *more), "python": random.getstate()}  # a loop may
         if self._accelerator.device.type == "cuda":
-            random["cuda"] = torch.cuda.get_rng_state(self._accelerator.device)
+            drawn["cuda"] = torch.cuda.get_rng_state(self._accelerator.device)
         with self._cluster.held():  # copied, too, in one moment: other threads push meanwhile
             log.hear(self._cluster)  # who was lost or joined in that moment
             state = {
@@ -319,7 +326,7 @@ class Checkpointer:
                 "timer": self._stepper.timer.state_dict() if progress else {},
                 "scaler": scaler.state_dict() if scaler else None,
                 "progress": progress and asdict(progress),
-                "random": random if progress else None,
+                "random": drawn if progress else None,
                 "meter": session.meter.state_dict(),
                 "extras": self._run.extras.state_dict(),
                 "epochs_done": self._epochs_done,

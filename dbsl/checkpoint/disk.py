@@ -20,6 +20,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -76,6 +77,8 @@ def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
     def walk(value: Any) -> Any:
         if isinstance(value, bool | int | float | str | None):
             return value
+        if isinstance(value, np.generic):
+            return walk(value.item())
         if isinstance(value, Tensor):
             key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
             if not value.numel() or key not in names:

@@ -212,9 +212,10 @@ class Heartbeats:
                 reason = reason_of(error)
                 self._tell(_LOST + reason)
                 raise SyncError(self._found or _no_one(reason)) from error
-            if not isinstance(error, SystemExit) or error.code:
-                interrupted = isinstance(error, KeyboardInterrupt)
-                self._tell("was interrupted" if interrupted else f"failed: {in_line(error)}")
+            left = isinstance(error, SystemExit) and not error.code
+            interrupted = isinstance(error, KeyboardInterrupt)
+            said = "left the run" if left else f"failed: {in_line(error)}"
+            self._tell("was interrupted" if interrupted else said)
             raise
         finally:  # silent from now on, once the others that live know what was found
             self._leaves.set()

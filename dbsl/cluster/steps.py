@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -189,6 +190,11 @@ def _take_fraction_of_sgd(
         parameter.add_(gradient, alpha=-learning_rate * direct)
 
 
+def _copied(state: Mapping[Tensor, Any]) -> dict[Tensor, Any]:
+    """Return an optimizer's state of the same parameters, copied."""
+    return {parameter: deepcopy(values) for parameter, values in state.items()}
+
+
 class Stepper:
     """Each worker steps by itself, with its own optimizer; its weights are pushed later.
 
@@ -226,6 +232,11 @@ class Stepper:
         self._buffers = torch.empty(0) if weights is None else weights.buffers
         self._mean: Tensor | None = None  # mean of the buffers that passes have made of `_start`
         self._weight = 0.0  # weight of the loss behind this process's gradients
+        self._places: list[
+            tuple[Tensor, Tensor]
+        ] = []  # parameters, and `vector` for their gradients
+        # What an optimizer of yours may have before its first step.
+        self._fresh = {worker: _copied(own.state) for worker, own in optimizers.items()}
         self.vector = torch.zeros_like(weights.vector) if joint else None
         self._dtype = DTYPES.get(wire.name)
         self.low_rank = LowRank(wire)
@@ -236,12 +247,15 @@ class Stepper:
         for optimizer in self.optimizers.values():
             begin_thawed(optimizer)
         if self.vector is not None:
-            self._weights.attach_gradients(self.vector)  # only what is trained now
+            self._places = self._weights.attach_gradients(self.vector)  # of what is trained now
         self.low_rank.begin([p.requires_grad for p in self.model.parameters()])
 
     @contextmanager
     def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
         """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
+        for parameter, place in self._places:  # the loop may have cleared, frozen or thawed it
+            if parameter.requires_grad == (parameter.grad is not place):
+                parameter.grad = place if parameter.requires_grad else None
         several = self._together or not (part.begins and part.ends)
         if several and self._mean is None:
             self._start, self._mean = self._buffers.clone(), torch.zeros_like(self._buffers)
@@ -260,6 +274,7 @@ class Stepper:
 
     def step(self, step: Step, learning_rate: float) -> None:
         """Take the optimizer step, or leave it to the server."""
+        self._take_replaced()
         if self._together:
             self._end_passes()
             self._compress(step)
@@ -273,6 +288,16 @@ class Stepper:
                 optimizer.zero_grad(set_to_none=True)
             else:
                 self.vector.zero_()
+
+    @torch.no_grad()
+    def _take_replaced(self) -> None:
+        """Put gradients that the loop has replaced where they are read from."""
+        for parameter, place in self._places:
+            if parameter.grad is None:
+                place.zero_()
+            elif parameter.grad is not place:
+                place.copy_(parameter.grad)
+                parameter.grad = place
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizers' state, and what else lasts from step to step inside a round."""
@@ -292,6 +317,7 @@ class Stepper:
         """Clear a worker's optimizer state."""
         if worker in self.optimizers:
             self.optimizers[worker].state.clear()
+            self.optimizers[worker].state.update(_copied(self._fresh[worker]))
             for group in self.optimizers[worker].param_groups:
                 group.pop("step", None)  # timm's lamb and adan count there
 
@@ -303,6 +329,9 @@ class Stepper:
             self.vector.copy_(self.vector.to(self._dtype))
 
 
+# Weights that are compared between processes, and how far they may be apart, of the largest: unlike
+# processors round otherwise.
+_COMPARED, _ALIKE = 1024, 1e-3
 _ONE_BUCKET_MB = 2**20  # more than any gradients
 # Older and newer versions of torch name it differently.
 _SYNC_BUFFERS = "broadcast_buffers"
@@ -368,6 +397,19 @@ class DistributedSteps(Stepper):
             self._sum_gradients()
             self.average_buffers()
         super().step(step, learning_rate)
+
+    def finish_round(self) -> None:
+        """Average running statistics, and hold processes to the same weights."""
+        self.average_buffers()
+        own = self._weights.vector[: len(self._weights.vector) - len(self._buffers)]
+        some = own[:: max(1, len(own) // _COMPARED)]
+        most = torch.stack([some, -some])
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+        if (most.sum(0) > _ALIKE * most.abs().max()).any():  # not where one is NaN
+            raise RuntimeError(
+                "weights must stay the same in all processes that step together: add losses up for "
+                "one backward pass a part, and change gradients by what is the same in all"
+            )
 
     @torch.no_grad()
     def average_buffers(self) -> None:
@@ -469,6 +511,7 @@ class PushedGradients(Stepper):
 
     def step(self, step: Step, learning_rate: float) -> None:
         """Leave the step to the server."""
+        self._take_replaced()
         if self._weight:
             self.on_gradients(self._weight)
 

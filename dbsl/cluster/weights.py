@@ -128,13 +128,16 @@ class FlatWeights:
             for tensor, value in zip(state, before, strict=True):
                 tensor.copy_(value)
 
-    def attach_gradients(self, vector: Tensor) -> None:
+    def attach_gradients(self, vector: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Make a vector in the layout of the weights hold the gradients of the parameters.
 
-        Frozen parameters have none: with zeros, optimizers would decay them.
+        Frozen parameters have none: with zeros, optimizers would decay them. Returns every
+        parameter with its place in the vector.
         """
-        for parameter, view in _views(vector, self._parameters):
+        places = [*_views(vector, self._parameters)]
+        for parameter, view in places:
             parameter.grad = view if parameter.requires_grad else None
+        return places
 
 
 def layout_of(model: nn.Module) -> list[str]:

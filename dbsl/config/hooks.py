@@ -196,7 +196,8 @@ class Extras(dict[str, Extra]):
     ) -> Result:
         """Hand an epoch's result from one to the next."""
         for extra in self.values():
-            result = extra.evaluated(session, end, result, evaluate)
+            found = extra.evaluated(session, end, result, evaluate)
+            result = result if found is None else found
         return result
 
     def state_dict(self) -> dict[str, dict[str, Any]]:

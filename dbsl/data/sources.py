@@ -165,6 +165,8 @@ def _read(
     for number in range(len(dataset)):
         try:
             sample, label = dataset[number]
+            if int(label) != label:
+                raise ValueError(f"label {label}")
             label = int(label)
         except (TypeError, ValueError) as error:
             raise SettingError(

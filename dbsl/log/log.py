@@ -125,12 +125,10 @@ class RunLog:
         if state:
             self._load_state_dict(state, same=handover is None)
         done = self._so_far.epochs
-        keep = state["metrics_bytes"] if state else 0
+        # Line buffering: a killed run leaves whole lines. Others may write lines of theirs, too.
         path = self.folder / "metrics.jsonl"
-        if keep:
-            os.truncate(path, keep)
-        # Line buffering: a killed run leaves whole lines.
-        self._file = open(path, "a" if keep else "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        os.truncate(path, state["metrics_bytes"] if state else 0)
         self._display = self._begin_display()
         self._say = self._display.print
         self.meter.on_step = self._display.step
@@ -160,6 +158,8 @@ class RunLog:
 
     def write(self, event: str, row: Mapping[str, Any]) -> None:
         """Append a row to metrics.jsonl, its epochs counted from 0; extras get it."""
+        if not self.enabled:
+            return
         row = rows.strict_numbers({"event": event, **row})
         try:
             self._file.write(json.dumps(rows.for_people(row), allow_nan=False) + "\n")
@@ -186,7 +186,7 @@ class RunLog:
         """Return what a resumed run's log goes on from."""
         self._file.flush()
         return {
-            "metrics_bytes": self._file.tell(),
+            "metrics_bytes": os.path.getsize(self._file.name),
             "planned_since": dict(self._since),
             "plans": {resolution: asdict(plan) for resolution, plan in self._plans.items()},
             "stages": [asdict(stage) for stage in self._run.stages],

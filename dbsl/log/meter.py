@@ -230,6 +230,8 @@ def gradient_square(gradients: Sequence[Tensor]) -> Tensor:
 
     In float64, so that the order of its sums, which follows where memory lies, cannot be seen.
     """
+    if not gradients:  # of a step whose batch the loop has left out
+        return torch.zeros(())
     dtype = None if gradients[0].device.type == "mps" else torch.float64  # mps has no float64
     norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients]
     return torch.stack(norms).square().sum()

@@ -77,7 +77,7 @@ def connect(
     if config.sync == "step":
         cluster = JointCluster(weights, **common)
         if not alone:
-            cluster.finish_round = stepper.average_buffers
+            cluster.finish_round = stepper.finish_round
         return cluster, stepper
     if alone:
         return SimulatedCluster(weights, server, **common), stepper
@@ -89,7 +89,7 @@ def connect(
     else:
         cluster = _through_server(run, weights, server, owners, job, sums, common)
     if island.inside is not None:
-        cluster.finish_round = stepper.average_buffers
+        cluster.finish_round = stepper.finish_round
     return cluster, stepper
 
 

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from dbsl.base.errors import px, short_loss
+from dbsl.config.fields import refuse
 from dbsl.data.sources import Source, TrainingData, as_source
 from dbsl.loss import check_free
 from dbsl.plan.sampler import evaluation_batch_size, evaluation_batches
@@ -41,6 +42,11 @@ class Evaluation:
         taken = {field.name: "Evaluation itself" for field in fields(self)}
         for name in self.more:
             check_free(name, "a metric in more of Evaluation", taken)
+        plain = {n: v.item() if hasattr(v, "item") else v for n, v in self.more.items()}
+        for name, value in plain.items():
+            bad = not isinstance(value, (int, float))
+            refuse([(bad, f"{name} in more of Evaluation must be a number", value)])
+        object.__setattr__(self, "more", plain)
 
     def also(self, name: str, result: Evaluation) -> Evaluation:
         """Return this result with that of other samples or weights, as NAME_accuracy and so on."""

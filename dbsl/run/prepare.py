@@ -100,6 +100,10 @@ class Replaced:
                     "data must have what dbsl.data.sources.TrainingData names, got "
                     f"{type(self.data).__name__} without {missing[0]!r}"
                 )
+            sources = self.data.train, self.data.evaluation
+            for source, name in itertools.product(sources, ("__len__", "batches", "bad")):
+                must = f"sources of data must have {name}, as dbsl.data.sources.Source says"
+                refuse([(not hasattr(source, name), must, type(source).__name__)])
             if self.model is None:
                 raise SettingError("model must be given with your own data, got none")
             void = (*_OF_DATA, *with_role(type(given), Role.DATA))

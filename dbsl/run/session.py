@@ -20,6 +20,7 @@ from dbsl.cluster.steps import Stepper
 from dbsl.cluster.weights import uncompiled
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import meets_at_server
+from dbsl.data.transforms import seed_streams
 from dbsl.loss import Figures, scalars
 from dbsl.model import save_model, set_dropout, set_training
 from dbsl.plan.sampler import Part, Step
@@ -152,7 +153,9 @@ class Session(EvaluationSession[ConfigT]):
         self.log.plan(turn.epoch, turn.round, segment.plan)
         set_dropout(run.model, stage.dropout)
         place = (turn.workers[0], turn.epoch, turn.round, *[run.place] * bool(run.place))
-        torch.manual_seed(stream_seed(run.config.seed, "dropout", *place))
+        seed = stream_seed(run.config.seed, "dropout", *place)
+        seed_streams(seed)  # what the loop may draw from
+        torch.manual_seed(seed)
         self.checkpointer.restore_random_state()  # if the run was stopped inside this round
         anew = not progress.steps
         work = Work(self, turn, stage, segment)  # loader processes begin, while the weights come
@@ -247,7 +250,7 @@ class Work:
         with session.meter.step(step, learning_rate, progress):
             yield
         progress.steps += 1
-        progress.learning_rate = learning_rate
+        progress.learning_rate = float(learning_rate)
         session.log.hear(session.cluster)  # at once, not at the end of a long round
 
     def forget(self) -> None:

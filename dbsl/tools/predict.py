@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from dbsl.base.errors import SettingError, one_line_errors
-from dbsl.base.files import write_table
+from dbsl.base.files import check_output, write_table
 from dbsl.base.machine import lazy_import
 from dbsl.data.transforms import upright
 from dbsl.model import load_model, read_model_config
@@ -105,8 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SettingError(f"top must be in [1, {len(names)}], the classes, got {arguments.top}")
     if arguments.best and arguments.ema:
         raise SettingError("best must not be given with ema, got both")
-    if arguments.csv and not os.access(arguments.csv.parent, os.W_OK):
-        raise SettingError(f"csv must be in a folder that can be written, got {arguments.csv}")
+    if arguments.csv is not None:
+        check_output("csv", arguments.csv)
     files, status, rows = image_files(arguments.images), 0, []
     for file, found in predict(arguments.run, files, best=arguments.best, ema=arguments.ema):
         if isinstance(found, str):
@@ -115,16 +115,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         values, places = found.topk(arguments.top)
         top = [(names[place], p) for place, p in zip(places, values.tolist(), strict=True)]
-        rows += [{"file": str(file), "class": name, "probability": p} for name, p in top]
-        print(_line(file, top, as_json=arguments.json), flush=True)
+        shown = os.fsencode(file).decode(errors="replace")  # not every file's name is text
+        rows += [{"file": shown, "class": name, "probability": p} for name, p in top]
+        print(_line(shown, top, as_json=arguments.json), flush=True)
     if arguments.csv and rows:
         write_table(arguments.csv, rows)
     return status if rows else 1
 
 
-def _line(file: Path, top: Sequence[tuple[str, float]], *, as_json: bool) -> str:
+def _line(file: str, top: Sequence[tuple[str, float]], *, as_json: bool) -> str:
     if as_json:
-        row: dict[str, Any] = {"file": str(file), "classes": dict(top)}
+        row: dict[str, Any] = {"file": file, "classes": dict(top)}
         return json.dumps(row)
     return f"{file}  " + ", ".join(f"{name} {100 * p:.1f} %" for name, p in top)
 

@@ -14,6 +14,7 @@ from typing import Annotated
 import torch
 
 from dbsl.base.errors import SettingError
+from dbsl.base.files import check_output
 from dbsl.base.machine import threads_of_process
 from dbsl.config.fields import Count, Positive, Within, check_fields
 from dbsl.config.parse import parse_flags
@@ -52,7 +53,7 @@ class _Arguments:
     # precision of forward passes; auto: bf16 where the device computes it natively, else no
     mixed_precision: Precision = "auto"
     compile: bool = False  # measure the model with torch.compile
-    cpu_threads: int | None = None  # threads of torch; unset: all cores, or OMP_NUM_THREADS
+    cpu_threads: Count | None = None  # threads of torch; unset: all cores, or OMP_NUM_THREADS
     profile_seconds: Positive = 30.0  # seconds to measure for, all resolutions together
     profile_refresh: bool = False  # measure even if the cache has the times
     memory_limit: Positive | None = None  # GiB that a step may use; unset: what is free
@@ -61,7 +62,10 @@ class _Arguments:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        Within(1).check("resolutions", self.resolutions)
         check_resolutions(self.resolutions)
+        if self.output is not None:
+            check_output("output", self.output)
         if self.optimizer != NO_OPTIMIZER:
             check_optimizer(self.optimizer)
         if self.held_out:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from dbsl.base.errors import SettingError, one_line_errors
 from dbsl.config.hooks import Extra, Extras, settings_of_extras
+from dbsl.config.parse import read_settings
 from dbsl.config.settings import RunConfig
 from dbsl.log.rows import read_metrics
+from dbsl.tools.compare.statistics import read_run
 
 
 def report(folder: Path, report_to: str | None = None) -> None:
@@ -24,6 +26,8 @@ def report(folder: Path, report_to: str | None = None) -> None:
         if report_to is not None:
             raise SettingError(f"report_to needs dbsl/extras/charts.py, got {report_to}")
         given = {}
+    read_run(folder)  # refuses what is damaged before a picture is drawn
+    read_settings(folder / "config.yaml")
     rows = read_metrics(folder / "metrics.jsonl")
     first = list(takewhile(lambda row: row["event"] == "plan", rows))
     with Extras.of(settings(**given)) as extras:

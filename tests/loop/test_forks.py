@@ -461,6 +461,13 @@ def data_of(*sets):
     return {"data": lambda: TensorData(*sets, 3)}
 
 
+def without_bad():
+    data = TensorData(table(), table(), 3)
+    own = SimpleNamespace(__len__=data.train.__len__, batches=data.train.batches)
+    object.__setattr__(data, "train", own)
+    return data
+
+
 def sgd(model, config):
     return torch.optim.SGD(model.parameters(), momentum=0.9, dampening=0.5)
 
@@ -473,6 +480,8 @@ REFUSED = [
     (data_of(table(classes=4), table()), r"labels in \[0, 3\), got 3 in sample 3"),
     (data_of(torch.zeros(8, 4), table()), "train must give a pair of a tensor and a"),
     (data_of([], table()), "train must be a map-style dataset with samples, got list"),
+    (data_of([(torch.zeros(4), 0.5)], table()), "train must give .* sample 0.*label 0.5"),
+    ({"data": lambda: without_bad()}, "sources of data must have bad, .* got SimpleNamespace"),
     ({"data": lambda: (table(), table())}, "data must have .* got tuple without 'name'"),
     ({"dataset": "cifar"}, "dataset must be left out or mine with your .* got cifar"),
     ({"mixup": 0.2}, "mixup must be left out with your own data, got 0.2"),

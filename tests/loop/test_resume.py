@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -10,6 +11,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -173,6 +175,19 @@ def test_killed_and_resumed_is_the_unbroken_run(tmp_path, unbroken, mode, saved)
     killed(tmp_path / "run", AT_STEP.get(mode, 30), **settings)
     run(tmp_path / "run", **settings, resume="auto")
     assert fingerprint(tmp_path / "run") == unbroken(mode, precision)
+
+
+def test_a_loop_may_draw_from_the_random_numbers_of_numpy_and_python(tmp_path, monkeypatch):
+    def loss_function(model, images, labels, config):
+        lam = np.random.beta(0.2, 0.2) * random.random()  # noqa: NPY002
+        return lam * torch.nn.functional.cross_entropy(model(images), labels)
+
+    monkeypatch.setattr("train.loss_function", loss_function)
+    run(tmp_path / "whole")
+    np.random.seed(3)  # noqa: NPY002
+    killed(tmp_path / "run", 7, checkpoint_every="0.0001m")
+    run(tmp_path / "run", checkpoint_every="0.0001m", resume="auto")
+    assert fingerprint(tmp_path / "run") == fingerprint(tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("misaligned", "usual_signals")

@@ -1,6 +1,7 @@
 """Uneven workers equal one process on the joined batch, in one process and over real ones."""
 
 import copy
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -59,6 +60,8 @@ class Case:
     begin: Callable = lambda model, epoch: None  # of an epoch
     staleness: int | None = 0
     change: Callable = lambda stepper: None
+    first: Callable = lambda model: None  # of what a loop does in a step, before its passes
+    last: Callable = lambda model: None  # and behind them
 
 
 HOW = ["step", "gradients"]
@@ -129,11 +132,13 @@ def train(cluster, stepper, case):
         pushing = isinstance(stepper, PushedGradients)
         rounds = (turn.round, turn.round + 1) if pushing else (0, sampler.steps_per_epoch)
         for step in sampler.steps(turn.workers, turn.epoch, *rounds, case.sizes):
+            case.first(stepper.model)
             for part in parts_of(step, case):
                 with stepper.micro_batch(step, part) as weight:
                     batch = torch.from_numpy(part.indices)
                     loss = F.cross_entropy(stepper.model(images[batch]), labels[batch])
                     (loss * (weight if case.weighted else 1.0)).backward()
+            case.last(stepper.model)
             stepper.step(step, LR)
         shares = {w: case.sizes[w] / sum(case.sizes) for w in turn.workers}
         cluster.push([report_of(w, turn.round, share, turn.epoch) for w, share in shares.items()])
@@ -193,7 +198,7 @@ def trained(model, case, rank=None):
     stepper.clip = make_clip(model, *case.clip)
     cluster = JointCluster(weights, **common)
     if not alone:
-        cluster.finish_round = stepper.average_buffers
+        cluster.finish_round = stepper.finish_round
     return train(cluster, stepper, case)
 
 
@@ -243,6 +248,64 @@ def test_uneven_processes_equal_the_joined_batch(train_ranks, tiny_model, how, s
     expected = joined_weights(tiny_model, Case(how, **settings))
     for found in train_ranks(tiny_model, Case(how, **settings)):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+def cleared(model):
+    model.zero_grad()
+
+
+def replaced(model):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.clone()
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("micro", [None, [2, 1]])
+@pytest.mark.parametrize("does", [{"first": cleared}, {"last": replaced}])
+def test_a_loop_may_clear_gradients_or_put_others_in_their_place(tiny_model, how, micro, does):
+    usual = Case(how, micro=micro)
+    found = trained(tiny_model, replace(usual, **does))
+    assert torch.equal(found, trained(tiny_model, usual))
+
+
+def test_layers_that_are_thawed_inside_a_round_forget_their_gradients(tiny_model):
+    def thaw(model):
+        model.requires_grad_(True)
+
+    def frozen(model, epoch):
+        next(model.parameters()).requires_grad_(False)
+
+    case = Case("step", begin=frozen, first=thaw)
+    expected = trained(tiny_model, Case("step"))
+    torch.testing.assert_close(trained(tiny_model, case), expected)
+
+
+def one_noisy_rank(rank, model):
+    def noise(model):
+        for parameter in model.parameters():
+            parameter.grad.add_(rank * 0.1)
+
+    return one_rank(rank, model, Case("step", sizes=(2, 2), samples=16, last=noise))
+
+
+def test_processes_whose_weights_part_are_stopped(run_ranks, tiny_model):
+    for error in run_ranks(one_noisy_rank, tiny_model, expect_errors=True):
+        assert "weights must stay the same in all processes that step together" in error
+
+
+def test_an_optimizer_that_has_its_state_from_the_start_begins_with_it_again(tiny_model):
+    optimizer = build(tiny_model)
+    for parameter in tiny_model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+    stepper = Stepper(tiny_model, FlatWeights(tiny_model), ComputeTimer(CPU), {0: optimizer})
+    for state in optimizer.state.values():
+        state["momentum_buffer"].fill_(math.nan)
+    for _ in range(2):
+        stepper.forget(0)
+        for parameter in tiny_model.parameters():
+            assert optimizer.state[parameter]["momentum_buffer"].eq(1).all()
+            optimizer.state[parameter]["momentum_buffer"].fill_(2)
 
 
 @pytest.mark.parametrize("settings", [*({"clip": clip} for clip in CLIPS), {"begin": freeze}])

@@ -88,7 +88,10 @@ def test_what_cannot_be_read_is_named_and_the_other_images_are_classified(
         (["{run}", "{images}", "--best"], "folder must hold model_best.safetensors, got"),
         (["{cut}", "{images}"], "folder must hold model.safetensors, got"),
         (["{run}", "{images}", "--best", "--ema"], "best must not be given with ema"),
-        (["{run}", "{images}", "--csv", "{empty}/no/x.csv"], "csv must be in a folder that can"),
+        (["{run}", "{images}", "--csv", "{empty}/no/x.csv"], "csv must be a file in a folder that"),
+        (["{run}", "{images}", "--csv", "{empty}"], "csv must be a file in a folder that"),
+        (["{run}", "{images}", "--csv", ""], "csv must be a file in a folder that"),
+        (["{few}", "{images}"], "folder must hold config.json, got {few} ({few}/config.json must"),
     ],
 )
 def test_bad_input_is_one_line(run_folder, photographs, tmp_path, flags, message):
@@ -96,5 +99,8 @@ def test_bad_input_is_one_line(run_folder, photographs, tmp_path, flags, message
     places = {"run": run_folder, "images": photographs, "empty": tmp_path / "empty"}
     places["cut"] = shutil.copytree(run_folder, tmp_path / "cut")
     (tmp_path / "cut/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
+    places["few"] = shutil.copytree(run_folder, tmp_path / "few")
+    config = json.loads((tmp_path / "few/config.json").read_text())
+    (tmp_path / "few/config.json").write_text(json.dumps(config | {"label_names": ["a"]}))
+    with pytest.raises(ValueError, match="^" + re.escape(message.format(**places))):
         predict.main([flag.format(**places) for flag in flags])

@@ -344,7 +344,9 @@ def _claim(
         there = {name: one for name, one in tried(bucket.checkpoints).items() if one}
         before, names = tried(bucket.listing), tried(bucket.names)
     others = [one for one in (before, *there.values()) if one and one.files and one.run != own.run]
-    begun_again = config.resume == "auto" and not there  # it was lost before its first checkpoint
+    finished = before is not None and "summary.json" in before.files
+    lost = not there and not finished  # before its first checkpoint
+    begun_again = config.resume == "auto" and lost
     strange = [n for n in names if not n.startswith(".")] if LISTING not in names else []
     if (others and not begun_again) or (strange and not there):
         what = f"another run (--resume {url} continues it)" if others else strange[0]

@@ -36,6 +36,7 @@ datasets, fsspec, pa = lazy_import("datasets"), lazy_import("fsspec"), lazy_impo
 local, parquet = lazy_import("fsspec.implementations.local"), lazy_import("pyarrow.parquet")
 
 _READERS = 16  # files whose metadata are read at a time
+_FILES = b"2"  # the version of files in the cache: older ones are not read
 _ROWS = 256  # decoded from a shard at a time, for the sake of memory
 _FORMAT = 1
 _SPARE = (64, 2048)  # bytes that a row, and a file, have in the cache besides the image
@@ -68,8 +69,8 @@ class Shards:
             with pa.ipc.new_file(str(path), schema) as file:
                 for batch in shard.iter_batches(_ROWS, **of_group, use_threads=False):
                     low, high = np.searchsorted(rows, (first, first + batch.num_rows))
-                    batch = batch.take(pa.array(rows[low:high] - first))
-                    file.write(batch.replace_schema_metadata(None))
+                    taken = batch.take(pa.array(rows[low:high] - first))
+                    file.write(taken.replace_schema_metadata(None))
                     first += batch.num_rows
 
 
@@ -113,7 +114,7 @@ class ShardedSplit(ImageSplit):
         names = []
         for place, group in enumerate(self.groups):
             rows = self.rows_of(place)
-            digest = hashlib.sha256(files[self.shards.file[group]])
+            digest = hashlib.sha256(_FILES + files[self.shards.file[group]])
             digest.update(repr((self.shards.column, int(self.shards.number[group]))).encode())
             digest.update(b"all" if rows is None else rows.tobytes())
             names.append(f"{digest.hexdigest()[:32]}.arrow")

@@ -19,7 +19,7 @@ import yaml
 from accelerate import Accelerator
 
 from dbsl.base.errors import SettingError, duration, one_line_errors, px
-from dbsl.base.files import save_figure
+from dbsl.base.files import check_output, save_figure
 from dbsl.base.machine import lazy_import
 from dbsl.cluster.formats import numbers_of, trained_shapes
 from dbsl.config.fields import Amount, Count, Positive, Share, check_fields, refuse
@@ -261,6 +261,8 @@ def of_machines(arguments: _Arguments) -> tuple[RunConfig, Measured]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Advise on a file's machines."""
     arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.advise")
+    if arguments.output is not None:
+        check_output("output", arguments.output)
     config, measured = of_machines(arguments)
     ways = ways_of(config, measured)
     facts = (

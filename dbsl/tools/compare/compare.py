@@ -22,12 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
-
 from dbsl.base.errors import SettingError, as_given, one_line_errors, plural
 from dbsl.base.files import write_text
 from dbsl.base.machine import threads_of_process
-from dbsl.config.fields import Count, Within, check_fields
+from dbsl.config.fields import Count, Within, check_fields, refuse
 from dbsl.config.hooks import defaults_of_extras
 from dbsl.config.parse import (
     POSITIONAL,
@@ -45,7 +43,9 @@ from dbsl.tools.jobs import Launch, check_flags, has_checkpoint, is_finished, la
 # There are many runs: each leaves its figures and last weights, no checkpoints.
 _DEFAULTS = {"report_to": "none", "keep_checkpoints": 0, "save_best": False}
 _FREE = {*_DEFAULTS, "checkpoint_every"}  # these move no result: what is kept, and how often
-_OWN = ("seed", "output_dir", "resume", "config")  # settings that a comparison gives by itself
+# Settings that a comparison gives by itself, that would make one run of all, or that train none.
+_OWN = ("seed", "output_dir", "resume", "config", "mirror", "push_to_hub")
+_OWN += ("plan_only", "eval_only", "advise")
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,9 @@ class _Table:
         """Read the runs that have ended, write the table, and return all finished runs by arm."""
         for folder, (arm, seed) in self.lacking.items():
             if (arm.name, seed) not in self.done and is_finished(folder):
-                self.done[arm.name, seed] = replace(read_run(folder), settings=arm.hash)
+                run = read_run(folder)
+                refuse([(run.seed != seed, f"seed of {folder} must be {seed}", run.seed)])
+                self.done[arm.name, seed] = replace(run, settings=arm.hash)
         found: dict[str, list[ArmRun]] = {arm.name: [] for arm in self.arms}
         output = self.config.output
         if self.done or output.exists():
@@ -356,7 +358,7 @@ def _check_same(arm: Arm, folder: Path) -> None:
         return
     if not note.exists():
         raise SettingError(f"runs_dir must have only runs of comparisons, got {folder}")
-    made = yaml.safe_load(note.read_text(encoding="utf-8")) or {}
+    made = read_settings(note)
     before, now = _alike(made), _alike(arm.settings)
     for key in sorted({*now, *before}):
         if before.get(key) != now.get(key):

@@ -27,8 +27,9 @@ from typing import Any, get_args
 import numpy as np
 from filelock import FileLock, Timeout
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, in_line
 from dbsl.base.files import write_text
+from dbsl.config.fields import refuse
 from dbsl.tools.study.scaling import Status, Study, Trial, reached_at
 
 STUDY, METADATA, MEASUREMENTS = "study.json", "metadata.json", "measurements.csv"
@@ -102,19 +103,34 @@ def _read_root(root: Path) -> list[Study]:
 
 def read_study(folder: Path) -> Study:
     """Return a study; trials that are being written are not there yet."""
+    try:
+        return _read_study(folder)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, SettingError):
+            raise
+        what = f"study files must be as a study writes them, got {folder} ({in_line(error)})"
+        raise SettingError(what) from None
+
+
+def _read_study(folder: Path) -> Study:
     path = folder / STUDY
     values = _read_json(path)
     numbers = sorted(int(own.name) for own in folder.iterdir() if own.name.isdecimal())
     trials = [read_trial(folder / str(n)) for n in numbers if is_written(folder, n)]
     goal = values.get("goal_error")
     search = _entry(values, "parameter_configs", path)
+    for entry in search.values():
+        if entry.get("type") != "DISCRETE":
+            _ = float(entry["min_value"]), float(entry["max_value"])
+    batch_size = int(_entry(values, "batch_size", path))
+    refuse([(batch_size < 1, f"batch_size must be at least 1 in {path}", batch_size)])
     return Study(
         dataset=str(_entry(values, "dataset", path)),
         model=str(_entry(values, "model", path)),
         optimizer=str(_entry(values, "optimizer", path)),
-        batch_size=int(_entry(values, "batch_size", path)),
+        batch_size=batch_size,
         trials=tuple(trials),
-        search=search if isinstance(search, dict) else {},
+        search=search,
         goal=None if goal is None else float(goal),
         ends_at_goal=goal is not None and bool(values.get("early_stopping")),
     )

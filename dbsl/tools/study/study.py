@@ -27,10 +27,10 @@ from dbsl.base.errors import EXIT_STOPPED, RunStopped, SettingError, as_given, o
 from dbsl.base.files import write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.base.seeds import stream_seed
-from dbsl.config.fields import Count, Role, Within, check_fields, with_role
+from dbsl.config.fields import Count, Role, Within, check_fields, refuse, with_role
 from dbsl.config.hooks import settings_of_extras
 from dbsl.config.image_settings import ImageConfig, check_images
-from dbsl.config.parse import config_to_yaml, parse_flags
+from dbsl.config.parse import config_to_yaml, parse_flags, read_settings
 from dbsl.config.settings import MachineConfig, RunConfig
 from dbsl.data.dataset import load_data
 from dbsl.model import check_sides
@@ -118,6 +118,7 @@ class StudyConfig(
     def __post_init__(self) -> None:
         if self.goal_error is not None and self.objective == OBJECTIVE:
             Within(0, 1, open_low=True, open_high=True).check("goal_error", self.goal_error)
+        refuse([(self.plot in ((), ("",)), "plot must name a folder or an archive", "none")])
         if self.plot is None and self.goal_error is None:
             raise SettingError("goal_error must be given, in (0, 1), got none")
         if self.plot is None and self.objective != OBJECTIVE:
@@ -380,10 +381,13 @@ def _keep_settings(config: StudyConfig, folder: Path) -> None:
     path = folder / SETTINGS
     with FileLock(folder / LOCK):  # another process may begin a study here at the same time
         if not path.exists():
+            others = sorted(p.name for p in folder.iterdir() if p.name != LOCK)
+            if others:
+                must = "output_dir must be a new folder, or that of a study"
+                raise SettingError(f"{must}, got {folder}, which has {others[0]}")
             write_text(path, text)
             return
-    before = yaml.safe_load(path.read_text(encoding="utf-8"))
-    now = yaml.safe_load(text)
+    before, now = read_settings(path), yaml.safe_load(text)
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):
             raise SettingError(

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from dbsl.checkpoint.disk import (
     prune,
     read_manifest,
     set_aside_after,
+    unpack,
     write_manifest,
     write_shard,
 )
@@ -52,6 +54,11 @@ def test_every_process_reads_its_own_shard_back(tmp_path):
     with pytest.raises(CheckpointError, match="no shard of process 3"):
         found.shard(3)
     assert not [p for p in folder.iterdir() if p.suffix == ".tmp"]
+
+
+def test_numbers_of_numpy_are_kept_as_numbers():
+    tree, _ = pack({"a": np.float32(0.5), "b": (np.int64(3), np.bool_(True))})
+    assert unpack(json.loads(json.dumps(tree)), {}) == {"a": 0.5, "b": (3, True)}
 
 
 def test_tensors_of_a_checkpoint_are_aligned_as_those_of_a_run(tmp_path):

@@ -410,6 +410,19 @@ def test_a_mirror_of_another_run_or_ahead_of_this_one_is_refused(
         mirror_of(other)
 
 
+def test_a_finished_run_that_kept_no_checkpoint_is_not_written_over(
+    tmp_path, memory, folder_with, mirrored
+):
+    folder = folder_with(tmp_path / "run")
+    (folder / "summary.json").write_text("{}")
+    with mirror_of(folder):
+        pass
+    before = dict(memory.store)
+    with pytest.raises(ValueError, match="which has another run"):
+        mirror_of(folder_with(tmp_path / "other"), resume="auto")
+    assert memory.store == before
+
+
 def test_a_run_lost_before_its_first_checkpoint_begins_again(
     tmp_path, memory, folder_with, mirrored
 ):

@@ -415,6 +415,12 @@ def test_rows_that_another_command_writes_meanwhile_stay_and_count(arms, tmp_pat
     assert [*rows_of(output / "arms.csv")] == ["large"]
 
 
+@pytest.mark.parametrize("setting", ["mirror=file:///x", "plan_only=true", "advise=true"])
+def test_what_makes_one_run_of_all_or_trains_none_is_refused(arms, setting):
+    with pytest.raises(ValueError, match=f"must leave {setting.partition('=')[0]} to the"):
+        compare.main([arms[0], "--set", setting])
+
+
 def test_varied_settings_are_arms_of_their_own(arms, tmp_path, launched):
     options = ["--seeds", "1", "--set", "epochs=1", "--vary", "lr=0.1,0.05", "--vary", "seed=1"]
     (tmp_path / "configs/tiny/dual.yaml").write_text("seed: 3\n")

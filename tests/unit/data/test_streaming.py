@@ -26,7 +26,7 @@ from dbsl.extras.streaming import groups as group_cache
 from dbsl.extras.streaming.groups import GroupCache
 from dbsl.extras.streaming.shards import Shards
 from dbsl.plan.sampler import EpochSampler
-from tests.helpers import SHARDED, plain, read, read_all, wait_until, write_shards
+from tests.helpers import SHARDED, make_table, plain, read, read_all, wait_until, write_shards
 
 TRAIN, EVALUATION, GROUP = SHARDED
 LITTLE = 50e3 / 2**30  # GiB: of fourteen row groups of 8 kB
@@ -128,6 +128,21 @@ def test_uneven_shares_meet_each_image_once_through_a_little_cache(
     order = draw.draw(st.permutations(range(len(rest))))  # workers take turns in any order
     met = [n for turn in order for n in read_all(data.train, 16, rest[turn])[0]]
     assert sorted(met) == list(range(TRAIN))
+
+
+def test_a_subset_of_large_row_groups_has_the_images_of_its_labels(tmp_path):
+    numbers = np.random.default_rng(0).permutation(600)
+    images = [Image.new("RGB", (4, 4), (n % 250, n // 250, 0)) for n in numbers]
+    folder = tmp_path / "images"
+    folder.mkdir()
+    make_table(images, [n % 7 for n in numbers]).to_parquet(folder / "train.parquet")
+    for subset in ({"holdout": 0.3}, {"train_samples": 200, "eval_samples": 90}):
+        streamed, stored = load(folder, **subset), load_data(ImageConfig(str(folder), **subset))
+        for name in ("train", "evaluation"):
+            ours, theirs = getattr(streamed, name), getattr(stored, name)
+            order = [np.random.default_rng(1).permutation(len(ours))]
+            of_both = [read(source, plain(4), order) for source in (ours, theirs)]
+            assert all(map(torch.equal, *of_both))
 
 
 def test_what_is_held_out_or_left_out_takes_no_room(shards, cache):

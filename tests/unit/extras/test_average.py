@@ -89,6 +89,15 @@ def test_without_batch_norm_no_image_is_read_nor_anybody_waited_for():
     assert not accelerator.reduce.called
 
 
+def test_a_run_that_is_made_longer_without_an_average_has_none(tmp_path):
+    run(tmp_path / "run", epochs=1, ema_decay=0.5)
+    run(tmp_path / "run", epochs=2, resume=str(tmp_path / "run"), allow_config_change=True)
+    assert sorted(p.name for p in (tmp_path / "run").glob("model*.safetensors")) == [
+        "model.safetensors",
+        "model_best.safetensors",
+    ]
+
+
 def test_averaged_weights_are_evaluated_beside_the_raw_and_change_no_bit_of_them(tmp_path):
     settings = {"train_samples": 80, "eval_samples": 60, "epochs": 2, "eval_every": 2}
     settings |= {"large_batch_size": (8,), "mixed_precision": "no"}

@@ -311,3 +311,9 @@ def test_a_finished_run_is_drawn_and_sent_again_from_its_folder_alone(tmp_path, 
     assert point.value == pytest.approx(summary["final_accuracy"])
     with pytest.raises(ValueError, match="run must be the folder of a finished run, got"):
         main([str(tmp_path)])
+    for name, text in (("summary.json", "{}"), ("metrics.jsonl", ""), ("config.yaml", "a: [")):
+        whole = (tmp_path / "run" / name).read_text()
+        (tmp_path / "run" / name).write_text(text)
+        with pytest.raises(ValueError, match=str(tmp_path)):
+            main([str(tmp_path / "run")])
+        (tmp_path / "run" / name).write_text(whole)

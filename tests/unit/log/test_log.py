@@ -166,9 +166,33 @@ def test_metrics_lines_are_strict_json_with_the_promised_keys(tmp_path, make_log
 def test_other_processes_write_and_print_nothing(tmp_path, make_log, capsys):
     with make_log(main=False) as log:
         play(log)
+        log.write("mine", {"a": 1})
         log.sum_up()
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr() == ("", "")
+
+
+def test_metrics_of_your_own_are_plain_numbers():
+    more = {"f1": np.float32(0.5), "count": torch.tensor(3)}
+    found = Evaluation(0.5, 1.0, 10, 8, more=more).more
+    assert [(type(value), value) for value in found.values()] == [(float, 0.5), (int, 3)]
+    with pytest.raises(ValueError, match="auc in more of Evaluation must be a number, got unset"):
+        Evaluation(0.5, 1.0, 10, 8, more={"auc": None})
+
+
+def test_rows_of_others_stay_where_they_are_written(tmp_path, make_log):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("an older file\n")
+    with make_log() as log:
+        for number in range(3):
+            with path.open("a") as file:
+                file.write(json.dumps({"event": "own", "number": number}) + "\n")
+            log.write("mine", {"epoch": number})
+        assert log.state_dict()["metrics_bytes"] == path.stat().st_size
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [r["number"] for r in rows if r["event"] == "own"] == [0, 1, 2]
+    assert [r["epoch"] for r in rows if r["event"] == "mine"] == [1, 2, 3]
+    assert rows[0]["event"] == "plan"
 
 
 def test_epoch_line_tells_people_the_result(make_log, capsys):

@@ -145,6 +145,10 @@ def test_a_gradient_norm_does_not_depend_on_where_memory_lies():
     assert len(found) == 1
 
 
+def test_a_step_whose_batch_was_left_out_has_no_gradient():
+    assert gradient_square([]) == 0
+
+
 def test_other_workers_count_on_from_the_furthest():
     lines = []
     meter, stepper = make_meter([])

@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from dbsl.config.parse import yaml_to_argv
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.model import load_model
+from dbsl.run.folder import LOCK
 from dbsl.tools.study import study
 from dbsl.tools.study.scaling import Trial
 from dbsl.tools.study.store import COLUMNS, Claims, read_workloads, write_trial
@@ -343,6 +345,7 @@ SMALL = f"{GOAL} --model test_resnet --train-samples 64 --eval-samples 40 --mixe
         (f"{GOAL} --weight-decay 0,1", "weight_decay must be above 0, got 0"),
         (f"{GOAL} --objective x", "objective must be val/classification"),
         (f"{GOAL} --optimizers sgdd", "optimizer must be a name that timm"),
+        ("--plot", "plot must name a folder or an archive, got none"),
         ("--plot nowhere", "folder must have a study.json in it or below, got nowhere"),
         (f"{SMALL} --batch-sizes 16,65", "batch_sizes must be in [1, 64], got 65"),
         (
@@ -362,6 +365,28 @@ def test_folder_of_another_study_is_refused(unbroken):
     with pytest.raises(ValueError, match=r"goal_error must be 0.8 as in .*study.yaml, or output_d"):
         run_study(unbroken, goal_error=0.7)
     assert trials_of(unbroken) == before
+
+
+def test_a_folder_of_something_else_and_damaged_settings_are_refused(tmp_path):
+    (tmp_path / "config.yaml").write_text("lr: 1")
+    with pytest.raises(ValueError, match=r"output_dir must be a new folder.* has config.yaml"):
+        run_study(tmp_path)
+    (tmp_path / "study.yaml").write_text("a: [")
+    with pytest.raises(ValueError, match=r"study.yaml"):
+        run_study(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} <= {"config.yaml", "study.yaml", LOCK}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("batch_size", "x"), ("batch_size", 0), ("goal_error", "x"), ("parameter_configs", {"a": {}})],
+)
+def test_damaged_files_of_a_study_are_named(unbroken, tmp_path, name, value):
+    folder = shutil.copytree(unbroken, tmp_path / "study")
+    path = next(folder.rglob("study.json"))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(ValueError, match=str(path.parent)):
+        study.main(["--plot", str(folder), "--output-dir", str(tmp_path / "out")])
 
 
 def test_a_study_reads_data_that_come_through_a_cache(tmp_path, monkeypatch):
