@@ -308,7 +308,8 @@ def test_images_that_do_not_fit_into_memory_are_refused_in_one_line():
 def test_settings_of_a_model_are_timms_and_come_back_with_it(tmp_path):
     kwargs = ("drop_path_rate=0.2", "init_values=0.1", "global_pool=avg")
     config = RunConfig(model_kwargs=kwargs)
-    model = build_model("test_vit", 2, (32,), settings=config.model_settings)
+    count = len(DATA.class_names)
+    model = build_model("test_vit", count, (32,), settings=config.model_settings)
     assert [round(float(b.drop_path1.drop_prob), 3) for b in model.blocks[1:]][-1] == 0.2
     assert model.blocks[0].ls1.gamma[0] == 0.1
     save_model(model, tmp_path, 32, DATA)

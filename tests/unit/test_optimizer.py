@@ -126,8 +126,8 @@ def test_a_cleared_optimizer_begins_again(name):
     for steps in (0, 30):
         model = nn.Linear(4, 2)
         weights = FlatWeights(model)
-        stepper = Stepper(model, weights, ComputeTimer(torch.device("cpu")), {0: None})
-        stepper.optimizers[0] = optimizer = build_optimizer(name, model, 0.1, 0.9, 0.0)
+        optimizer = build_optimizer(name, model, 0.1, 0.9, 0.0)
+        stepper = Stepper(model, weights, ComputeTimer(torch.device("cpu")), {0: optimizer})
         for _ in range(steps):
             give_gradients(model)
             take_step(optimizer, 0.0)

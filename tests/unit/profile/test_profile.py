@@ -602,7 +602,7 @@ def test_profile_from_the_shell(tmp_path, capsys):
     [
         (["--held-out", "200"], "held_out must be in [2, 128], got 200"),
         (["--model", "resnet1"], "model must be a name that timm.list_models() knows"),
-        (["--model", "test_resnet", "--resolutions", "0"], "model must take images of 0 px, got"),
+        (["--model", "test_resnet", "--resolutions", "0"], "resolutions must be at least 1, got 0"),
     ],
 )
 def test_profile_from_the_shell_refuses_in_one_line(capsys, arguments, message):
