@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
@@ -166,6 +167,19 @@ def keep_ratios(optimizer: torch.optim.Optimizer, lr: float) -> torch.optim.Opti
     for group in optimizer.param_groups:
         group["lr_scale"] = group["lr"] / lr * group.get("lr_scale", 1.0)
     return optimizer
+
+
+def first_state(optimizer: torch.optim.Optimizer) -> dict[Tensor, Any]:
+    """Return a copy of the state of a new optimizer, which most have none of."""
+    return {parameter: deepcopy(values) for parameter, values in optimizer.state.items()}
+
+
+def begin_again(optimizer: torch.optim.Optimizer, first: Mapping[Tensor, Any]) -> None:
+    """Give an optimizer its `first_state` back."""
+    optimizer.state.clear()
+    optimizer.state.update({parameter: deepcopy(values) for parameter, values in first.items()})
+    for group in optimizer.param_groups:
+        group.pop("step", None)  # timm's lamb and adan count there
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

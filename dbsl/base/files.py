@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def check_output(setting: str, path: Path) -> None:
-    """Raise ``SettingError`` unless a file can be written there."""
-    folder = path.parent
+    """Raise ``SettingError`` unless a file can be written there; folders above it may be made."""
+    folder = next(folder for folder in path.absolute().parents if folder.exists())
     fits = path.name and folder.is_dir() and os.access(folder, os.W_OK) and not path.is_dir()
     if not fits:
         must = f"{setting} must be a file in a folder that can be written"
@@ -38,6 +38,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows with the same keys as a CSV file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()

@@ -11,7 +11,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -28,7 +27,8 @@ from dbsl.cluster.formats import DTYPES, LowRank
 from dbsl.cluster.weights import FlatWeights, uncompiled
 from dbsl.config.hooks import Machine
 from dbsl.config.settings import FLOAT32, Wire
-from dbsl.optimizer import Clip, keep_whole, load_optimizer
+from dbsl.data.transforms import global_streams
+from dbsl.optimizer import Clip, begin_again, first_state, keep_whole, load_optimizer
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.types import Turn
 
@@ -190,11 +190,6 @@ def _take_fraction_of_sgd(
         parameter.add_(gradient, alpha=-learning_rate * direct)
 
 
-def _copied(state: Mapping[Tensor, Any]) -> dict[Tensor, Any]:
-    """Return an optimizer's state of the same parameters, copied."""
-    return {parameter: deepcopy(values) for parameter, values in state.items()}
-
-
 class Stepper:
     """Each worker steps by itself, with its own optimizer; its weights are pushed later.
 
@@ -235,8 +230,7 @@ class Stepper:
         self._places: list[
             tuple[Tensor, Tensor]
         ] = []  # parameters, and `vector` for their gradients
-        # What an optimizer of yours may have before its first step.
-        self._fresh = {worker: _copied(own.state) for worker, own in optimizers.items()}
+        self._first = {worker: first_state(own) for worker, own in optimizers.items()}
         self.vector = torch.zeros_like(weights.vector) if joint else None
         self._dtype = DTYPES.get(wire.name)
         self.low_rank = LowRank(wire)
@@ -253,9 +247,7 @@ class Stepper:
     @contextmanager
     def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
         """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
-        for parameter, place in self._places:  # the loop may have cleared, frozen or thawed it
-            if parameter.requires_grad == (parameter.grad is not place):
-                parameter.grad = place if parameter.requires_grad else None
+        self._put_in_place(lambda place: place)
         several = self._together or not (part.begins and part.ends)
         if several and self._mean is None:
             self._start, self._mean = self._buffers.clone(), torch.zeros_like(self._buffers)
@@ -274,7 +266,7 @@ class Stepper:
 
     def step(self, step: Step, learning_rate: float) -> None:
         """Take the optimizer step, or leave it to the server."""
-        self._take_replaced()
+        self._put_in_place(torch.Tensor.zero_)
         if self._together:
             self._end_passes()
             self._compress(step)
@@ -290,14 +282,18 @@ class Stepper:
                 self.vector.zero_()
 
     @torch.no_grad()
-    def _take_replaced(self) -> None:
-        """Put gradients that the loop has replaced where they are read from."""
+    def _put_in_place(self, cleared: Callable[[Tensor], Tensor]) -> None:
+        """Put gradients that the loop has replaced where they are read from.
+
+        Of what the loop has thawed, or cleared, they are what `cleared` makes of their place.
+        """
         for parameter, place in self._places:
-            if parameter.grad is None:
-                place.zero_()
+            if not parameter.requires_grad:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = cleared(place)
             elif parameter.grad is not place:
-                place.copy_(parameter.grad)
-                parameter.grad = place
+                parameter.grad = place.copy_(parameter.grad)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizers' state, and what else lasts from step to step inside a round."""
@@ -316,14 +312,11 @@ class Stepper:
     def forget(self, worker: int) -> None:
         """Clear a worker's optimizer state."""
         if worker in self.optimizers:
-            self.optimizers[worker].state.clear()
-            self.optimizers[worker].state.update(_copied(self._fresh[worker]))
-            for group in self.optimizers[worker].param_groups:
-                group.pop("step", None)  # timm's lamb and adan count there
+            begin_again(self.optimizers[worker], self._first[worker])
 
     def _compress(self, step: Step) -> None:
         if self.low_rank.wire.rank and not step.odd:
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            gradients = [place for p, place in self._places if p.requires_grad]
             self.low_rank(self.vector, gradients).wait()
         elif self._dtype is not None:
             self.vector.copy_(self.vector.to(self._dtype))
@@ -331,7 +324,7 @@ class Stepper:
 
 # Weights that are compared between processes, and how far they may be apart, of the largest: unlike
 # processors round otherwise.
-_COMPARED, _ALIKE = 1024, 1e-3
+_COMPARED, _ALIKE = 1024, 0.01
 _ONE_BUCKET_MB = 2**20  # more than any gradients
 # Older and newer versions of torch name it differently.
 _SYNC_BUFFERS = "broadcast_buffers"
@@ -401,14 +394,17 @@ class DistributedSteps(Stepper):
     def finish_round(self) -> None:
         """Average running statistics, and hold processes to the same weights."""
         self.average_buffers()
+        self._on_exchange()
         own = self._weights.vector[: len(self._weights.vector) - len(self._buffers)]
         some = own[:: max(1, len(own) // _COMPARED)]
         most = torch.stack([some, -some])
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
-        if (most.sum(0) > _ALIKE * most.abs().max()).any():  # not where one is NaN
+        apart, largest = most.sum(0).max().item(), most.abs().max().item()
+        if apart > max(_ALIKE, 16 * torch.finfo(own.dtype).eps) * largest:  # not where one is NaN
             raise RuntimeError(
-                "weights must stay the same in all processes that step together: add losses up for "
-                "one backward pass a part, and change gradients by what is the same in all"
+                "weights must stay the same in all processes that step together, got some that are "
+                f"{apart:.2g} apart, where the largest is {largest:.2g}: add losses up for one "
+                "backward pass a part, and change gradients by what is the same in all"
             )
 
     @torch.no_grad()
@@ -446,7 +442,8 @@ class DistributedSteps(Stepper):
                 **one,
             )
         self.model.register_comm_hook(None, self._exchange)
-        with weights.kept(), torch.random.fork_rng(devices or []), uncompiled(self._raw):
+        drawn = torch.random.fork_rng(devices or [])
+        with weights.kept(), drawn, global_streams(), uncompiled(self._raw):
             self._example_loss(self.model).backward()
         # The next forward pass would do it, and wait for processes that have no sample then.
         self.model.reducer._rebuild_buckets()
@@ -511,7 +508,7 @@ class PushedGradients(Stepper):
 
     def step(self, step: Step, learning_rate: float) -> None:
         """Leave the step to the server."""
-        self._take_replaced()
+        self._put_in_place(torch.Tensor.zero_)
         if self._weight:
             self.on_gradients(self._weight)
 

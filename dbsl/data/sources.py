@@ -166,7 +166,7 @@ def _read(
         try:
             sample, label = dataset[number]
             if int(label) != label:
-                raise ValueError(f"label {label}")
+                raise ValueError(f"label {label!r}")
             label = int(label)
         except (TypeError, ValueError) as error:
             raise SettingError(

@@ -274,6 +274,8 @@ class NoiseProbe:
         if not parts or (joint and step.odd):  # not summed over the processes yet
             return {}
         part, batch = parts[-1], len(parts[-1].indices)
+        if not any(p.grad is not None for p in self._parameters):  # the loop left the batch out
+            return {}
         # A joint step has the gradients of the mean over all; other steps carry the part's weight.
         square = _square(p.grad for p in self._parameters if p.grad is not None)
         square = square if joint else square / part.weight**2

@@ -23,6 +23,7 @@ from dbsl.config.fields import in_words, refuse
 from dbsl.config.settings import ROUND_WIRES
 from dbsl.library.uneven import world_size
 from dbsl.library.watch import SHARDED
+from dbsl.optimizer import begin_again, first_state
 
 
 class Rounds:
@@ -82,7 +83,7 @@ class Rounds:
         self.every = every
         self.steps = 0  # since the last merge
         self.merges = 0
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._first = model, optimizer, first_state(optimizer)
         self._weight, self._group, self._processes = weight, group, world_size(group)
         self._weights = FlatWeights(model, apart=True)  # its vector: as merged last
         trained = len(self._weights.vector) - len(self._weights.buffers)
@@ -162,13 +163,17 @@ class Rounds:
         weights = [each if fine else 0.0 for each, fine in zip(given, all_finite, strict=True)]
         total = sum(weights)
         if not total:
+            bad = self._weights.first_not_finite(own.masked_fill_(same, 0))
             raise FloatingPointError(
                 "no process has finite weights: nothing is left to merge; here "
-                f"{self._weights.layout[self._weights.first_not_finite(own)]} is not finite"
+                f"{self._weights.layout[bad]} is not finite"
                 if not finite
                 else "no process of a weight above 0 has finite weights: nothing is left to merge"
             )
         share = weight / total
+        changed = self._weights.may_change(same)
+        if self._processes > 1:
+            dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._group)
         if self._rounded is not None:
             change = own.sub_(merged).masked_fill_(same, 0).mul_(share) if finite else own.zero_()
             part = self._rounded(change) + merged
@@ -177,22 +182,19 @@ class Rounds:
                 raise FloatingPointError("changes are too large to be rounded: not finite")
         else:
             part = own.mul_(share) if finite else own.zero_()
-            changed = self._weights.may_change(same)
             if self._processes > 1:
                 dist.all_reduce(part, group=self._group)
-                dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._group)
-            part = part.where(self._weights.spread(changed) > 0, merged)
-        if self._outer is not None:
-            part = self._outer(merged, part[None], torch.ones(1))
+        changed = self._weights.spread(changed) > 0
+        part = part.where(changed, merged)
+        if self._outer is not None:  # its momentum may move what is frozen since
+            part = self._outer(merged, part[None], torch.ones(1)).where(changed, merged)
         self._weights.load(part)
         if not finite:
             warnings.warn(
                 f"weights after step {self.steps} of round {self.merges} were not finite: left out",
                 stacklevel=3,
             )
-            self._optimizer.state.clear()
-            for group in self._optimizer.param_groups:
-                group.pop("step", None)  # timm's lamb and adan count there
+            begin_again(self._optimizer, self._first)
         self.steps, self.merges = 0, self.merges + 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -295,6 +295,8 @@ class UnevenBatchSampler:
             raise SettingError(
                 "dispatch_batches must be False: it deals out equal parts of a batch, got True"
             )
+        if any(getattr(user, "in_order", None) is False for user in users.values()):
+            raise SettingError("in_order must be True: scale expects batches in order, got False")
         if "BatchSampler" in users:
             raise SettingError("the sampler must be passed as batch_sampler, got sampler")
         sharded = "BatchSamplerShard" in users  # accelerator.prepare
@@ -346,7 +348,8 @@ class _Epoch:
     @property
     def looked_at(self) -> bool:
         """Whether batches were drawn and not trained on, such as for a summary of the model."""
-        return self.taken == self._skipped and not self.exhausted
+        drawn_ahead = self.exhausted and not self.start and not self._of._scaled
+        return self.taken == self._skipped and not drawn_ahead
 
     @property
     def steps_drawn(self) -> int:
@@ -505,7 +508,7 @@ def _gather(mine: Any) -> list[Any]:
 
 def _plain(value: Any) -> Any:
     """Return numbers of numpy and torch as those of Python: they compare alike, and are saved."""
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, Sequence) and not isinstance(value, str):
         return [*map(_plain, value)]
     return value.tolist() if hasattr(value, "tolist") else value
 

@@ -42,7 +42,8 @@ class Evaluation:
         taken = {field.name: "Evaluation itself" for field in fields(self)}
         for name in self.more:
             check_free(name, "a metric in more of Evaluation", taken)
-        plain = {n: v.item() if hasattr(v, "item") else v for n, v in self.more.items()}
+        more = self.more.items()  # numbers of numpy and torch are made those of Python
+        plain = {n: v if getattr(v, "ndim", 1) else v.item() for n, v in more}
         for name, value in plain.items():
             bad = not isinstance(value, (int, float))
             refuse([(bad, f"{name} in more of Evaluation must be a number", value)])

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import fields, make_dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from dbsl.base.errors import SettingError, one_line_errors
+from dbsl.config.fields import refuse
 from dbsl.config.hooks import Extra, Extras, settings_of_extras
 from dbsl.config.parse import read_settings
 from dbsl.config.settings import RunConfig
 from dbsl.log.rows import read_metrics
-from dbsl.tools.compare.statistics import read_run
 
 
 def report(folder: Path, report_to: str | None = None) -> None:
@@ -26,15 +28,24 @@ def report(folder: Path, report_to: str | None = None) -> None:
         if report_to is not None:
             raise SettingError(f"report_to needs dbsl/extras/charts.py, got {report_to}")
         given = {}
-    read_run(folder)  # refuses what is damaged before a picture is drawn
-    read_settings(folder / "config.yaml")
-    rows = read_metrics(folder / "metrics.jsonl")
+    read_settings(folder / "config.yaml")  # each refuses a damaged file before a picture is drawn
+    rows, summary = read_metrics(folder / "metrics.jsonl"), _read_summary(folder / "summary.json")
+    whole = "classes" in summary and any(row.get("event") == "round" for row in rows)
+    refuse([(not whole, "run must have a whole summary.json and metrics.jsonl", str(folder))])
     first = list(takewhile(lambda row: row["event"] == "plan", rows))
     with Extras.of(settings(**given)) as extras:
         extras.each(Extra.report, folder, first)
         for row in rows[len(first) :]:
             extras.each(Extra.row, row)
         extras.each(Extra.end, folder)
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    except ValueError:
+        return {}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -269,23 +269,27 @@ def test_a_bf16_model_that_nobody_trains_keeps_its_bits(run_ranks):
 def with_constants(rank, wire):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 2))
-    model[0].requires_grad_(False)
     model.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
-    frozen, mask = model[0].weight.clone(), model.mask.clone()
-    optimizer = torch.optim.AdamW(model[1].parameters(), lr=0.1)
+    model.bias = nn.Parameter(torch.full((3,), float("-inf")), requires_grad=False)
+    mask, frozen = model.mask.clone(), None
+    optimizer = torch.optim.AdamW([*model[0].parameters(), *model[1].parameters()], lr=0.1)
     weights = iter([rank + 1, rank, rank + 1] * 9)
     with dbsl.Rounds(model, optimizer, 1, lambda: next(weights), (0.7, 0.9), wire=wire) as rounds:
-        for _ in range(20):
+        for number in range(20):
+            if number == 5:
+                model[0].requires_grad_(False)
+                frozen = model[0].weight.clone()
             model(torch.randn(4, 50)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             rounds.step()
-    return torch.equal(model[0].weight, frozen), torch.equal(model.mask, mask)
+    kept = torch.equal(model[0].weight, frozen), torch.equal(model.mask, mask)
+    return (*kept, bool(model.bias.isneginf().all()))
 
 
 @pytest.mark.parametrize("wire", ["float32", "int4"])
 def test_what_nobody_changes_keeps_its_bits(run_ranks, wire):
-    assert run_ranks(with_constants, wire) == [(True, True)] * 2
+    assert run_ranks(with_constants, wire) == [(True, True, True)] * 2
 
 
 def left_again(rank):

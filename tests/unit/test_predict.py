@@ -88,7 +88,10 @@ def test_what_cannot_be_read_is_named_and_the_other_images_are_classified(
         (["{run}", "{images}", "--best"], "folder must hold model_best.safetensors, got"),
         (["{cut}", "{images}"], "folder must hold model.safetensors, got"),
         (["{run}", "{images}", "--best", "--ema"], "best must not be given with ema"),
-        (["{run}", "{images}", "--csv", "{empty}/no/x.csv"], "csv must be a file in a folder that"),
+        (
+            ["{run}", "{images}", "--csv", "{run}/config.json/x.csv"],
+            "csv must be a file in a folder that",
+        ),
         (["{run}", "{images}", "--csv", "{empty}"], "csv must be a file in a folder that"),
         (["{run}", "{images}", "--csv", ""], "csv must be a file in a folder that"),
         (["{few}", "{images}"], "folder must hold config.json, got {few} ({few}/config.json must"),

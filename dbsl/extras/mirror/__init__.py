@@ -349,7 +349,8 @@ def _claim(
     begun_again = config.resume == "auto" and lost
     strange = [n for n in names if not n.startswith(".")] if LISTING not in names else []
     if (others and not begun_again) or (strange and not there):
-        what = f"another run (--resume {url} continues it)" if others else strange[0]
+        other = f"another run (--resume {url} continues it)" if there else "another run's results"
+        what = other if others else strange[0]
         raise SettingError(f"mirror must be empty or have this run, got {url}, which has {what}")
     sequence = max(passed_over, found.manifest.sequence if found and found.manifest else 0)
     by_name = config.resume is not None and Path(config.resume).parent.name == CHECKPOINTS

@@ -381,10 +381,8 @@ def _keep_settings(config: StudyConfig, folder: Path) -> None:
     path = folder / SETTINGS
     with FileLock(folder / LOCK):  # another process may begin a study here at the same time
         if not path.exists():
-            others = sorted(p.name for p in folder.iterdir() if p.name != LOCK)
-            if others:
-                must = "output_dir must be a new folder, or that of a study"
-                raise SettingError(f"{must}, got {folder}, which has {others[0]}")
+            of_run = (folder / "config.yaml").exists()
+            refuse([(of_run, "output_dir must not be a run's folder", str(folder))])
             write_text(path, text)
             return
     before, now = read_settings(path), yaml.safe_load(text)

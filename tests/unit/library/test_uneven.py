@@ -389,6 +389,24 @@ def test_a_look_at_a_batch_trains_on_nothing(looks):
     assert other.state_dict()["samples"] == 20
 
 
+def test_a_look_by_a_loader_that_draws_ahead_trains_on_nothing():
+    (sampler,) = samplers(20, [4])
+    train([sampler], 0, steps=3)
+    (other,) = samplers(20, [4])
+    other.load_state_dict(sampler.state_dict())
+    loader = DataLoader(range(20), batch_sampler=other, num_workers=1, prefetch_factor=4)
+    next(iter(loader))
+    other.set_epoch(0)
+    assert [other.scale(len(batch)) for batch in loader] == [1.0, 1.0]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_loader_without_order_is_refused():
+    (sampler,) = samplers(20, [4])
+    with pytest.raises(SettingError, match="in_order must be True"):
+        iter(DataLoader(range(20), batch_sampler=sampler, num_workers=1, in_order=False))
+
+
 @pytest.mark.parametrize(("steps", "samples"), [(1, 0), (2, 12), (3, 12), (4, 24), (5, 26)])
 def test_a_state_inside_a_window_is_that_of_its_begin(steps, samples):
     (sampler,) = samplers(26, [6], accumulate=2)
