@@ -227,9 +227,7 @@ class Stepper:
         self._buffers = torch.empty(0) if weights is None else weights.buffers
         self._mean: Tensor | None = None  # mean of the buffers that passes have made of `_start`
         self._weight = 0.0  # weight of the loss behind this process's gradients
-        self._places: list[
-            tuple[Tensor, Tensor]
-        ] = []  # parameters, and `vector` for their gradients
+        self._places: list[tuple[Tensor, Tensor]] = []  # parameters, and theirs in `vector`
         self._first = {worker: first_state(own) for worker, own in optimizers.items()}
         self.vector = torch.zeros_like(weights.vector) if joint else None
         self._dtype = DTYPES.get(wire.name)

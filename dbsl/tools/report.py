@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields, make_dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from dbsl.base.errors import SettingError, one_line_errors
 from dbsl.config.fields import refuse
@@ -29,8 +29,10 @@ def report(folder: Path, report_to: str | None = None) -> None:
             raise SettingError(f"report_to needs dbsl/extras/charts.py, got {report_to}")
         given = {}
     read_settings(folder / "config.yaml")  # each refuses a damaged file before a picture is drawn
-    rows, summary = read_metrics(folder / "metrics.jsonl"), _read_summary(folder / "summary.json")
-    whole = "classes" in summary and any(row.get("event") == "round" for row in rows)
+    rows, whole = read_metrics(folder / "metrics.jsonl"), False
+    with suppress(ValueError, TypeError):
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        whole = "classes" in summary and any(row["event"] == "round" for row in rows)
     refuse([(not whole, "run must have a whole summary.json and metrics.jsonl", str(folder))])
     first = list(takewhile(lambda row: row["event"] == "plan", rows))
     with Extras.of(settings(**given)) as extras:
@@ -38,14 +40,6 @@ def report(folder: Path, report_to: str | None = None) -> None:
         for row in rows[len(first) :]:
             extras.each(Extra.row, row)
         extras.each(Extra.end, folder)
-
-
-def _read_summary(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    except ValueError:
-        return {}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
