@@ -15,6 +15,7 @@ weights). Augmentation makes new images of the same samples, so that the true te
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -292,6 +293,20 @@ class NoiseProbe:
             return _named("micro", batch, square) | _named("gradient", total, joined)
         return _named("gradient", whole, square)
 
+    def launch_s(self, run: Run) -> float:
+        """Return the seconds of a pass of very few images: those of its launches.
+
+        Steps that are compiled, or recorded as CUDA graphs, do not tell them: a pass is neither.
+        """
+        batch = run.data.example(self._least, min(run.plans))
+        for _ in range(2):  # the first one loads what it needs
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            self._pass(*batch, run.loss_of)
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - began
+        return seconds
+
     def state_dict(self) -> dict[str, Any]:
         return {"clock": self._clock, "sum": list(self._sum), "joined": dict(self._joined)}
 
@@ -329,27 +344,33 @@ def choose_probe(run: Run, processes: int) -> NoiseProbe:
     least = run.sampler.least
     together = run.config.sync == "bsp" and processes == 1 and workers > 1
     kind: Kind = "joined" if together else "micro"
-    every = 1
+    counts = {"workers": workers, "rounds": rounds, "least": least}
+    probe = NoiseProbe(kind, every=1, **counts, model=run.model)
+    is_cuda = next(run.model.parameters()).is_cuda
     # To join gradients is a sum in the CPU's memory. A fast GPU waits for its launches, which cost
     # less than a pass, but not nothing where rounds are short.
-    if kind == "micro" or next(run.model.parameters()).is_cuda:
-        every = max(
-            probe_interval(own, worker.local_batch_size, max(worker.steps // rounds, 1), least)
-            for resolution, plan in run.plans.items()
-            for own, worker in zip(run.known.models[resolution], plan.workers, strict=True)
-        )
-    counts = {"every": every, "workers": workers, "rounds": rounds, "least": least}
-    return NoiseProbe(kind, **counts, model=run.model)
+    if kind == "joined" and not is_cuda:
+        return probe
+    launch_s = probe.launch_s(run) if is_cuda and kind == "micro" else 0.0
+    every = max(
+        probe_interval(own, worker.local_batch_size, worker.steps // rounds, least, launch_s)
+        for resolution, plan in run.plans.items()
+        for own, worker in zip(run.known.models[resolution], plan.workers, strict=True)
+    )
+    return NoiseProbe(kind, every=every, **counts, model=run.model)
 
 
-def probe_interval(model: TimeModel, batch: int, steps: int, least: int) -> int:
+def probe_interval(
+    model: TimeModel, batch: int, steps: int, least: int, launch_s: float = 0.0
+) -> int:
     """Return the rounds from one extra pass of a micro-batch to the next, within 1.5 % of the time.
 
-    A round has `steps` of `batch` samples, a micro-batch `least` of them at least.
+    A round has `steps` of `batch` samples, a micro-batch `least` of them at least. A pass takes the
+    `launch_s` of its launches at least.
     """
     step_s = model.time(batch, 1)
-    extra_s = max(model.time(max(least, -(-batch // _MICRO)), 1), step_s / _MICRO)
-    return max(1, math.ceil(extra_s / (_COST * steps * step_s)))
+    extra_s = max(model.time(max(least, -(-batch // _MICRO)), 1), step_s / _MICRO, launch_s)
+    return max(1, math.ceil(extra_s / (_COST * max(steps, 1) * step_s)))
 
 
 def _named(name: str, batch: int, square: Tensor) -> dict[str, Any]:
