@@ -136,6 +136,8 @@ def _arms(seeds: tuple[int, ...] | list[int], epochs: int | None) -> list[Stage]
     for seed in seeds:
         for arm, config in {**ARMS, "all_large_tuned": ARMS["all_large"]}.items():
             given = {"config": config, "seed": seed, "epochs": epochs}
+            if epochs is None:  # long enough for compilation to pay
+                given["flags"] = ["--compile"]
             tuned = arm == "all_large_tuned"
             if tuned:
                 given["rate_from"] = list(tuning)
