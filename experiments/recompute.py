@@ -8,6 +8,7 @@ so does a decimal number, percentage or interval in prose that no text covers. W
 as batch sizes, are held against rows only where a text has them.
 """
 
+import json
 import re
 import shlex
 import sys
@@ -32,12 +33,23 @@ MARKED = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 NO_PROSE = re.compile(r"<!-- table.*?<!-- end -->|```.*?```|`[^`]*`|\]\([^)]*\)", re.DOTALL)
 
 
+def stages() -> pd.DataFrame:
+    """Return what the stages of results/gpu found that came to their end; `arm` is the stage."""
+    texts = [path.read_text() for path in sorted((RESULTS / "gpu").glob("*.jsonl"))]
+    lines = [json.loads(line) for line in "".join(texts).splitlines()]
+    found = [{"arm": one["stage"], **one["figures"]} for one in lines if one["status"] == "ok"]
+    return pd.DataFrame(found).assign(accuracy=lambda table: table["final_accuracy"])
+
+
 @cache
 def rows(where: str, arm: str = "") -> pd.DataFrame:
     """Return an arm's runs (empty: all) by seed or turn, accuracies in percent."""
     path, _, condition = where.partition(":")
     tables = []
     for part in path.split("+"):
+        if part == "gpu":
+            tables.append(stages())
+            continue
         names = (f"{part}_runs.csv", f"{part}/arms_runs.csv", f"{part}.csv")
         tables.append(pd.read_csv(next(f for name in names if (f := RESULTS / name).is_file())))
     table = pd.concat(tables)

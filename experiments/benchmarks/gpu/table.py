@@ -31,27 +31,33 @@ def table(files: Iterable[Path]) -> str:
         if on_gpu and better:
             latest[line["stage"]] = line
     names = [stage.name for stage in all_stages()]
-    rows = ["| What | Stages done | On | Found |", "| --- | --- | --- | --- |"]
+    rows, left = ["| What | Stages done | On | Found |", "| --- | --- | --- | --- |"], []
     for row in ROWS:
         own = [name for name in names if name == row.prefix or name.startswith(f"{row.prefix}-")]
         lines = [latest[name] for name in own if name in latest]
+        if not lines:
+            left.append(f"{row.what} (`{row.prefix}`)")
+            continue
         good = [line for line in lines if line["status"] == "ok"]
         bad = [f"{line['stage']} {line['status']}" for line in lines if line["status"] != "ok"]
-        devices = sorted({f"{x['device']}, torch {x['torch']}, {x['commit'][:7]}" for x in lines})
+        devices = sorted({f"{x['device'].split()[-1]}, {x['commit'][:7]}" for x in lines})
         found = [row.found(good)] if good else []
         cells = (
             f"{row.what} (`{row.prefix}`)",
-            f"{len(good)} of {len(own)}",
-            "; ".join(devices) or "not yet",
-            "; ".join(found + bad) or "not yet",
+            f"{len(good)}/{len(own)}",
+            "; ".join(devices),
+            "; ".join(found + bad),
         )
         rows.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+    if left:
+        rows.append(f"| Not yet: {'; '.join(left)} | | | |")
     return "\n".join(rows)
 
 
 def _machine(lines: Sequence[Line]) -> str:
     found = lines[-1]["figures"]
-    return f"CUDA {found['cuda']}, cuDNN {found['cudnn']}, {found['memory_gib']} GiB"
+    device, torch = lines[-1]["device"], lines[-1]["torch"]
+    return f"{device}, {found['memory_gib']} GiB, torch {torch}, cuDNN {found['cudnn']}"
 
 
 def _modes(lines: Sequence[Line]) -> str:
@@ -60,9 +66,7 @@ def _modes(lines: Sequence[Line]) -> str:
 
 
 def _speed(lines: Sequence[Line]) -> str:
-    return _joined(
-        lines, "speed-", "{images_per_s:,.0f} images/s, {of_bare_step:.3f} of the bare step"
-    )
+    return _joined(lines, "speed-", "{images_per_s:,.0f} images/s, {of_bare_step:.3f} of bare")
 
 
 def _kernels(lines: Sequence[Line]) -> str:
@@ -107,7 +111,7 @@ def _training(lines: Sequence[Line]) -> str:
             name += f" ({part} images)"
         accuracies.setdefault(name, []).append(line["figures"]["final_accuracy"])
     return "; ".join(
-        f"{name} {sum(values) / len(values):.2%} (n = {len(values)})"
+        f"{name} {sum(values) / len(values):.2%} (n={len(values)})"
         for name, values in accuracies.items()
     )
 
