@@ -13,6 +13,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
@@ -179,6 +180,13 @@ def repeats() -> list[float]:
     return [(both["accuracy"] == both["accuracy_free"]).sum(), len(time)]
 
 
+def alike() -> list[float]:
+    """Return how many arms and turns ended at one accuracy at all rates, and of how many."""
+    ended = rows("links/time").dropna(subset="accuracy").groupby(["model", "arm", "turn"])
+    several = ended["accuracy"].nunique()[ended.size() > 1]
+    return [(several == 1).sum(), len(several)]
+
+
 UNLIKE = ("2:1", "4:1", "2:1, then 1:2", "2:2:1", "2:1:1")
 
 
@@ -215,7 +223,8 @@ def advice(where: str, what: str) -> float:
 
 
 VERBS = {verb.__name__: verb for verb in (cost, corrected, hypothesis, cause, detectable, change)}
-VERBS |= {verb.__name__: verb for verb in (format_p, goal_p, repeats, gain_p, speed_limit, advice)}
+VERBS |= {verb.__name__: verb for verb in (format_p, goal_p, gain_p, speed_limit, advice)}
+VERBS |= {verb.__name__: verb for verb in (repeats, alike)}
 VERBS |= {
     "const": lambda *numbers: [*map(float, numbers)],  # what no row says, such as a margin
     "formats": lambda wire: interval(format_less(wire)),
@@ -307,7 +316,9 @@ def main(argv: list[str]) -> None:
     for page in CLAIMS:
         text, compared = (folder / page).read_text("utf-8"), 0
         for place, shown, wanted in figures(page, text):
-            told, given = re.findall(FIGURE, shown), values(wanted) if wanted else []
+            told, given = re.findall(FIGURE, shown), []
+            with suppress(LookupError):  # no rows yet: the cell must be empty
+                given = values(wanted) if wanted else []
             compared += len(told) if wanted else 0
             if wanted and len(told) == len(given) and all(map(same, told, given)):
                 continue

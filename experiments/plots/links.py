@@ -120,10 +120,11 @@ def _questions(up: str, accuracy: Rows, time: Rows) -> list[str]:
             f"| {with_interval(values, 1, '+')} | {len(values)} | {shown_p(p)} "
             f"| {verdict} by {LOSS:g} |"
         )
-    same = repeated(by_arm, time)
-    lines.append(
-        f"| whole trainings that end as accuracy.csv says | {sum(same)} of {len(same)} | | | |"
-    )
+    for name, same in (
+        ("as accuracy.csv says", repeated(by_arm, time)),
+        ("at the same digits whatever the link's rate", alike(time)),
+    ):
+        lines.append(f"| whole trainings that end {name} | {sum(same)} of {len(same)} | | | |")
     return lines
 
 
@@ -134,6 +135,15 @@ def repeated(by_arm: Accuracy, time: Rows) -> list[bool]:
         for row in time
         if row["accuracy"]
     ]
+
+
+def alike(time: Rows) -> list[bool]:
+    """Return for each arm and turn that ran at several rates whether accuracies are the same."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for row in time:
+        if row["accuracy"]:
+            found.setdefault((row["model"], row["arm"], row["turn"]), []).append(row["accuracy"])
+    return [len(set(each)) == 1 for each in found.values() if len(each) > 1]
 
 
 def pooled(by_arm: Accuracy, wire: str) -> dict[int, float]:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from experiments.plots import accuracy_tables, gap_tables, machine_tables, recipe_table
+from experiments.plots import accuracy_tables, gap_tables, links, machine_tables, recipe_table
 from experiments.plots.rows import ROOT
 
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -38,6 +38,9 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
         machine_tables.seconds,
         machine_tables.demo_uneven,
         machine_tables.demo_slow_link,
+        links.links_questions,
+        links.links_test_resnet,
+        links.links_resnet10t,
         machine_tables.demo_hybrid,
         machine_tables.link_costs,
         machine_tables.link_check,
