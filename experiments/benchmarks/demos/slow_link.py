@@ -88,19 +88,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, help="unset: 0 to 4; with time 0 to 2")
     parser.add_argument("--models", nargs="+", default=list(EPOCHS), choices=list(EPOCHS))
     parser.add_argument("--megabits", nargs="+", type=float, help="of part time")
-    parser.add_argument("--arms", nargs="+", default=list(map(str, ARMS)), metavar="ARM")
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        default=[],
+        metavar="ARM",
+        help="unset: all; tune: those in float32",
+    )
     parser.add_argument("--folder", type=Path, default=RESULTS)
     arguments = parser.parse_args(argv)
     for name in set(arguments.arms) - set(map(str, ARMS)):
         parser.error(f"arms must be among {', '.join(map(str, ARMS))}; got {name}")
     data = {"dataset": arguments.dataset, "label_column": arguments.label_column}
     tuned = Table(arguments.folder / "tuning.csv", ("arm", "model", "lr", "seed"), f"{MODULE} tune")
-    if arguments.part == "tune":
-        tune(tuned, arguments.models, data)
-        return
     arms = [arm for arm in ARMS if str(arm) in arguments.arms]
+    if arguments.part == "tune":
+        tune(tuned, arguments.models, data, arms or FAMILIES)
+        return
+    arms = arms or ARMS
     runs = {
-        (arm, model): {**data, "model": model, "lr": best_rate(tuned.rows, arm.family, model)}
+        (arm, model): {**data, "model": model, "lr": rate_of(tuned.rows, arm, model)}
         for model in arguments.models
         for arm in arms
     }
@@ -127,10 +134,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                         table.add(arm, model, megabits, turn, timed_run(arm, megabits, run))
 
 
-def tune(table: Table, models: Sequence[str], data: dict[str, Any]) -> None:
-    """Train each float32 arm at each rate on its grid; an end that is best extends the grid."""
+def tune(table: Table, models: Sequence[str], data: dict[str, Any], arms: Sequence[Arm]) -> None:
+    """Train each arm at each rate on its grid; an end that is best extends the grid."""
     for model in models:
-        for arm in FAMILIES:
+        for arm in arms:
             run = {**data, "model": model, "holdout": 0.1, "eval_samples": SAMPLES}
 
             def train(lr: float, seed: int, arm: Arm = arm, run: dict[str, Any] = run) -> dict:
@@ -169,6 +176,12 @@ def best_rate(rows: Sequence[dict[str, str]], arm: str, model: str) -> float | N
     means = mean_by_rate(rows, arm, model)
     best = max(means, key=means.__getitem__, default=None)
     return None if best in (None, min(means, default=0), max(means, default=0)) else best
+
+
+def rate_of(rows: Sequence[dict[str, str]], arm: Arm, model: str) -> float | None:
+    """Return the best rate of an arm, if it was tuned itself, or else that of its family."""
+    own = best_rate(rows, str(arm), model)
+    return own if own is not None else best_rate(rows, arm.family, model)
 
 
 def whole_run(arm: Arm, run: dict[str, Any]) -> dict[str, float]:

@@ -6,7 +6,15 @@ from contextlib import nullcontext
 import pytest
 
 from experiments.benchmarks.demos import arms, islands, link, quota, slow_link, uneven
-from experiments.benchmarks.demos.slow_link import ARMS, EPOCHS, FAMILIES, RATES, Arm, best_rate
+from experiments.benchmarks.demos.slow_link import (
+    ARMS,
+    EPOCHS,
+    FAMILIES,
+    RATES,
+    Arm,
+    best_rate,
+    rate_of,
+)
 from experiments.plots import links, quotas
 from experiments.plots.rows import equivalence_p
 from tests.helpers import ROOT
@@ -28,6 +36,16 @@ def test_a_rate_is_settled_only_where_the_best_is_not_at_an_end():
     )
     rows += [{"arm": "b", "model": "m", "lr": "0.05", "seed": "100", "accuracy": "0.9"}]  # one seed
     assert [best_rate(rows, arm, "m") for arm in "abc"] == [None, 0.2, None]
+
+
+def test_an_arm_that_was_tuned_itself_runs_at_its_rate_and_others_at_that_of_float32():
+    grid = ("0.1", "0.2", "0.4")
+    rows = tuned("step float32", **dict(zip(grid, (0.3, 0.4, 0.1), strict=True)))
+    low_rank = Arm(0, "powersgd:4:4")
+    assert rate_of(rows, low_rank, "m") == 0.2
+    rows += tuned(str(low_rank), **dict(zip(("0.4", "0.8", "1.6"), (0.3, 0.4, 0.1), strict=True)))
+    assert rate_of(rows, low_rank, "m") == 0.8
+    assert rate_of(rows, Arm(0, "bf16"), "m") == 0.2
 
 
 def test_tuning_extends_the_grid_until_the_best_is_inside(tmp_path, monkeypatch):
