@@ -164,11 +164,12 @@ def format_p(wire: str) -> float:
     return holm_p({each: within(format_less(each), 0.5) for each in ("int8", "int4", "int2")}, wire)
 
 
-def goal_p(where: str, arm: str) -> float:
-    """Return p of its accuracy not being a point lower than PowerSGD's."""
+def goal_p(where: str, arm: str, folder: str = "links") -> float:
+    """Return p of its accuracy not being a point lower than PowerSGD's, in rows of a folder."""
     models = (SHORT["small_acc"], SHORT["large_acc"])
     cases = [(each, f"rounds_8 {wire}") for wire in ("int2", "int4") for each in models]
-    less = {case: ahead(*case, "step powersgd:4:4")[:5] for case in cases}
+    whose = {each: each.replace("links", folder, 1) for each in models}
+    less = {(w, a): ahead(w, a, "step powersgd:4:4", whose[w])[:5] for w, a in cases}
     return holm_p({case: one_sided(v, -1.0) for case, v in less.items()}, (where, arm))
 
 
