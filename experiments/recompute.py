@@ -13,7 +13,6 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
@@ -317,9 +316,13 @@ def main(argv: list[str]) -> None:
     for page in CLAIMS:
         text, compared = (folder / page).read_text("utf-8"), 0
         for place, shown, wanted in figures(page, text):
-            told, given = re.findall(FIGURE, shown), []
-            with suppress(LookupError):  # no rows yet: the cell must be empty
+            told = re.findall(FIGURE, shown)
+            try:
                 given = values(wanted) if wanted else []
+            except LookupError:  # no rows yet, and so no figure
+                if told:
+                    raise
+                given = []
             compared += len(told) if wanted else 0
             if wanted and len(told) == len(given) and all(map(same, told, given)):
                 continue

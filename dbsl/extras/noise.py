@@ -244,7 +244,7 @@ class NoiseProbe:
     def __init__(
         self, kind: Kind, *, every: int, workers: int, rounds: int, least: int, model: nn.Module
     ) -> None:
-        self.kind, self._every, self._least = kind, every, least
+        self.kind, self.every, self._least = kind, every, least
         self._workers, self._rounds = workers, rounds
         self._model = model
         self._clock = -1  # clock of the round whose gradients are being joined
@@ -260,7 +260,7 @@ class NoiseProbe:
         """Whether a worker's turn is to be measured."""
         clock = turn.epoch * self._rounds + turn.round
         own = 0 if self.kind == "joined" else turn.workers[0]  # joined ones are due in one round
-        return (clock + own) % self._every == 0
+        return (clock + own) % self.every == 0
 
     def measure(
         self, turn: Turn, step: Step, joint: bool, images: Tensor, labels: Tensor, loss_of: LossOf
@@ -344,20 +344,19 @@ def choose_probe(run: Run, processes: int) -> NoiseProbe:
     least = run.sampler.least
     together = run.config.sync == "bsp" and processes == 1 and workers > 1
     kind: Kind = "joined" if together else "micro"
-    counts = {"workers": workers, "rounds": rounds, "least": least}
-    probe = NoiseProbe(kind, every=1, **counts, model=run.model)
+    probe = NoiseProbe(kind, every=1, workers=workers, rounds=rounds, least=least, model=run.model)
     is_cuda = next(run.model.parameters()).is_cuda
     # To join gradients is a sum in the CPU's memory. A fast GPU waits for its launches, which cost
     # less than a pass, but not nothing where rounds are short.
     if kind == "joined" and not is_cuda:
         return probe
     launch_s = probe.launch_s(run) if is_cuda and kind == "micro" else 0.0
-    every = max(
+    probe.every = max(
         probe_interval(own, worker.local_batch_size, worker.steps // rounds, least, launch_s)
         for resolution, plan in run.plans.items()
         for own, worker in zip(run.known.models[resolution], plan.workers, strict=True)
     )
-    return NoiseProbe(kind, every=every, **counts, model=run.model)
+    return probe
 
 
 def probe_interval(

@@ -87,7 +87,7 @@ def _arms(up: str, model: str, accuracy: Rows, time: Rows) -> list[str]:
 
 
 def _questions(up: str, accuracy: Rows, time: Rows, own_rate: Rows) -> list[str]:
-    by_arm, models = _by_arm(accuracy), list(SIZES)
+    by_arm = _by_arm(accuracy)
     lines = [
         f"| ([accuracy]({up}results/links/accuracy.csv), [time]({up}results/links/time.csv)) "
         "| mean, 95 % | n | p, corrected | |",
@@ -101,10 +101,8 @@ def _questions(up: str, accuracy: Rows, time: Rows, own_rate: Rows) -> list[str]
             f"| F: {wire} less float32, points | {with_interval(values, 2, '+')} | {len(values)} "
             f"| {shown_p(p)} | {verdict} within {MARGIN} |"
         )
-    cases = [(goal, model) for goal in GOALS for model in models]
-    less = {case: _less(by_arm, case[1], GOALS[case[0]][1], POWERSGD) for case in cases}
-    corrected = holm([not_below_p(each, -LOSS) for each in less.values()])
-    for (goal, model), p in zip(cases, corrected, strict=True):
+    accuracies = _not_lower(by_arm, "G3: `{}` less PowerSGD")
+    for (goal, model), line in accuracies.items():
         rate, arm, least = GOALS[goal]
         one, other = (_by_turn(time, name, model, rate) for name in (POWERSGD, arm))
         ratios = [one[turn] / other[turn] for turn in sorted(one.keys() & other.keys())]
@@ -114,14 +112,9 @@ def _questions(up: str, accuracy: Rows, time: Rows, own_rate: Rows) -> list[str]
             f"| {goal}: seconds of PowerSGD over `{arm}`, {SIZES[model]}, {rate:g} Mb/s "
             f"| {with_interval(ratios, 2)} | {found.count} | | {least:g} {reached} |"
         )
-        values = less[goal, model]
-        verdict = "not lower" if p < 0.05 else "not shown"
-        lines.append(
-            f"| G3: `{arm}` less PowerSGD, {SIZES[model]}, points "
-            f"| {with_interval(values, 1, '+')} | {len(values)} | {shown_p(p)} "
-            f"| {verdict} by {LOSS:g} |"
-        )
-    lines += _after_the_fact(by_arm, models, own_rate)
+        lines.append(line)
+    tuned = by_arm | _by_arm(own_rate)
+    lines += _not_lower(tuned, "after the fact: `{}` less PowerSGD at its rate").values()
     for name, same in (
         ("as accuracy.csv says", repeated(by_arm, time)),
         ("at the same digits whatever the link's rate", alike(time)),
@@ -130,21 +123,20 @@ def _questions(up: str, accuracy: Rows, time: Rows, own_rate: Rows) -> list[str]
     return lines
 
 
-def _after_the_fact(by_arm: Accuracy, models: list[str], own_rate: Rows) -> list[str]:
-    """Return how far the goals' rounds are ahead of PowerSGD at a rate of its own."""
-    own = by_arm | _by_arm(own_rate)
+def _not_lower(by_arm: Accuracy, name: str) -> dict[tuple[str, str], str]:
+    """Return by goal and model how far its rounds are ahead of PowerSGD; `name` takes the arm."""
     less = {
-        (goal, model): _less(own, model, GOALS[goal][1], POWERSGD)
-        for goal in GOALS
-        for model in models
+        (goal, model): _less(by_arm, model, arm, POWERSGD)
+        for goal, (_, arm, _) in GOALS.items()
+        for model in SIZES
     }
     corrected = holm([not_below_p(each, -LOSS) for each in less.values()])
-    return [
-        f"| after the fact: `{GOALS[goal][1]}` less PowerSGD at its rate, {SIZES[model]}, points "
+    return {
+        (goal, model): f"| {name.format(GOALS[goal][1])}, {SIZES[model]}, points "
         f"| {with_interval(values, 1, '+')} | {len(values)} | {shown_p(p)} "
         f"| {'not lower' if p < 0.05 else 'not shown'} by {LOSS:g} |"
         for ((goal, model), values), p in zip(less.items(), corrected, strict=True)
-    ]
+    }
 
 
 def repeated(by_arm: Accuracy, time: Rows) -> list[bool]:
