@@ -231,8 +231,7 @@ class _Runs:
         flags = {"dataset": self.dataset, "link-gbps": gbps, "lr": rate(point), "seed": seed}
         flags |= {"holdout": 0.1} if self._tuning else {}
         found = measure(ARMS[name].at(point), epochs, flags)
-        with self._lock:
-            self.table.add(*_key(*case), {"lr": rate(point), "epochs": epochs} | found)
+        self.table.add(*_key(*case), {"lr": rate(point), "epochs": epochs} | found)
 
 
 def _key(gbps: float, name: str, point: Point, seed: int) -> tuple[str, str, str, str]:

@@ -67,6 +67,7 @@ def run_train(
         "train_s": last["train_time_s"],
         "epoch_s": (last["train_time_s"] - first["train_time_s"]) / epochs,
         "accuracy": last["accuracy"],
+        **({"virtual_s": last["virtual_time_s"]} if "virtual_time_s" in last else {}),
     }
 
 

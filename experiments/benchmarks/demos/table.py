@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from experiments.benchmarks.record import record
@@ -20,6 +21,7 @@ class Table:
 
     def __init__(self, path: Path, keys: tuple[str, ...], module: str) -> None:
         self._path, self._keys, self._module = path, keys, module
+        self._lock = Lock()  # runs may end in several threads
         self.rows: list[dict[str, Any]] = []
         if path.is_file():
             with path.open(newline="", encoding="utf-8") as file:
@@ -34,5 +36,6 @@ class Table:
         *key, found = parts
         row = dict(zip(self._keys, map(str, key), strict=True))
         row |= {name: f"{value:.4g}" for name, value in found.items()}
-        self.rows.append(row)
-        record(self._path, self.rows, f"python -m {self._module}")
+        with self._lock:
+            self.rows.append(row)
+            record(self._path, self.rows, f"python -m {self._module}")
