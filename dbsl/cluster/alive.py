@@ -166,7 +166,7 @@ class Heartbeats:
     """
 
     def __init__(self, timeout_s: float, workers: Mapping[int, int] | None = None) -> None:
-        self._rank, self._workers = dist.get_rank(), workers or {}
+        self._rank, self._workers, self._timeout_s = dist.get_rank(), workers or {}, timeout_s
         # By rank; in rank 0 that of the others, too, which is infinite once they have left.
         self._entered: dict[int, float] = dict.fromkeys(range(dist.get_world_size()), 0)
         self._said = ""  # what rank 0 is to hear besides
@@ -202,8 +202,11 @@ class Heartbeats:
 
         Any other error ends this process alone; the others get a note of it.
         """
+        patience_s = _TOLD_S
         try:
             yield
+            # Python aborts where a thread returns from torch while the process comes to its end.
+            patience_s = self._timeout_s
         except (RunStopped, DivergedError, GeneratorExit):  # all end by it
             raise
         except BaseException as error:
@@ -219,7 +222,7 @@ class Heartbeats:
             raise
         finally:  # silent from now on, once the others that live know what was found
             self._leaves.set()
-            deadline = time.monotonic() + _TOLD_S
+            deadline = time.monotonic() + patience_s
             for pulse in self._pulses.values():
                 pulse.end()
             for pulse in self._pulses.values():

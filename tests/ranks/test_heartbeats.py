@@ -58,6 +58,22 @@ def test_a_death_or_an_error_that_no_exchange_tells_of_ends_the_others(
     assert capfd.readouterr().err.count(f"error: rank {one} {said}") == 2
 
 
+def late_rank(rank):
+    """Leave the run; rank 0 takes its time to answer."""
+    heartbeats = met(_TOLD_S=0.1)
+    with heartbeats.watching():
+        dist.barrier()
+        if rank == 0:
+            for pulse in heartbeats._pulses.values():
+                pulse._says = lambda: time.sleep(1.5) or "0 "
+        time.sleep(0.5)
+    return [pulse.thread.is_alive() for pulse in heartbeats._pulses.values()]
+
+
+def test_no_process_ends_before_the_last_beat_however_late(run_ranks):
+    assert run_ranks(late_rank, world_size=2) == [[False], [False]]
+
+
 def meeting_rank(rank, error):
     """Meet twice, the second time without rank 2; rank 1 is late."""
     heartbeats = met()
