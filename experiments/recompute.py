@@ -25,6 +25,7 @@ from scipy import optimize, stats
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments/results"
 SHORT, TABLES, CLAIMS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).values()
+MORE = ("four", "eight", "four_larger")  # cases of links/more_workers.csv
 WORDS = {"three": 3, "four": 4, "five": 5, "eight": 8}
 FIGURE = rf"(?:[-+]?\d[\d,]*(?:\.\d+)?(?![\d.]*\d)|\b(?:{'|'.join(WORDS)})\b)"
 FIGURES = rf"({FIGURE}(?:(?: ± |, | and | to ){FIGURE})*)".replace(" ", r"\s+")
@@ -172,18 +173,32 @@ def goal_p(where: str, arm: str, folder: str = "links") -> float:
     return holm_p({case: one_sided(v, -1.0) for case, v in less.items()}, (where, arm))
 
 
+def more_workers_p(case: str, arm: str) -> float:
+    """Return p of an arm of simulated workers not being a point lower than PowerSGD."""
+    where = "links/more_workers:megabits == 10 and model == '{}'".format
+    cases = [(each, f"rounds_8 {wire}") for each in MORE for wire in ("int2", "int4")]
+    less = {(c, a): ahead(where(c), a, "step powersgd:4:4") for c, a in cases}
+    return holm_p({key: one_sided(each, -1.0) for key, each in less.items()}, (case, arm))
+
+
+def ended() -> pd.DataFrame:
+    """Return the whole trainings on shaped links, of both machines."""
+    tables = [rows(f"links/{part}time").assign(machine=part) for part in ("", "second/")]
+    return pd.concat(tables).dropna(subset="accuracy").rename_axis("seed").reset_index()
+
+
 def repeats() -> list[float]:
-    """Return how many whole trainings on a shaped link ended as without one, and of how many."""
+    """Return how many of them ended as without a shaped link, and of how many."""
     key = ["model", "arm", "seed"]
-    time = rows("links/time").dropna(subset="accuracy").rename_axis("seed").reset_index()
-    both = time.merge(rows("links/accuracy").reset_index(), on=key, suffixes=("", "_free"))
-    return [(both["accuracy"] == both["accuracy_free"]).sum(), len(time)]
+    free = rows("links/accuracy").reset_index()
+    both = ended().merge(free, on=key, suffixes=("", "_free"))
+    return [(both["accuracy"] == both["accuracy_free"]).sum(), len(ended())]
 
 
 def alike() -> list[float]:
     """Return how many arms and turns ended at one accuracy at all rates, and of how many."""
-    ended = rows("links/time").dropna(subset="accuracy").groupby(["model", "arm", "turn"])
-    several = ended["accuracy"].nunique()[ended.size() > 1]
+    each = ended().groupby(["machine", "model", "arm", "seed"])["accuracy"]
+    several = each.nunique()[each.size() > 1]
     return [(several == 1).sum(), len(several)]
 
 
@@ -224,7 +239,7 @@ def advice(where: str, what: str) -> float:
 
 VERBS = {verb.__name__: verb for verb in (cost, corrected, hypothesis, cause, detectable, change)}
 VERBS |= {verb.__name__: verb for verb in (format_p, goal_p, gain_p, speed_limit, advice)}
-VERBS |= {verb.__name__: verb for verb in (repeats, alike)}
+VERBS |= {verb.__name__: verb for verb in (more_workers_p, repeats, alike)}
 VERBS |= {
     "const": lambda *numbers: [*map(float, numbers)],  # what no row says, such as a margin
     "formats": lambda wire: interval(format_less(wire)),

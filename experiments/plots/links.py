@@ -2,13 +2,14 @@
 
     python -m experiments.plots.links
 
-reads accuracy.csv and time.csv in experiments/results/links, as experiments/configs/links/README.md
-has registered them, and writes links.png there.
+reads the CSV files in experiments/results/links, as experiments/configs/links/README.md has
+registered them, and writes links.png there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 from matplotlib.axes import Axes
@@ -16,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, LogLocator, NullLocator
 
 from dbsl.tools.compare.statistics import holm, interval
+from experiments.benchmarks.demos import more_workers
 from experiments.benchmarks.demos.slow_link import ARMS, EPOCHS, RATES
 from experiments.plots.evidence import COLORS
 from experiments.plots.rows import (
@@ -36,29 +38,94 @@ GOALS = {"G1": (10.0, "rounds_8 int2", 1.6), "G2": (100.0, "rounds_8 int4", 1.0)
 MARKERS = ("o", "s", "^", "D", "v")  # of formats
 WIRES = ("float32", "bf16", "int8", "int4", "int2")
 
+SECOND = (("resnet10t", 100.0), ("resnet10t", 10.0))  # panels of the second machine
+DDP = "accelerate_ddp"
+AGAINST = (  # file of times, Mb/s, arm, model, control
+    ("second/time.csv", 100.0, "rounds_8 int4", "test_resnet", DDP),
+    *(
+        ("time.csv", rate, arm, model, POWERSGD)
+        for rate, arm, _ in reversed(GOALS.values())
+        for model in SIZES
+    ),
+)
+
 Accuracy = dict[tuple[str, str], dict[int, float]]  # percent, by model and arm, by seed
+
+
+@dataclass(frozen=True)
+class Against:
+    """An arm and its control.
+
+    Attributes:
+        text: Both.
+        rows: The file of times, in experiments/results.
+        epochs: Of a training.
+        ratios: Seconds of training over the control's, by turn.
+        points: Accuracy less the control's, by seed.
+    """
+
+    text: str
+    rows: str
+    epochs: int
+    ratios: Sequence[float]
+    points: Sequence[float]
 
 
 def main() -> None:
     """Draw the picture from its CSV files."""
-    figure = links_figure(read(FOLDER / "accuracy.csv"), read(FOLDER / "time.csv"))
+    figure = links_figure(read(FOLDER / "accuracy.csv"), panels())
     figure.savefig(FOLDER / "links.png")
 
 
 def links_test_resnet(up: str) -> list[str]:
     """Return bytes, accuracy and seconds of every arm of the small model."""
-    return _arms(up, "test_resnet", read(FOLDER / "accuracy.csv"), read(FOLDER / "time.csv"))
+    return _arms(up, "test_resnet", read(FOLDER / "accuracy.csv"), panels())
 
 
 def links_resnet10t(up: str) -> list[str]:
     """Return the same of the larger model."""
-    return _arms(up, "resnet10t", read(FOLDER / "accuracy.csv"), read(FOLDER / "time.csv"))
+    return _arms(up, "resnet10t", read(FOLDER / "accuracy.csv"), panels())
+
+
+def panels() -> Rows:
+    """Return the times of tables and picture, those of a model and rate of one machine."""
+
+    def second(row: Mapping[str, str]) -> bool:
+        return (row["model"], float(row["megabits"])) in SECOND
+
+    found = [row for row in read(FOLDER / "time.csv") if not second(row)]
+    return found + [row for row in read(FOLDER / "second/time.csv") if second(row)]
 
 
 def links_questions(up: str) -> list[str]:
     """Return what the rows say of each registered question."""
-    files = ("accuracy.csv", "time.csv", "powersgd/accuracy.csv")
+    files = ("accuracy.csv", "time.csv", "second/time.csv", "powersgd/accuracy.csv")
     return _questions(up, *(read(FOLDER / file) for file in files))
+
+
+def links_more_workers(up: str) -> list[str]:
+    """Return what the rows of four and eight simulated workers say, a line for each case."""
+    return _more_workers(up, read(FOLDER / "more_workers.csv"))
+
+
+def links_against() -> list[Against]:
+    """Return rounds of few bits and what they are held against; PowerSGD has a rate of its own."""
+    tuned = read(FOLDER / "powersgd/accuracy.csv")
+    by_arm = _by_arm(read(FOLDER / "accuracy.csv")) | _by_arm(tuned)
+    found = []
+    for file, rate, arm, model, control in AGAINST:
+        wire = arm.rpartition(" ")[2]
+        whose = "PowerSGD" if control == POWERSGD else "plain DDP"
+        found.append(
+            Against(
+                f"{rate:g} Mb/s, {SIZES[model].removesuffix(' parameters')}: {wire}, {whose}",
+                f"links/{file}",
+                EPOCHS[model],
+                _ratios(read(FOLDER / file), arm, control, model, rate),
+                _less(by_arm, model, arm, control),
+            )
+        )
+    return found
 
 
 def _arms(up: str, model: str, accuracy: Rows, time: Rows) -> list[str]:
@@ -86,7 +153,7 @@ def _arms(up: str, model: str, accuracy: Rows, time: Rows) -> list[str]:
     return lines
 
 
-def _questions(up: str, accuracy: Rows, time: Rows, own_rate: Rows) -> list[str]:
+def _questions(up: str, accuracy: Rows, time: Rows, second: Rows, own_rate: Rows) -> list[str]:
     by_arm = _by_arm(accuracy)
     lines = [
         f"| ([accuracy]({up}results/links/accuracy.csv), [time]({up}results/links/time.csv)) "
@@ -104,22 +171,73 @@ def _questions(up: str, accuracy: Rows, time: Rows, own_rate: Rows) -> list[str]
     accuracies = _not_lower(by_arm, "G3: `{}` less PowerSGD")
     for (goal, model), line in accuracies.items():
         rate, arm, least = GOALS[goal]
-        one, other = (_by_turn(time, name, model, rate) for name in (POWERSGD, arm))
-        ratios = [one[turn] / other[turn] for turn in sorted(one.keys() & other.keys())]
+        ratios = _ratios(time, POWERSGD, arm, model, rate)
         found = interval(ratios)
         reached = "reached" if found.mean - found.half >= least else "not reached"
         lines.append(
             f"| {goal}: seconds of PowerSGD over `{arm}`, {SIZES[model]}, {rate:g} Mb/s "
             f"| {with_interval(ratios, 2)} | {found.count} | | {least:g} {reached} |"
         )
+        warm = _ratios(time, POWERSGD, arm, model, rate, "epoch_s")
+        lines.append(
+            f"| {goal}, epochs once warm alone: {SIZES[model]} | {with_interval(warm, 2)} "
+            f"| {len(warm)} | | |"
+        )
         lines.append(line)
     tuned = by_arm | _by_arm(own_rate)
     lines += _not_lower(tuned, "after the fact: `{}` less PowerSGD at its rate").values()
+    for control, name in ((POWERSGD, "PowerSGD"), (DDP, "plain DDP")):
+        for rate, arm, _ in GOALS.values():
+            for model, size in SIZES.items():
+                if ratios := _ratios(second, control, arm, model, rate):
+                    lines.append(
+                        f"| second machine: seconds of {name} over `{arm}`, {size}, {rate:g} Mb/s "
+                        f"| {with_interval(ratios, 2)} | {len(ratios)} | | |"
+                    )
     for name, same in (
-        ("as accuracy.csv says", repeated(by_arm, time)),
-        ("at the same digits whatever the link's rate", alike(time)),
+        ("as accuracy.csv says", repeated(by_arm, [*time, *second])),
+        ("at the same digits whatever the link's rate", alike(time) + alike(second)),
     ):
         lines.append(f"| whole trainings that end {name} | {sum(same)} of {len(same)} | | | |")
+    return lines
+
+
+def _more_workers(up: str, rows: Rows) -> list[str]:
+    by_arm = _by_arm([row for row in rows if float(row["megabits"]) == min(more_workers.RATES)])
+    goals = [(rate, arm) for rate, arm, _ in GOALS.values()]
+    lines = [
+        f"| ([CSV]({up}results/links/more_workers.csv)) | "
+        + " | ".join(f"PowerSGD's seconds over `{arm}`'s, {rate:g} Mb/s" for rate, arm in goals)
+        + " | "
+        + " | ".join(f"`{arm}` less PowerSGD, points; p, corrected" for _, arm in goals)
+        + " | "
+        + " | ".join(f"`{arm}` less float32" for _, arm in goals)
+        + " | `rounds_8 float32` less `step float32` |",
+        "|---|" + "---|" * 7,
+    ]
+    less = {
+        (case, arm): _less(by_arm, case, arm, POWERSGD)
+        for case in more_workers.CASES
+        for _, arm in goals
+    }
+    corrected = holm([not_below_p(each, -LOSS) for each in less.values()])
+    shown = {
+        key: f"{with_interval(values, 1, '+')}; {shown_p(p)}"
+        for (key, values), p in zip(less.items(), corrected, strict=True)
+    }
+    pairs = [(arm, "rounds_8 float32") for _, arm in goals]
+    pairs.append(("rounds_8 float32", "step float32"))
+    for case, (model, workers) in more_workers.CASES.items():
+        seconds = {
+            (row["arm"], float(row["megabits"])): float(row["virtual_s"])
+            for row in rows
+            if row["model"] == case
+        }
+        cells = [f"{workers} workers, {SIZES[model]}"]
+        cells += [f"{seconds[POWERSGD, rate] / seconds[arm, rate]:.2f}" for rate, arm in goals]
+        cells += [shown[case, arm] for _, arm in goals]
+        cells += [with_interval(_less(by_arm, case, *pair), 1, "+") for pair in pairs]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -252,8 +370,15 @@ def _turns(time: Rows, arm: str, model: str, rate: float) -> Rows:
     return [r for r in time if (r["arm"], r["model"], float(r["megabits"])) == case]
 
 
-def _by_turn(time: Rows, arm: str, model: str, rate: float) -> dict[str, float]:
-    return {row["turn"]: float(row["train_s"]) for row in _turns(time, arm, model, rate)}
+def _ratios(
+    time: Rows, one: str, other: str, model: str, rate: float, column: str = "train_s"
+) -> list[float]:
+    """Return the seconds of an arm over another's, by turn."""
+    own, control = (
+        {row["turn"]: float(row[column]) for row in _turns(time, arm, model, rate)}
+        for arm in (one, other)
+    )
+    return [own[turn] / control[turn] for turn in sorted(own.keys() & control.keys())]
 
 
 def _by_arm(accuracy: Rows) -> Accuracy:

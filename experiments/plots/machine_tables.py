@@ -1,4 +1,4 @@
-"""Tables of time: uneven machines, slow links, speed; and what has run on GPUs."""
+"""Tables of time: uneven machines, links, speed; and what has run on GPUs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from decimal import Decimal
 from dbsl.extras.emulate import EmulatedLink
 from experiments.benchmarks.demos import hybrid
 from experiments.benchmarks.demos.advise import errors
+from experiments.plots.links import Against, links_against
 from experiments.plots.rows import RESULTS, fixed, read, with_interval
 
 PLAIN = "accelerate_ddp"
@@ -15,12 +16,6 @@ DEMO_UNEVEN = {  # arms of results/demos/uneven.csv
     PLAIN: "plain DDP: the loop of Accelerate's documentation",
     "equal": "`train.py --sync step`, equal parts",
     "balanced": "`train.py --sync step --balance dynamic`",
-}
-DEMO_SLOW_LINK = {  # arms of results/demos/slow_link.csv
-    PLAIN: "plain DDP",
-    "accelerate_local_sgd": "Accelerate's LocalSGD, 8 steps",
-    "rounds_1": "`train.py`, one merge an epoch",
-    "rounds_4": "`--rounds-per-epoch 4`",
 }
 DEMO_HYBRID = {  # arms of experiments.benchmarks.demos.hybrid
     "ddp": "`train.py --sync step`",
@@ -32,26 +27,6 @@ ISLANDS = {  # arms of experiments.benchmarks.demos.islands
     "workers": "`--rounds-per-epoch 8`: four workers, 32 samples a step",
     "islands": "the same and `--worker-processes 2`: two workers, 64 samples a step",
 }
-DEMO_MODELS = {"test_resnet": "0.4 M parameters", "resnet10t": "4.9 M parameters"}
-SECONDS = (  # README's rows: text, epochs, file, arm, model
-    ("a core shared: `--sync step --balance dynamic`", 12, "uneven", "balanced", ""),
-    (
-        "100 Mb/s, 0.4 M parameters: `--rounds-per-epoch 4`",
-        8,
-        "slow_link",
-        "rounds_4",
-        "test_resnet",
-    ),
-    (
-        "the same: Accelerate's LocalSGD, 8 steps",
-        8,
-        "slow_link",
-        "accelerate_local_sgd",
-        "test_resnet",
-    ),
-    ("100 Mb/s, 4.9 M parameters: `--rounds-per-epoch 4`", 4, "slow_link", "rounds_4", "resnet10t"),
-    ("the same: LocalSGD", 4, "slow_link", "accelerate_local_sgd", "resnet10t"),
-)
 STUDIES = {  # workloads of noise_scale.csv, in the table's order
     "digits/test_efficientnet_gn/sgd": "digits, test_efficientnet_gn, SGD",
     "digits/test_efficientnet_gn/nesterov": "digits, test_efficientnet_gn, Nesterov",
@@ -90,53 +65,27 @@ def demo_uneven(up: str) -> list[str]:
     return lines
 
 
-def demo_slow_link(up: str) -> list[str]:
-    """Return two processes on a shaped link: seconds of training and accuracy, by its rate."""
-    rows = read(RESULTS / "demos/slow_link.csv")
-    cases = list(dict.fromkeys((row["model"], float(row["megabits"])) for row in rows))
-    lines = [
-        f"| s of training; accuracy, % ([CSV]({up}results/demos/slow_link.csv)) | "
-        + " | ".join(DEMO_SLOW_LINK.values())
-        + " |",
-        "|---|" + "---|" * len(DEMO_SLOW_LINK),
-    ]
-    for model, megabits in sorted(cases, key=lambda case: (case[0] != "test_resnet", -case[1])):
-        cells = [f"{DEMO_MODELS[model]}, {megabits:,.0f} Mb/s"]
-        for arm in DEMO_SLOW_LINK:
-            own = [
-                row
-                for row in rows
-                if (row["arm"], row["model"], float(row["megabits"])) == (arm, model, megabits)
-            ]
-            seconds = [float(row["train_s"]) for row in own]
-            accuracies = [100 * float(row["accuracy"]) for row in own]
-            cells.append(
-                f"{with_interval(seconds, 1)}; {with_interval(accuracies, 1)}" if own else ""
-            )
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
 def seconds(up: str) -> list[str]:
-    """Return README's rows: training time and accuracy next to plain DDP's, turn by turn."""
+    """Return README's rows: training time and accuracy next to a control's, turn by turn."""
+    rows = read(RESULTS / "demos/uneven.csv")
+    plain = {row["turn"]: row for row in rows if row["arm"] == PLAIN}
+    pairs = [(row, plain[row["turn"]]) for row in rows if row["arm"] == "balanced"]
+    shared = Against(
+        "a core shared: `--sync step --balance dynamic`, plain DDP",
+        "demos/uneven.csv",
+        12,
+        [float(own["train_s"]) / float(ddp["train_s"]) for own, ddp in pairs],
+        [100 * (float(own["accuracy"]) - float(ddp["accuracy"])) for own, ddp in pairs],
+    )
     lines = [
-        "| two processes on two cores | training time over plain DDP's | points over plain DDP "
-        "| seeds | epochs |",
+        "| two processes on two cores: what ran, its control | training time over the control's "
+        "| points over it | seeds | epochs |",
         "|---|---|---|---|---|",
     ]
-    for text, epochs, name, arm, model in SECONDS:
-        rows = [
-            row
-            for row in read(RESULTS / f"demos/{name}.csv")
-            if not model or (row["model"], float(row["megabits"])) == (model, 100.0)
-        ]
-        plain = {row["turn"]: row for row in rows if row["arm"] == PLAIN}
-        pairs = [(row, plain[row["turn"]]) for row in rows if row["arm"] == arm]
-        ratios = [float(own["train_s"]) / float(ddp["train_s"]) for own, ddp in pairs]
-        points = [100 * (float(own["accuracy"]) - float(ddp["accuracy"])) for own, ddp in pairs]
+    for case in (shared, *links_against()):
         lines.append(
-            f"| {text} ([rows]({up}results/demos/{name}.csv)) | {with_interval(ratios, 2)} "
-            f"| {with_interval(points, 1, '+')} | {len(pairs)} | {epochs} |"
+            f"| {case.text} ([rows]({up}results/{case.rows})) | {with_interval(case.ratios, 2)} "
+            f"| {with_interval(case.points, 1, '+')} | {len(case.points)} | {case.epochs} |"
         )
     return lines
 

@@ -37,7 +37,6 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
         gap_tables.fixed_rate,
         machine_tables.seconds,
         machine_tables.demo_uneven,
-        machine_tables.demo_slow_link,
         links.links_questions,
         links.links_test_resnet,
         links.links_resnet10t,

@@ -5,7 +5,6 @@ from statistics import fmean
 import pytest
 
 from dbsl.tools.compare.report import arms_figure, read_runs
-from experiments.plots.demos import demos_figure
 from experiments.plots.evidence import (
     COMPARISONS,
     MAIN_ARMS,
@@ -64,16 +63,6 @@ def test_pictures_of_arms_show_the_control_that_wins(name):
     colors = [line.get_color() for line in left.lines]
     assert len(set(colors)) == len(colors)
     assert all(0 <= end <= 100 for end in right.get_xlim())
-
-
-def test_the_picture_of_the_demonstrations_has_every_arm_at_every_rate():
-    uneven, links = (read(RESULTS / f"demos/{name}.csv") for name in ("uneven", "slow_link"))
-    machines, shaped = demos_figure(uneven, links).axes
-    arms = ("accelerate_ddp", "equal", "balanced")
-    seconds = [fmean(float(r["epoch_s"]) for r in uneven if r["arm"] == arm) for arm in arms]
-    assert [bar.get_width() for bar in machines.patches] == pytest.approx(seconds)
-    cases = {(r["arm"], r["megabits"]) for r in links if r["model"] == "test_resnet"}
-    assert len(shaped.containers) == len(cases) == 12
 
 
 def test_the_picture_of_the_idea_has_each_step_of_the_plan_that_the_page_prints():

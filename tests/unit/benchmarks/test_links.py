@@ -1,11 +1,20 @@
 """Slow links and unlike machines: arms, rates and verdicts; no root, no time."""
 
+import csv
 import json
 from contextlib import nullcontext
 
 import pytest
 
-from experiments.benchmarks.demos import arms, islands, link, quota, slow_link, uneven
+from experiments.benchmarks.demos import (
+    arms,
+    islands,
+    link,
+    more_workers,
+    quota,
+    slow_link,
+    uneven,
+)
 from experiments.benchmarks.demos.slow_link import (
     ARMS,
     EPOCHS,
@@ -122,6 +131,37 @@ def test_a_part_of_a_run_has_steps_and_rounds_like_the_whole(arm, monkeypatch):
                 assert flags["wire"] == f"powersgd:4:{40 * share:.0f}"
 
 
+def test_simulated_workers_train_at_tuned_rates_all_seeds_at_one_link(tmp_path, monkeypatch):
+    seen = []
+
+    def run_train(prefixes, address, flags):
+        assert prefixes == [[]]
+        parts = [int(size) for size in flags["local-batch-sizes"].split(",")]
+        assert len(parts) == flags["workers"] == 8
+        assert sum(parts) == 128
+        seen.append((flags["wire"], flags.get("sync"), flags["link-gbps"], flags["seed"]))
+        best = 0.2 if flags["wire"].startswith("powersgd") else 0.1
+        return {"accuracy": 0.5 - abs(flags["lr"] - best), "virtual_s": 3.0}
+
+    monkeypatch.setattr(more_workers, "run_train", run_train)
+    monkeypatch.setattr(more_workers, "RESULTS", tmp_path)
+    words = ["--dataset", "x", "--cases", "eight"]
+    with pytest.raises(SystemExit):  # no rate yet
+        more_workers.main(["run", *words])
+    assert not seen
+    more_workers.main(["tune", *words, "--jobs", "2"])
+    assert {seed for *_, seed in seen} == set(slow_link.TUNING_SEEDS)
+    seen.clear()
+    for _ in range(2):  # the second call has nothing to do
+        more_workers.main(["run", *words, "--jobs", "2"])
+    assert len(seen) == len(set(seen)) == 5 * (5 + 1)
+    with (tmp_path / "more_workers.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    rates = {row["arm"]: row["lr"] for row in rows}
+    assert rates == {str(arm): "0.1" for arm in more_workers.ARMS} | {links.POWERSGD: "0.2"}
+    assert {row["megabits"] for row in rows if row["seed"] == "4"} == {"10.0"}
+
+
 def test_something_happens_at_half_of_a_run_and_once(tmp_path):
     happened = []
     watch = arms._at_half(tmp_path / "log", 4, lambda: happened.append(1))
@@ -201,12 +241,29 @@ def test_tables_and_picture_of_links_have_every_arm_and_question():
     for model in EPOCHS:
         assert len(links._arms("", model, accuracy, time)) == 2 + len(ARMS)
     own_rate = [row for row in accuracy if row["arm"] == links.POWERSGD]
-    text = "\n".join(links._questions("", accuracy, time, own_rate))
+    text = "\n".join(links._questions("", accuracy, time, time[::2], own_rate))
     assert "| F: int4 less float32, points | +0.00 ± 0.00 | 5 |" in text
     assert text.count("G3: ") == text.count("after the fact: ") == 4
     panels = [axes for axes in links.links_figure(accuracy, time).axes if axes.get_title()]
     assert len(panels) == sum(map(len, RATES.values()))
     assert all(len(axes.containers) == len(ARMS) for axes in panels)
+
+
+def test_the_table_of_more_workers_has_a_line_for_each_case():
+    rows = [
+        {"arm": str(arm), "model": case, "megabits": str(rate), "seed": str(seed)}
+        | {"virtual_s": "6", "accuracy": f"{0.31 + 0.0001 * seed:.4f}"}
+        | ({} if arm.rounds else {"virtual_s": "12", "accuracy": "0.3"})
+        for case in more_workers.CASES
+        for arm in more_workers.ARMS
+        for rate in more_workers.RATES
+        for seed in range(5)
+    ]
+    lines = links._more_workers("", rows)[2:]
+    assert len(lines) == len(more_workers.CASES)
+    ahead = "+1.0 ± 0.0; below 0.001"
+    assert lines[1].startswith(f"| 8 workers, 0.4 M parameters | 2.00 | 2.00 | {ahead} | {ahead} |")
+    assert lines[1].endswith("| +0.0 ± 0.0 | +0.0 ± 0.0 | +1.0 ± 0.0 |")
 
 
 def test_the_picture_of_quotas_has_every_arm_on_every_machine():
