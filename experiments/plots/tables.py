@@ -40,6 +40,7 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
         links.links_questions,
         links.links_test_resnet,
         links.links_resnet10t,
+        links.links_more_workers,
         machine_tables.demo_hybrid,
         machine_tables.link_costs,
         machine_tables.link_check,
