@@ -8,12 +8,11 @@ from decimal import Decimal
 from dbsl.extras.emulate import EmulatedLink
 from experiments.benchmarks.demos import hybrid
 from experiments.benchmarks.demos.advise import errors
-from experiments.plots.links import Against, links_against
+from experiments.plots.links import DDP, Against, links_against
 from experiments.plots.rows import RESULTS, fixed, read, with_interval
 
-PLAIN = "accelerate_ddp"
 DEMO_UNEVEN = {  # arms of results/demos/uneven.csv
-    PLAIN: "plain DDP: the loop of Accelerate's documentation",
+    DDP: "plain DDP: the loop of Accelerate's documentation",
     "equal": "`train.py --sync step`, equal parts",
     "balanced": "`train.py --sync step --balance dynamic`",
 }
@@ -47,7 +46,7 @@ SPEED_COLUMNS = (("24", "float32"), ("32", "float32"), ("24", "bf16"), ("32", "b
 def demo_uneven(up: str) -> list[str]:
     """Return two processes of which one shares its core: seconds of an epoch, accuracy."""
     rows = read(RESULTS / "demos/uneven.csv")
-    control = {row["turn"]: float(row["epoch_s"]) for row in rows if row["arm"] == PLAIN}
+    control = {row["turn"]: float(row["epoch_s"]) for row in rows if row["arm"] == DDP}
     lines = [
         "| two processes, another program on the second one's core "
         f"([CSV]({up}results/demos/uneven.csv)) | s/epoch | over plain DDP's | accuracy, % |",
@@ -58,7 +57,7 @@ def demo_uneven(up: str) -> list[str]:
         seconds = [float(row["epoch_s"]) for row in own]
         ratios = [float(row["epoch_s"]) / control[row["turn"]] for row in own]
         accuracies = [100 * float(row["accuracy"]) for row in own]
-        ratio = "1" if arm == PLAIN else with_interval(ratios, 2)
+        ratio = "1" if arm == DDP else with_interval(ratios, 2)
         lines.append(
             f"| {text} | {with_interval(seconds, 2)} | {ratio} | {with_interval(accuracies, 1)} |"
         )
@@ -68,7 +67,7 @@ def demo_uneven(up: str) -> list[str]:
 def seconds(up: str) -> list[str]:
     """Return README's rows: training time and accuracy next to a control's, turn by turn."""
     rows = read(RESULTS / "demos/uneven.csv")
-    plain = {row["turn"]: row for row in rows if row["arm"] == PLAIN}
+    plain = {row["turn"]: row for row in rows if row["arm"] == DDP}
     pairs = [(row, plain[row["turn"]]) for row in rows if row["arm"] == "balanced"]
     shared = Against(
         "a core shared: `--sync step --balance dynamic`, plain DDP",
