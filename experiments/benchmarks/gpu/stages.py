@@ -115,7 +115,8 @@ def _processes() -> dict[str, Stage]:
 
 
 def _training(name: str, given: dict[str, Any], *seconds: float, **how: Any) -> Stage:
-    return Stage(name, "experiments.benchmarks.gpu.training:train_arm", given, *seconds, **how)
+    call = "experiments.benchmarks.gpu.training:train_arm"
+    return Stage(name, call, given, *seconds, **how, alone=False)  # its figure is an accuracy
 
 
 def _tuning() -> list[Stage]:
@@ -123,7 +124,7 @@ def _tuning() -> list[Stage]:
     stages = []
     for rate in sorted({*RATES, 0.2}):
         given = {"config": ARMS["all_large"], "seed": TUNED_ON_SEED, "epochs": SHORT}
-        given["flags"] = ["--lr", f"{rate:g}", "--holdout", f"{HELD_OUT:g}"]
+        given["flags"] = ["--compile", "--lr", f"{rate:g}", "--holdout", f"{HELD_OUT:g}"]
         dry = rate in (0.1, 0.2)
         stages.append(_training(f"tune-all_large-lr{rate:g}", given, 100, 400, dry=dry))
     return stages
