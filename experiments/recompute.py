@@ -35,11 +35,11 @@ NO_PROSE = re.compile(r"<!-- table.*?<!-- end -->|```.*?```|`[^`]*`|\]\([^)]*\)"
 
 
 def stages() -> pd.DataFrame:
-    """Return what the stages of results/gpu found that came to their end; `arm` is the stage."""
+    """Return the stages of results/gpu that trained; `arm` is the stage, accuracies the last."""
     texts = [path.read_text() for path in sorted((RESULTS / "gpu").glob("*.jsonl"))]
     lines = [json.loads(line) for line in "".join(texts).splitlines()]
-    found = [{"arm": one["stage"], **one["figures"]} for one in lines if one["status"] == "ok"]
-    return pd.DataFrame(found).assign(accuracy=lambda table: table["final_accuracy"])
+    found = pd.DataFrame({"arm": one["stage"], **one["figures"]} for one in lines)
+    return found.dropna(subset="accuracy").assign(accuracy=lambda table: table["accuracy"].str[-1])
 
 
 @cache

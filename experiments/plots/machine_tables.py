@@ -115,20 +115,6 @@ def demo_hybrid(up: str) -> list[str]:
     return lines
 
 
-def link_costs(up: str) -> list[str]:
-    """Return planned seconds of an epoch by the rate of the link."""
-    rows = read(RESULTS / "link_costs.csv")
-    links = ("no cost", "10 Gb/s", "1 Gb/s", "0.1 Gb/s")
-    return [
-        f"| s/epoch, four workers ([CSV]({up}results/link_costs.csv)) | {' | '.join(links)} |",
-        "|---|" + "---|" * len(links),
-        *(
-            f"| {row['model']}, {row['arm']} | {' | '.join(row[link] for link in links)} |"
-            for row in rows
-        ),
-    ]
-
-
 def server_limits(up: str) -> list[str]:
     """Return how many workers one server carries, by its processor and by its link."""
     rows = read(RESULTS / "server_scale.csv")

@@ -42,7 +42,6 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
         links.links_resnet10t,
         links.links_more_workers,
         machine_tables.demo_hybrid,
-        machine_tables.link_costs,
         machine_tables.link_check,
         machine_tables.islands,
         machine_tables.adviser,

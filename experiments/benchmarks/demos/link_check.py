@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dbsl.cluster.weights import FlatWeights
 from dbsl.extras.emulate import EmulatedLink
+from dbsl.model import build_model
 from experiments.benchmarks.demos.arms import run_train
 from experiments.benchmarks.demos.link import ADDRESSES, link
-from experiments.benchmarks.link_costs import bytes_of
 from experiments.benchmarks.ranks import end_in_order
 from experiments.benchmarks.record import record
 
@@ -53,6 +54,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             row |= {"real_epoch_s": f"{real_s:.3f}", "predicted_epoch_s": f"{said_s:.3f}"}
             rows.append(row | {"predicted_over_real": f"{said_s / real_s:.3f}"})
             record(arguments.output, rows, "python -m experiments.benchmarks.demos.link_check")
+
+
+def bytes_of(name: str, classes: int, side: int) -> tuple[int, int]:
+    """Return the bytes of a model's gradients and of its weights as they travel, in float32.
+
+    Args:
+        name: The model.
+        classes: Outputs of its last layer.
+        side: Pixels of an image's side.
+    """
+    model = build_model(name, classes, (side,))
+    gradients = 4 * sum(parameter.numel() for parameter in model.parameters())
+    return gradients, 4 * len(FlatWeights(model).vector)
 
 
 def exchanges_s(way: str, model: str, megabits: float) -> float:

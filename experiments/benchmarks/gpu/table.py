@@ -25,7 +25,7 @@ class Row:
 def table(files: Iterable[Path]) -> str:
     """Return the table in Markdown. Dry runs, and any on a CPU, are not in it."""
     latest: dict[str, Line] = {}
-    for line in read_results(files):
+    for line in sorted(read_results(files), key=lambda line: str(line.get("date"))):
         on_gpu = not line.get("dry") and line.get("device") not in ("", "cpu", None)
         better = line["status"] == "ok" or latest.get(line["stage"], {}).get("status") != "ok"
         if on_gpu and better:
@@ -40,7 +40,7 @@ def table(files: Iterable[Path]) -> str:
             continue
         good = [line for line in lines if line["status"] == "ok"]
         bad = [f"{line['stage']} {line['status']}" for line in lines if line["status"] != "ok"]
-        devices = sorted({f"{x['device'].split()[-1]}, {x['commit'][:7]}" for x in lines})
+        devices = sorted({f"{_card(x['device'])}, {x['commit'][:7]}" for x in lines})
         found = [row.found(good)] if good else []
         cells = (
             f"{row.what} (`{row.prefix}`)",
@@ -52,6 +52,12 @@ def table(files: Iterable[Path]) -> str:
     if left:
         rows.append(f"| Not yet: {'; '.join(left)} | | | |")
     return "\n".join(rows)
+
+
+def _card(device: str) -> str:
+    """Return the word with both letters and digits, such as H100 of "NVIDIA H100 80GB HBM3"."""
+    words = device.split()
+    return next((x for x in words if x[0].isalpha() and not x.isalpha()), words[-1])
 
 
 def _machine(lines: Sequence[Line]) -> str:
@@ -106,7 +112,8 @@ def _killed(lines: Sequence[Line]) -> str:
 def _training(lines: Sequence[Line]) -> str:
     accuracies: dict[str, list[float]] = {}
     for line in lines:
-        name = line["stage"].partition("-")[2].rpartition("-seed")[0] or line["stage"]
+        name = line["stage"].partition("-")[2]
+        name = name.rpartition("-seed")[0] or name
         if part := line["figures"].get("train_images"):
             name += f" ({part} images)"
         accuracies.setdefault(name, []).append(line["figures"]["final_accuracy"])
@@ -129,17 +136,17 @@ def _joined(lines: Sequence[Line], prefix: str, text: str) -> str:
 
 ROWS = (
     Row("environment", "The machine", _machine),
-    Row("mode", "Two epochs in each of ten modes", _modes),
-    Row("speed", "train.py against the bare step", _speed),
-    Row("kernels", "What a step asks of the device", _kernels),
+    Row("mode", "Two epochs a mode", _modes),
+    Row("speed", "train.py, bare step", _speed),
+    Row("kernels", "Of a step", _kernels),
     Row("tests", "Tests marked gpu", _tests),
-    Row("resume", "Stopped and resumed against unbroken", _resume),
-    Row("lines", "Step-time and memory lines on held-out batch sizes", _lines),
-    Row("largest", "Largest batch, predicted and real", _largest),
-    Row("two-processes", "Two processes on one GPU, through gloo", _two),
+    Row("resume", "Stopped and resumed", _resume),
+    Row("lines", "Held-out batch sizes", _lines),
+    Row("largest", "Largest batch", _largest),
+    Row("two-processes", "Two processes, gloo", _two),
     Row("killed-rank", "One of two processes killed", _killed),
-    Row("tune", "Learning rate of all large, on held-out training images", _training),
+    Row("tune", "Rate of all large, on held-out images", _training),
     Row("arm", "The paper's arms", _training),
-    Row("recipe", "cifar100_best and its control", _training),
+    Row("recipe", "cifar100_best, control", _training),
     Row("conference", "The conference paper's setting", _training),
 )

@@ -318,6 +318,7 @@ def test_the_table_says_not_yet_until_a_gpu_has_run_a_stage(tmp_path):
         result("mode-bsp", device="cpu", finite=True),
         {**result("mode-asp", finite=True), "dry": True},
         result("speed-32px-b500-eager", images_per_s=51234.5, of_bare_step=0.951),
+        result("speed-32px-b64-eager", device="NVIDIA H100 80GB HBM3", images_per_s=1.0),
         result("resume-bsp-deterministic", status="failed"),
         result("arm-dual-full-seed0", final_accuracy=0.70),
         result("arm-dual-full-seed1", final_accuracy=0.72),
@@ -328,7 +329,8 @@ def test_the_table_says_not_yet_until_a_gpu_has_run_a_stage(tmp_path):
     assert rows.keys() == {"speed", "resume", "arm"}
     assert left.startswith("| Not yet: The machine (`environment`); Two epochs")
     assert "(`mode`)" in left
-    assert "| H200, 0123456 | 32px-b500-eager: 51,234 images/s, 0.951 of bare |" in rows["speed"]
+    assert "| H100, 0123456; H200, 0123456 |" in rows["speed"]
+    assert "| 32px-b500-eager: 51,234 images/s, 0.951 of bare; 32px-b64" in rows["speed"]
     assert "| 0/4 |" in rows["resume"]
     assert "resume-bsp-deterministic failed" in rows["resume"]
     assert "dual-full 71.00% (n=2)" in rows["arm"]
