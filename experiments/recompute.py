@@ -96,7 +96,8 @@ def cost(where: str, arm: str, other: str) -> list[float]:
 
 def holm(tests: Mapping[str, pd.Series], name: str) -> float:
     """Return p of one of the tests that a mean is 0, corrected by Holm's rule for all of them."""
-    return holm_p({each: stats.ttest_1samp(v, 0).pvalue for each, v in tests.items()}, name)
+    p = {each: stats.ttest_1samp(v, 0).pvalue if len(v) else 1.0 for each, v in tests.items()}
+    return holm_p(p, name)
 
 
 def holm_p(p: Mapping[str, float], name: str) -> float:
@@ -121,12 +122,20 @@ def hypothesis(where: str, one: str, other: str) -> list[float]:
 
 
 def cause(where: str, one: str, other: str) -> float:
-    """Return p of a hypothesis of configs/causes, corrected for its five."""
-    large, dual = "all_large", ("dual_3_rounds", "dual_4_rounds")
-    pairs = [(f"{large}_156", large), (f"{large}_rounds_4", f"{large}_156")]
-    pairs += [(f"{large}_rounds_8", f"{large}_rounds_4")]
-    pairs += [tuple(f"{each}_{merges}" for each in dual) for merges in (4, 8)]
-    return holm({f"{a} {b}": ahead(where, a, b) for a, b in pairs}, f"{one} {other}")
+    """Return p of a hypothesis of configs/causes, corrected for its family, whether run or not."""
+    large, alone, dual = "all_large", "alone_512", ("dual_3_rounds", "dual_4_rounds")
+    batch = [(f"{large}_156", large), (f"{large}_rounds_4", f"{large}_156")]
+    batch += [(f"{large}_rounds_8", f"{large}_rounds_4")]
+    batch += [tuple(f"{each}_{merges}" for each in dual) for merges in (4, 8)]
+    norm = [(f"{alone}_ghost", alone), (f"{alone}_long", alone)]
+    norm += [("dual_3_anew (EMA)", other) for other in ("dual_3_anew", f"{large}_anew (EMA)")]
+    server = [(f"dual_3_asp_{merge}", f"{large}_asp_{merge}") for merge in ("ratio", "half")]
+    pairs = next(family for family in (batch, norm, server) if (one, other) in family)
+    ran = set(rows(where)["arm"])
+    tests = {
+        f"{a} minus {b}": ahead(where, a, b) if {a, b} <= ran else pd.Series() for a, b in pairs
+    }
+    return holm(tests, f"{one} minus {other}")
 
 
 def detectable(where: str) -> list[float]:

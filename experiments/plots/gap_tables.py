@@ -67,12 +67,24 @@ HYPOTHESES = (
     Hypothesis("H3, 1 Gb/s", "dual_3", "ddp_128_1gbps", together=False),
     Hypothesis("H4", "hybrid", "dual_3", margin=-1.0),
 )
-CAUSES = (
-    Hypothesis("C1", "all_large_156", "all_large"),
-    Hypothesis("C2", "all_large_rounds_4", "all_large_156"),
-    Hypothesis("C3", "all_large_rounds_8", "all_large_rounds_4"),
-    Hypothesis("C4", "dual_3_rounds_4", "dual_4_rounds_4"),
-    Hypothesis("C5", "dual_3_rounds_8", "dual_4_rounds_8"),
+CAUSES = (  # families, each corrected for itself
+    (
+        Hypothesis("C1", "all_large_156", "all_large"),
+        Hypothesis("C2", "all_large_rounds_4", "all_large_156"),
+        Hypothesis("C3", "all_large_rounds_8", "all_large_rounds_4"),
+        Hypothesis("C4", "dual_3_rounds_4", "dual_4_rounds_4"),
+        Hypothesis("C5", "dual_3_rounds_8", "dual_4_rounds_8"),
+    ),
+    (
+        Hypothesis("N1", "alone_512_ghost", "alone_512"),
+        Hypothesis("N2", "alone_512_long", "alone_512"),
+        Hypothesis("N3", "dual_3_anew (EMA)", "dual_3_anew"),
+        Hypothesis("N4", "dual_3_anew (EMA)", "all_large_anew (EMA)"),
+    ),
+    (
+        Hypothesis("P1", "dual_3_asp_ratio", "all_large_asp_ratio"),
+        Hypothesis("P2", "dual_3_asp_half", "all_large_asp_half"),
+    ),
 )
 
 
@@ -82,23 +94,23 @@ def tested(
     """Return each hypothesis that two or more seeds tell of, its difference in points, and its p.
 
     The interval is that of the difference; p is that it is the margin, by a two-sided t-test, after
-    Holm's correction where that takes it. The correction is for all registered hypotheses only
-    once all of them have runs.
+    Holm's correction where that takes it. Hypotheses without runs count with a p of 1.
 
     Args:
         accuracy: Of each arm and seed, in percent.
         registered: All that the correction is for.
     """
-    found = []
+    found, missing = [], 0
     for each in registered:
         one, other = accuracy.get(each.arm, {}), accuracy.get(each.other, {})
         seeds = sorted(one.keys() & other.keys())
         if len(seeds) < 2:
+            missing += each.together
             continue
         differences = [one[seed] - other[seed] for seed in seeds]
         p = interval([value - each.margin for value in differences]).p
         found.append((each, interval(differences), p))
-    together = holm([p for each, _, p in found if each.together])
+    together = holm([*(p for each, _, p in found if each.together), *[1.0] * missing])
     corrected = iter(together)
     return [(each, i, next(corrected) if each.together else p) for each, i, p in found]
 
@@ -113,7 +125,8 @@ def causes(up: str) -> list[str]:
     """Return what the runs of configs/causes, and those of configs/gap, say of each hypothesis."""
     head = f"rows: [causes]({up}results/causes/arms_runs.csv), [gap]({up}results/gap/arms_runs.csv)"
     runs = _runs() + read(RESULTS / "causes/arms_runs.csv")
-    return _verdicts(head, tested(_accuracy(runs), CAUSES))
+    accuracy = _accuracy(runs)
+    return _verdicts(head, [found for family in CAUSES for found in tested(accuracy, family)])
 
 
 def _verdicts(head: str, found: Sequence[tuple[Hypothesis, Estimate, float]]) -> list[str]:
