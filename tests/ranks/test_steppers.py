@@ -21,13 +21,7 @@ from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.meeting import BarrierCluster, JointCluster, SimulatedCluster
 from dbsl.cluster.server import GradientServer
 from dbsl.cluster.serving import through_server
-from dbsl.cluster.steps import (
-    ComputeTimer,
-    DistributedSteps,
-    PushedGradients,
-    Stepper,
-    take_step,
-)
+from dbsl.cluster.steps import ComputeTimer, DistributedSteps, PushedGradients, Stepper, take_step
 from dbsl.cluster.weights import FlatWeights
 from dbsl.config.settings import parse_wire
 from dbsl.optimizer import make_clip

@@ -148,10 +148,7 @@ def talk(rank):
 
 def test_messages_come_with_their_numbers_and_text_and_unknown_ones_are_refused(run_ranks):
     heard, _ = run_ranks(talk)
-    assert heard == (
-        (Ending.STOPPED, 12, -1, ""),
-        (Kind.PUSH, 0, 0, encode(REPORT)),
-    )
+    assert heard == ((Ending.STOPPED, 12, -1, ""), (Kind.PUSH, 0, 0, encode(REPORT)))
 
 
 def killed(rank):

@@ -6,15 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from experiments.benchmarks.demos import (
-    arms,
-    islands,
-    link,
-    more_workers,
-    quota,
-    slow_link,
-    uneven,
-)
+from experiments.benchmarks.demos import arms, islands, link, more_workers, quota, slow_link, uneven
 from experiments.benchmarks.demos.slow_link import (
     ARMS,
     EPOCHS,

@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 
 from dbsl.checkpoint.disk import Found, Manifest
-from dbsl.checkpoint.resume import (
-    _drops_remainders,
-    check_changes,
-    check_joining,
-    without_effect,
-)
+from dbsl.checkpoint.resume import _drops_remainders, check_changes, check_joining, without_effect
 from dbsl.run.folder import SUMS, Code
 from train import Config
 

@@ -269,7 +269,7 @@ def test_wandb_hides_figures_of_single_workers_and_draws_all_in_one_chart(folder
     assert {"all steps: loss", "all steps: kd", "all workers: share"} <= values.keys()
     assert "all workers: samples" not in values
     assert sorted(values["all steps: loss"].table.data) == [
-        *([0.25, "worker 0", 2.0], [0.25, "worker 1", 3.0], [0.5, "worker 1", 4.0]),
+        *([0.25, "worker 0", 2.0], [0.25, "worker 1", 3.0], [0.5, "worker 1", 4.0])
     ]
 
 

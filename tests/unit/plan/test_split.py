@@ -155,10 +155,7 @@ def test_a_plan_of_joint_steps_counts_what_the_sampler_gives():
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
-    [
-        ((4, 0, 4), "at least 1, got 0"),
-        ((40, 40, 40), "at most the 103 training samples, got 120"),
-    ],
+    [((4, 0, 4), "at least 1, got 0"), ((40, 40, 40), "at most the 103 training samples, got 120")],
 )
 def test_sizes_that_make_no_step_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
