@@ -20,21 +20,8 @@ from dbsl.cluster.serving import MemberCluster
 from dbsl.config.parse import parse_config
 from dbsl.data.sources import TensorData
 from dbsl.open import open_session
-from tests.helpers import (
-    TINY,
-    end_ranks,
-    fingerprint,
-    rounds_of,
-    rows,
-    samples_by_epoch,
-    short,
-    slow,
-    start_ranks,
-    summary_of,
-    to_flags,
-    wait_all,
-    wait_until,
-)
+from tests import helpers
+from tests.helpers import TINY, end_ranks, rounds_of, rows, samples_by_epoch, short, slow, wait_all
 from tests.loop.test_nodes import record
 from train import Config, loss_function, train
 
@@ -71,7 +58,7 @@ def build_normalised():
 def start(folder, ranks, samples=96, act=lambda: None, build=build, **settings):
     """Start processes that train a model in float64, without batch norm unless it is another."""
     given = {name: value for name, value in TINY.items() if name not in OWN}
-    flags = to_flags(folder, **{**dict.fromkeys(OWN), **given, **ROUNDS, **settings})
+    flags = helpers.to_flags(folder, **{**dict.fromkeys(OWN), **given, **ROUNDS, **settings})
 
     def call():
         act()
@@ -81,7 +68,7 @@ def start(folder, ranks, samples=96, act=lambda: None, build=build, **settings):
             if session is not None:
                 train(session)
 
-    return start_ranks(call, ranks)
+    return helpers.start_ranks(call, ranks)
 
 
 def trained(folder, ranks, **settings):
@@ -220,7 +207,7 @@ def test_a_second_process_that_is_stopped_or_killed_ends_the_run_which_resumes_t
         assert [json.loads(path.read_text())["progress"]["steps"] for path in shards] == [3, 3]
     again = end_ranks(start(folder, 3, **LONGER))
     assert "resumed from" in again
-    assert fingerprint(folder) == fingerprint(whole)
+    assert helpers.fingerprint(folder) == helpers.fingerprint(whole)
 
 
 @pytest.mark.parametrize("islands", short([((3, 1),), ((1, 1, 2),), (None,)], ((1, 1, 2),)))
@@ -367,7 +354,7 @@ def test_a_worker_is_lost_with_any_of_its_processes_and_is_back_after_a_resume(
     (gone,), by_epoch = rows(folder, "lost"), samples_by_epoch(folder, 8)
     assert sum(by_epoch) + gone["samples"] == 8 * 96
     assert by_epoch[7] == 96
-    assert summary_of(folder)["lost_workers"] == [1]
+    assert helpers.summary_of(folder)["lost_workers"] == [1]
     again = start(folder, 3, **settings | {"epochs": 10, "allow_config_change": True})
     assert "resumed from" in end_ranks(again)
     assert {row["worker"] for row in rounds_of(folder) if row["epoch"] == 9} == {0, 1}
@@ -425,7 +412,7 @@ def test_a_run_that_is_finished_early_ends_for_all_and_goes_on(tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(train_script, "end_epoch", ends)
         end_ranks(start(folder, 3, act=slowly(), **settings))
-    assert summary_of(folder)["epochs"] == 2
+    assert helpers.summary_of(folder)["epochs"] == 2
     take_over = dbsl.open.take_over_folder
 
     def takes_its_time(*arguments):
@@ -455,7 +442,7 @@ def test_processes_that_were_saved_at_unlike_steps_begin_their_round_again_alike
     folder, settings = tmp_path / "run", ALONE | {"worker_processes": (2, 1), "epochs": 6}
     settings |= {"sync": "ssp", "checkpoint_every": "0.01m", "keep_checkpoints": 1000}
     broken = start(folder, 3, act=slowly(at_step(60, 2, signal.SIGKILL), 0.03), **settings)
-    wait_until(lambda: broken[2].poll() is not None)
+    helpers.wait_until(lambda: broken[2].poll() is not None)
     for process in broken:
         process.kill()
     said = end_ranks(start(folder, 3, act=lambda: record_weights(tmp_path), **settings))

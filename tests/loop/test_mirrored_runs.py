@@ -21,17 +21,7 @@ from dbsl.base.errors import EXIT_STOPPED, RunStopped
 from dbsl.checkpoint.disk import MANIFEST
 from dbsl.config.parse import parse_config
 from tests import helpers
-from tests.helpers import (
-    end_ranks,
-    fingerprint,
-    free_port,
-    short,
-    slow,
-    start_ranks,
-    to_flags,
-    wait_all,
-    wait_until,
-)
+from tests.helpers import end_ranks, fingerprint, free_port, slow, start_ranks, to_flags, wait_until
 from train import Config, main
 
 SETTINGS = {
@@ -111,7 +101,7 @@ def test_a_stopped_run_is_mirrored_and_the_same_command_goes_on_elsewhere(tmp_pa
     assert (tmp_path / "bucket/summary.json").exists()
 
 
-@pytest.mark.parametrize("number", short([4, *range(1, 13, 2)], 4))
+@pytest.mark.parametrize("number", helpers.short([4, *range(1, 13, 2)], 4))
 def test_a_run_killed_in_the_middle_of_an_upload_goes_on_from_its_mirror_to_the_same_bits(
     tmp_path, monkeypatch, unbroken, number
 ):
@@ -145,7 +135,7 @@ def test_three_processes_stop_with_their_mirror_whole_and_go_on_from_it(tmp_path
     processes = start_ranks(flags, 3)
     wait_until((tmp_path / "run/checkpoints/epoch-0002/manifest.json").exists, 90)
     processes[0].terminate()
-    assert wait_all(processes) == [EXIT_STOPPED] * 3, processes[0].stderr
+    assert helpers.wait_all(processes) == [EXIT_STOPPED] * 3, processes[0].stderr
     (newest,) = (tmp_path / "bucket/checkpoints").glob("save-*/mirror.json")
     assert len([*newest.parent.glob("rank-*.safetensors")]) == 3
     shutil.rmtree(tmp_path / "run")

@@ -32,27 +32,7 @@ from dbsl.open import _given_now
 from dbsl.plan.types import LostWorker
 from dbsl.run.evaluation import Evaluation
 from tests import helpers
-from tests.helpers import (
-    Forked,
-    at_step,
-    each_step,
-    end_ranks,
-    fingerprint,
-    metrics_of,
-    rounds_of,
-    rows,
-    samples_by_epoch,
-    short,
-    slow,
-    start_ranks,
-    stopped_at_step,
-    stopped_when,
-    summary_of,
-    to_flags,
-    torchrun,
-    wait_all,
-    wait_until,
-)
+from tests.helpers import fingerprint, rounds_of, rows, samples_by_epoch, short, slow, wait_all
 from train import Config
 
 SETTINGS = {
@@ -99,7 +79,7 @@ run = partial(helpers.run, **SETTINGS)
 
 def stopped(folder, step, **settings):
     """Run until a signal comes after so many steps, and saves."""
-    with stopped_at_step(step):
+    with helpers.stopped_at_step(step):
         run(folder, **settings)
 
 
@@ -107,11 +87,13 @@ def killed(folder, step, **settings):
     """Run in a process of its own, and kill that after so many steps and a checkpoint."""
 
     def kill():
-        wait_until(lambda: [*folder.glob("checkpoints/*/manifest.json")], 30, "a checkpoint")
+        helpers.wait_until(
+            lambda: [*folder.glob("checkpoints/*/manifest.json")], 30, "a checkpoint"
+        )
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with at_step(step, kill):
-        child = Forked(lambda: run(folder, **settings))
+    with helpers.at_step(step, kill):
+        child = helpers.Forked(lambda: run(folder, **settings))
     assert child.wait() == -signal.SIGKILL, child.stderr
     assert not (folder / "summary.json").exists()
 
@@ -208,7 +190,9 @@ def test_a_signal_saves_after_the_step_and_says_how_to_go_on(
     folder = tmp_path / "run"
     settings = {**MODES[mode], "checkpoint_every": 0, "mixed_precision": precision}
     with (
-        at_step({"gradients": 9, "link": 14}.get(mode, 11), lambda: os.kill(os.getpid(), number)),
+        helpers.at_step(
+            {"gradients": 9, "link": 14}.get(mode, 11), lambda: os.kill(os.getpid(), number)
+        ),
         pytest.raises(SystemExit) as ended,
         one_line_errors(),
     ):
@@ -445,7 +429,7 @@ def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, mode, workers)
     settings |= {"workers": workers, "slowdown": None, "resume": str(tmp_path / "run")}
     run(tmp_path / "run", **settings, allow_config_change=True)
     rounds = rounds_of(tmp_path / "run")
-    events = metrics_of(tmp_path / "run")
+    events = helpers.metrics_of(tmp_path / "run")
     undone = sum(e["event"] == "undone" for e in events)  # and done again, by all workers
     assert (undone > 0) == partly
     after = rounds[len(before) - undone :]
@@ -455,7 +439,7 @@ def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, mode, workers)
             seen += state["progress"]["steps"] * 15  # of the round that was under way
         assert seen == 90
     assert {e["worker"] for e in after} == set(range(workers))
-    assert summary_of(tmp_path / "run")["samples_seen"] == 3 * 90
+    assert helpers.summary_of(tmp_path / "run")["samples_seen"] == 3 * 90
 
 
 BY_STEP = {**JOINT, "small_workers": None, "rounds_per_epoch": 1}
@@ -535,7 +519,7 @@ def test_a_run_trains_by_what_was_changed_and_takes_each_sample_once(
     if settings.get("drop_last"):
         samples[1:] = [80, 80]
     assert samples_by_epoch(folder) == samples
-    assert summary_of(folder)["samples_seen"] == sum(samples)
+    assert helpers.summary_of(folder)["samples_seen"] == sum(samples)
     plans = json.loads((folder / "plan.json").read_text())
     trained = {e["worker"]: e["local_batch_size"] for e in rounds if e["epoch"] == 2}
     assert trained == {
@@ -593,7 +577,7 @@ def test_a_change_that_was_allowed_stays_allowed_where_the_run_is_killed_before_
         AcceleratorState._reset_state(True)
         helpers.main(parse_config(Config, ["--resume", str(folder), *flags]))
 
-    with at_step(1, lambda: {}["killed"]), pytest.raises(KeyError):
+    with helpers.at_step(1, lambda: {}["killed"]), pytest.raises(KeyError):
         resume("--lr", "0.01", "--large-batch-size", "4", "--allow-config-change")
     with pytest.raises(ValueError, match=r"got lr 0.02 -> 0.03$"):
         resume("--lr", "0.03")
@@ -621,7 +605,7 @@ def test_joint_steps_are_counted_once_however_often_workers_change(tmp_path):
     settings |= {"resume": str(tmp_path / "run")}
     stopped(tmp_path / "run", 1, **settings, workers=3)  # all in the first round
     run(tmp_path / "run", **settings, workers=2)
-    assert summary_of(tmp_path / "run")["samples_seen"] == 3 * 90
+    assert helpers.summary_of(tmp_path / "run")["samples_seen"] == 3 * 90
     assert samples_by_epoch(tmp_path / "run") == [90] * 3
 
 
@@ -642,7 +626,7 @@ def test_joint_steps_that_others_took_to_the_last_are_an_epoch_without_a_loss(tm
 def test_a_run_is_not_made_shorter_than_a_worker_has_come(tmp_path):
     folder = tmp_path / "run"
     settings = {**MODES["asp"], "slowdown": ("3:9.0",), "train_samples": 90}
-    with stopped_when(lambda _: {0, 1} <= {row["epoch"] for row in rows(folder, "round")}):
+    with helpers.stopped_when(lambda _: {0, 1} <= {row["epoch"] for row in rows(folder, "round")}):
         run(folder, **settings)
     before = files_of(folder)
     settings |= {"epochs": 1, "lr_milestones": (), "resume": "auto", "allow_config_change": True}
@@ -679,7 +663,7 @@ def test_rounds_that_were_not_finite_are_counted_on_with_other_workers(left, tmp
     monkeypatch.setattr(resume, "make_handover", with_refused)
     again = {"epochs": 2, "lr_milestones": (), "resume": "auto", "allow_config_change": True}
     run(folder, **ROUNDS, **again, train_samples=90, workers=3)
-    assert summary_of(folder)["refused_rounds"] == 7
+    assert helpers.summary_of(folder)["refused_rounds"] == 7
 
 
 def test_a_rest_of_fewer_samples_than_workers_and_rounds_is_trained_on_once(tmp_path):
@@ -740,11 +724,15 @@ def test_resuming_by_folder_keeps_the_runs_settings_and_flags_win(ended):
 
 
 def start(folder, ranks=3, **settings):
-    return start_ranks(to_flags(folder, **{**SETTINGS, **settings, "resume": "auto"}), ranks)
+    return helpers.start_ranks(
+        helpers.to_flags(folder, **{**SETTINGS, **settings, "resume": "auto"}), ranks
+    )
 
 
 def wait_for(path, processes):
-    wait_until(lambda: path.exists() or any(p.poll() is not None for p in processes), 90, path)
+    helpers.wait_until(
+        lambda: path.exists() or any(p.poll() is not None for p in processes), 90, path
+    )
     assert path.exists(), [p.stderr for p in processes]
 
 
@@ -792,7 +780,7 @@ def test_a_round_whose_steps_are_all_taken_asks_again_after_a_resume(tmp_path):
             saver._stop()
 
     settings = {**ROUNDS, **ONE_SIDE, "epochs": 1, "lr_milestones": None}
-    with each_step(stops):
+    with helpers.each_step(stops):
         with pytest.raises(RunStopped):
             run(tmp_path / "run", **settings)
         *_, last = asked
@@ -818,7 +806,7 @@ def test_a_run_stopped_while_some_wait_at_the_barrier_goes_on(tmp_path):
         steps.append(progress["steps"] if progress else 0)
     assert 0 < steps[0] < 40, steps
     assert steps[1:] == [1, 1]
-    end_ranks(start(tmp_path / "run", **settings, worker_timeout=30))
+    helpers.end_ranks(start(tmp_path / "run", **settings, worker_timeout=30))
 
 
 @slow
@@ -831,16 +819,16 @@ def test_a_worker_that_dies_without_a_barrier_is_dropped_and_is_back_after_a_res
     wait_for(folder / "checkpoints/epoch-0002/manifest.json", processes)
     processes[2].kill()
     if stop:
-        wait_until(lambda: rows(folder, "lost"), what="the loss")
+        helpers.wait_until(lambda: rows(folder, "lost"), what="the loss")
         for process in processes[:2]:
             process.send_signal(signal.SIGTERM)
         assert wait_all(processes)[:2] == [EXIT_STOPPED] * 2, processes[0].stderr
-        end_ranks(start(folder, **settings))
+        helpers.end_ranks(start(folder, **settings))
     else:
         assert wait_all(processes)[:2] == [0, 0], processes[0].stderr
         said = processes[0].stdout + processes[0].stderr
         assert "warning: rank 2 (worker 2) was lost after" in said
-        assert summary_of(folder)["lost_workers"] == [2]
+        assert helpers.summary_of(folder)["lost_workers"] == [2]
     (lost,) = rows(folder, "lost")
     trained = samples_by_epoch(folder, 16)
     assert trained[15] == 120  # without the third the others have taken its share over
@@ -852,8 +840,10 @@ def test_a_worker_that_dies_without_a_barrier_is_dropped_and_is_back_after_a_res
 @slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_torchrun_restarts_and_the_run_goes_on_by_itself(tmp_path, ranks):
-    launcher = torchrun(to_flags(tmp_path / "run", **{**SETTINGS, **ROUNDS, "epochs": 8}), ranks)
-    wait_until((tmp_path / "run/checkpoints/epoch-0002/manifest.json").exists, 90)
+    launcher = helpers.torchrun(
+        helpers.to_flags(tmp_path / "run", **{**SETTINGS, **ROUNDS, "epochs": 8}), ranks
+    )
+    helpers.wait_until((tmp_path / "run/checkpoints/epoch-0002/manifest.json").exists, 90)
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
     try:
@@ -861,5 +851,5 @@ def test_torchrun_restarts_and_the_run_goes_on_by_itself(tmp_path, ranks):
     finally:
         launcher.kill()
     assert launcher.returncode == 0, said
-    events = [e["event"] for e in metrics_of(tmp_path / "run")]
+    events = [e["event"] for e in helpers.metrics_of(tmp_path / "run")]
     assert events.count("eval") == 8

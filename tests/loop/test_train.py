@@ -26,19 +26,7 @@ from dbsl.profile.memory import MemoryModel
 from dbsl.profile.timing import StepProfile
 from dbsl.run.folder import holder_of
 from tests import helpers
-from tests.helpers import (
-    fingerprint,
-    metrics_of,
-    rounds_of,
-    rows,
-    samples_by_epoch,
-    short,
-    start_ranks,
-    summary_of,
-    to_flags,
-    torchrun,
-    wait_all,
-)
+from tests.helpers import fingerprint, rounds_of, rows, samples_by_epoch, short, to_flags, torchrun
 from train import Config, main
 
 ABSENT = next(name for name in ("trackio", "dvclive", "aim") if find_spec(name) is None)
@@ -79,7 +67,7 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, monkeypatch, capsys):
     assert {p.name for p in (folder / "plots").iterdir()} == pictures
     assert [p.name for p in (folder / "checkpoints").iterdir()] == ["epoch-0002", "epoch-0003"]
 
-    summary = summary_of(folder)
+    summary = helpers.summary_of(folder)
     assert set(summary) - {"noise_advice"} == {  # which is there if the noise scale is known
         *("final_accuracy", "final_top5_accuracy", "best_accuracy", "final_loss"),
         *("train_time_s", "virtual_time_s", "start_up_time_s", "total_time_s"),
@@ -289,8 +277,8 @@ def test_two_processes_finish_with_everything_counted_and_none_hangs(tmp_path, c
 def test_an_existing_run_folder_stops_every_process_and_stays_as_it_was(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/precious.txt").write_text("kept")
-    processes = start_ranks(to_flags(tmp_path / "run"), 2)
-    assert wait_all(processes) == [2, 2]
+    processes = helpers.start_ranks(to_flags(tmp_path / "run"), 2)
+    assert helpers.wait_all(processes) == [2, 2]
     said = "".join(process.stderr for process in processes)
     assert said.startswith("error: output_dir must be a new folder")
     assert said.count("\n") == 1
@@ -356,7 +344,7 @@ def test_micro_batches_train_as_whole_batches_do_without_batch_norm(tmp_path, mo
     assert max(sizes) <= 5 < max(whole)
     assert sum(sizes) == sum(whole)
     kept = ("event", "worker", "epoch", "samples", "steps", "local_batch_size", "step")
-    found, expected = metrics_of(tmp_path / "micro"), metrics_of(tmp_path / "whole")
+    found, expected = helpers.metrics_of(tmp_path / "micro"), helpers.metrics_of(tmp_path / "whole")
     for ours, theirs in zip(found, expected, strict=True):
         assert [ours.get(name) for name in kept] == [theirs.get(name) for name in kept]
         for name in ("loss", "gradient_norm", "gradient_square", "gradient_batch"):

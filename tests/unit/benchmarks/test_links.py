@@ -7,15 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from experiments.benchmarks.demos import arms, islands, link, more_workers, quota, slow_link, uneven
-from experiments.benchmarks.demos.slow_link import (
-    ARMS,
-    EPOCHS,
-    FAMILIES,
-    RATES,
-    Arm,
-    best_rate,
-    rate_of,
-)
+from experiments.benchmarks.demos.slow_link import ARMS, EPOCHS, FAMILIES, RATES, Arm, rate_of
 from experiments.plots import links, quotas
 from experiments.plots.rows import equivalence_p
 from tests.helpers import ROOT
@@ -36,7 +28,7 @@ def test_a_rate_is_settled_only_where_the_best_is_not_at_an_end():
         "b", **{"0.1": 0.3, "0.2": 0.4, "0.4": 0.1}
     )
     rows += [{"arm": "b", "model": "m", "lr": "0.05", "seed": "100", "accuracy": "0.9"}]  # one seed
-    assert [best_rate(rows, arm, "m") for arm in "abc"] == [None, 0.2, None]
+    assert [slow_link.best_rate(rows, arm, "m") for arm in "abc"] == [None, 0.2, None]
 
 
 def test_an_arm_that_was_tuned_itself_runs_at_its_rate_and_others_at_that_of_float32():

@@ -15,15 +15,8 @@ from filelock import FileLock
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dbsl.checkpoint.disk import (
-    Found,
-    newest,
-    prune,
-    read_manifest,
-    remove,
-    write_manifest,
-    write_shard,
-)
+from dbsl.checkpoint import disk
+from dbsl.checkpoint.disk import Found, newest, prune, read_manifest, remove, write_shard
 from dbsl.config.parse import parse_config
 from dbsl.extras import mirror as mirroring
 from dbsl.extras.mirror.bucket import tried
@@ -372,7 +365,7 @@ def test_a_checkpoint_made_anew_under_its_old_name_replaces_it(tmp_path, folder_
         folder_with(folder, 2)
         shard = write_shard(folder / "checkpoints/save-000002", 0, {"rank": "anew"}, {})
         manifest = replace(read_manifest(folder / "checkpoints/save-000002"), files=shard)
-        write_manifest(folder / "checkpoints/save-000002", manifest)
+        disk.write_manifest(folder / "checkpoints/save-000002", manifest)
     assert pull(tmp_path / "pulled") == 2
     text = (tmp_path / "pulled/checkpoints/save-000002/rank-00000.json").read_text()
     assert "anew" in text

@@ -14,18 +14,9 @@ import yaml
 import train
 from dbsl.config.parse import parse_config, parse_flags
 from dbsl.tools import jobs
-from dbsl.tools.compare import compare
+from dbsl.tools.compare import compare, statistics
 from dbsl.tools.compare.report import arms_figure, read_runs, write_comparison, write_runs
-from dbsl.tools.compare.statistics import (
-    ArmRun,
-    detectable,
-    equal_time_epochs,
-    holm,
-    interval,
-    paired,
-    read_run,
-    table,
-)
+from dbsl.tools.compare.statistics import ArmRun, detectable, interval, paired, read_run, table
 from tests.helpers import ROOT, Forked, refused
 
 ARM = {
@@ -103,7 +94,11 @@ def test_p_values_are_those_of_the_paired_test_corrected_for_their_number():
     assert rows["sure"]["p"] == pytest.approx(p)
     assert rows["sure"]["p_holm"] == pytest.approx(3 * p)
     assert rows["unsure"]["p_holm"] == pytest.approx(rows["unsure"]["p"])
-    assert holm([0.04, math.nan, 0.03]) == [0.06, pytest.approx(math.nan, nan_ok=True), 0.06]
+    assert statistics.holm([0.04, math.nan, 0.03]) == [
+        0.06,
+        pytest.approx(math.nan, nan_ok=True),
+        0.06,
+    ]
 
 
 def test_what_so_few_seeds_can_find_has_the_published_sizes():
@@ -125,7 +120,7 @@ def test_equal_time_is_never_above_the_baselines_in_whole_epochs():
     base = [replace(run_of(0, 0.5, 20.0), epochs=20)]
     for time_s, epochs in ((20.0, 20), (21.0, 19), (80.0, 5), (15.0, 26), (2000.0, 1)):
         arm = [replace(run_of(0, 0.5, time_s), epochs=20)]
-        assert equal_time_epochs(arm, base) == epochs
+        assert statistics.equal_time_epochs(arm, base) == epochs
 
 
 def test_figure_shows_means_and_intervals_within_what_accuracy_can_be():

@@ -19,16 +19,7 @@ from dbsl.profile import timing as profile
 from dbsl.profile.cache import Profiler, cache_file, write_profiles
 from dbsl.profile.fit import fit_time_model, measure_step_times
 from dbsl.profile.memory import GIB, MemoryModel, PeakMemory, confirm_batch, give_back
-from dbsl.profile.timing import (
-    NO_OPTIMIZER,
-    Setup,
-    StepSpec,
-    TrainingStep,
-    batch_sizes_to_measure,
-    fit_profile,
-    profile_memory,
-    profile_steps,
-)
+from dbsl.profile.timing import NO_OPTIMIZER, StepSpec, fit_profile, profile_memory, profile_steps
 from dbsl.run.prepare import prepare
 from dbsl.run.workers import Measurements, _reserve_bytes, largest_auto_batch, make_profiler
 from dbsl.tools import profile as command
@@ -64,12 +55,12 @@ def noting(sizes):
 
 
 def setup_of(model, accelerator, **changes):
-    return replace(Setup.of("test_resnet", model, 3, accelerator), **changes)
+    return replace(profile.Setup.of("test_resnet", model, 3, accelerator), **changes)
 
 
 def step_of(model, accelerator, setup=None, **ways):
     spec = StepSpec(setup_of(model, accelerator, **setup or {}), model, accelerator, **ways)
-    return TrainingStep(spec, 16)
+    return profile.TrainingStep(spec, 16)
 
 
 def test_fit_recovers_a_line_weighs_relative_errors_and_never_starts_below_zero():
@@ -129,7 +120,7 @@ def test_processes_of_one_machine_keep_their_times_apart(profiler, monkeypatch):
     [(64, [4, 8, 16, 32, 64]), (500, [31, 62, 125, 250, 500]), (3, [2, 3]), (1, [1])],
 )
 def test_measured_sizes_are_geometric_up_to_the_large_batch(large, sizes):
-    assert batch_sizes_to_measure(large) == sizes
+    assert profile.batch_sizes_to_measure(large) == sizes
 
 
 @pytest.fixture
