@@ -234,12 +234,8 @@ def test_other_islands_train_on_each_sample_once(tmp_path, islands):
 
 
 ALONE = {"epochs": 3, "sync": "asp", "rounds_per_epoch": 2, "checkpoint_every": 1, "resume": "auto"}
-ALONE |= {
-    "worker_timeout": 60,
-    "local_batch_sizes": None,
-    "large_batch_size": (4,),
-    "momentum": 0.9,
-}
+ALONE |= {"large_batch_size": (4,), "local_batch_sizes": None, "momentum": 0.9}
+ALONE |= {"worker_timeout": 60}
 
 
 def slowly(act=lambda: None, step_s=0.01, slowest=0):
@@ -303,9 +299,8 @@ def test_workers_of_several_processes_that_wait_for_nobody_train_on_each_sample_
     first, second = ((tmp_path / f"weights-{r}.txt").read_text() for r in several[:2])
     assert first == second
     assert len({*first.splitlines()}) == 2 * 6  # none is what it was before
-    assert {epoch: sorted(own) for epoch, own in samples_seen(tmp_path).items()} == {
-        epoch: list(range(96)) for epoch in range(3)
-    }
+    seen = samples_seen(tmp_path)
+    assert [sorted(seen[epoch]) for epoch in sorted(seen)] == [list(range(96))] * 3
     assert len(rounds_of(tmp_path / "run")) == 3 * 2 * len(islands)
     assert samples_by_epoch(tmp_path / "run") == [96] * 3
 

@@ -24,14 +24,8 @@ from tests import helpers
 from tests.helpers import end_ranks, fingerprint, free_port, slow, start_ranks, to_flags, wait_until
 from train import Config, main
 
-SETTINGS = {
-    "small_workers": 1,
-    "large_batch_size": (3,),
-    "rounds_per_epoch": 2,
-    "epochs": 3,
-    "lr_milestones": (2,),
-    "checkpoint_every": 1,
-}
+SETTINGS = {"small_workers": 1, "large_batch_size": (3,), "rounds_per_epoch": 2, "epochs": 3}
+SETTINGS |= {"lr_milestones": (2,), "checkpoint_every": 1}
 run = partial(helpers.run, **SETTINGS)
 
 

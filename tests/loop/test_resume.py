@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
-from dbsl.checkpoint import resume
+from dbsl.checkpoint import disk, resume
 from dbsl.checkpoint.disk import Found, newest, read_manifest
 from dbsl.checkpoint.resume import changed_settings
 from dbsl.cluster.meeting import SimulatedCluster
@@ -35,14 +35,8 @@ from tests import helpers
 from tests.helpers import fingerprint, rounds_of, rows, samples_by_epoch, short, slow, wait_all
 from train import Config
 
-SETTINGS = {
-    "resolutions": (16, 32),
-    "epochs": 3,
-    "lr_milestones": (2,),
-    "dropout": (0.1, 0.3),
-    "checkpoint_every": 1,
-    "log_every": 2,
-}
+SETTINGS = {"resolutions": (16, 32), "epochs": 3, "lr_milestones": (2,), "dropout": (0.1, 0.3)}
+SETTINGS |= {"checkpoint_every": 1, "log_every": 2}
 ROUNDS = {"small_workers": 1, "large_batch_size": (3,), "rounds_per_epoch": 2}
 JOINT = {"local_batch_sizes": (3, 3, 4, 6)}
 ONE_SIDE = {"resolutions": (16,), "dropout": (0.1,)}
@@ -56,18 +50,9 @@ MODES = {
     "step": {**JOINT, "sync": "step"},
     "powersgd": {**JOINT, "sync": "step", "wire": "powersgd:2:3"},
     "link": {
-        "sync": "step",
-        "global_batch_size": 18,
-        "workers": 3,
-        "rounds_per_epoch": 2,
-        "balance": "dynamic",
-        "slowdown": ("0:3.0",),
-        "time_noise": 0.5,
-        "link_gbps": 1.0,
-        "resolutions": (16,),
-        "dropout": (0.1,),
-        "train_samples": 90,
-        "epochs": 5,
+        **{**ONE_SIDE, "sync": "step", "global_batch_size": 18, "train_samples": 90, "workers": 3},
+        **{"balance": "dynamic", "slowdown": ("0:3.0",), "time_noise": 0.5, "link_gbps": 1.0},
+        **{"rounds_per_epoch": 2, "epochs": 5},
     },
     "gradients": {**JOINT, "push": "gradients", "push_every": 2},
     "delta": {**ROUNDS, "merge": "delta", "ema_decay": 0.6, "mixup": 0.4, "cutmix": 1.0},
@@ -130,16 +115,8 @@ def misaligned(monkeypatch):
 
 
 SAVED = {"epochs-float32": (1, "no"), "in-rounds-bf16": ("0.0001m", "bf16")}
-AT_STEP = {
-    "step": 7,
-    "powersgd": 7,
-    "link": 19,
-    "gradients": 20,
-    "gradients-asp": 20,
-    "ssp": 45,
-    "asp": 60,
-    "asp-int2": 60,
-}
+AT_STEP = {"step": 7, "powersgd": 7, "link": 19, "gradients": 20, "gradients-asp": 20}
+AT_STEP |= {"ssp": 45, "asp": 60, "asp-int2": 60}
 
 
 @pytest.mark.usefixtures("misaligned")
@@ -315,10 +292,7 @@ def test_a_refused_resume_leaves_all_as_it_was(ended, left, tmp_path, inside, se
 
 def test_a_checkpoint_of_other_classes_says_so(ended, tmp_path, monkeypatch):
     shutil.copytree(ended, tmp_path / "run")
-    monkeypatch.setattr(
-        "dbsl.checkpoint.disk.read_manifest",
-        lambda folder: replace(read_manifest(folder), classes=3),
-    )
+    monkeypatch.setattr(disk, "read_manifest", lambda path: replace(read_manifest(path), classes=3))
     with pytest.raises(ValueError, match="got 3 classes in the checkpoint, 10 in the data"):
         run(tmp_path / "run", **ROUNDS, resume="auto", epochs=4)
 
@@ -445,6 +419,7 @@ def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, mode, workers)
 BY_STEP = {**JOINT, "small_workers": None, "rounds_per_epoch": 1}
 WIDER = {"local_batch_sizes": None, "global_batch_size": 24}
 BY_ROUND = {"sync": "bsp", "push": "weights", "local_batch_sizes": None, **ROUNDS}
+NO_PUSHES = {"push": "weights", "push_every": 1}
 # What plans are made from, or how workers meet: what is refused inside an epoch, and how.
 CHANGES = {
     ("bsp", "large_batch_size"): ({"large_batch_size": (5,)}, None),
@@ -460,13 +435,11 @@ CHANGES = {
     ("step", "global_batch_size"): (WIDER, "global_batch_size at 32 px must stay 16"),
     ("step", "drop_last"): ({"drop_last": True}, "drop_last must stay false"),
     ("step", "bsp"): (BY_ROUND, "sync must stay step"),
+    ("step", "bsp of three"): ({**BY_ROUND, "workers": 3}, "sync must stay step"),
     ("step", "gradients"): ({"sync": "bsp", "push": "gradients"}, "sync must stay step"),
     ("gradients", "global_batch_size"): (WIDER, "global_batch_size at 16 px must stay 16"),
-    ("gradients", "bsp"): ({**BY_ROUND, "push_every": 1}, "push must stay gradients"),
-    ("gradients", "step"): (
-        {"sync": "step", "push": "weights", "push_every": 1},
-        "sync must stay bsp",
-    ),
+    ("gradients", "bsp"): ({**BY_ROUND, **NO_PUSHES}, "push must stay gradients"),
+    ("gradients", "step"): ({"sync": "step", **NO_PUSHES}, "sync must stay bsp"),
     ("balance", "none"): ({"balance": "none"}, None),
     ("balance", "dbs"): ({"balance": "dbs"}, None),
     ("asp", "small_workers"): ({"small_workers": 0}, None),
@@ -498,7 +471,7 @@ def left(tmp_path_factory):
         [(inside, *change) for change in CHANGES for inside in (False, True)],
         *((False, "bsp", "step"), (False, "step", "bsp"), (False, "bsp", "momentum")),
         *((True, "bsp", "step"), (True, "step", "bsp"), (True, "bsp", "large_batch_size")),
-        *((True, "bsp", "seed"), (True, "asp", "small_workers")),
+        *((True, "bsp", "seed"), (True, "asp", "small_workers"), (False, "step", "bsp of three")),
     ),
 )
 def test_a_run_trains_by_what_was_changed_and_takes_each_sample_once(
@@ -535,9 +508,8 @@ def test_a_run_trains_by_what_was_changed_and_takes_each_sample_once(
 def test_joint_steps_go_on_with_the_weights_that_the_server_had(left, tmp_path, mode):
     folder = shutil.copytree(left(mode, False), tmp_path / "run")
     before = load_file(folder / "model.safetensors")
-    settings = {**MODES[mode], "train_samples": 90, **BY_STEP, "sync": "step", "push": "weights"}
-    settings |= {"push_every": 1, "lr": 1e-9, "resume": str(folder), "allow_config_change": True}
-    run(folder, **settings)
+    settings = {**MODES[mode], "train_samples": 90, **BY_STEP, "sync": "step", **NO_PUSHES}
+    run(folder, **settings, lr=1e-9, resume=str(folder), allow_config_change=True)
     after = load_file(folder / "model.safetensors")
     trained = [name for name in before if not re.search("running|num_batches", name)]
     assert trained
@@ -582,9 +554,8 @@ def test_a_change_that_was_allowed_stays_allowed_where_the_run_is_killed_before_
     with pytest.raises(ValueError, match=r"got lr 0.02 -> 0.03$"):
         resume("--lr", "0.03")
     resume()
-    assert "changed since the checkpoint: lr 0.02 -> 0.01 (as config.yaml has it)" in (
-        capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert "changed since the checkpoint: lr 0.02 -> 0.01 (as config.yaml has it)" in said
     assert max(e["learning_rate"] for e in rounds_of(folder) if e["epoch"] == 1) == 0.01
 
 
@@ -666,34 +637,21 @@ def test_rounds_that_were_not_finite_are_counted_on_with_other_workers(left, tmp
     assert helpers.summary_of(folder)["refused_rounds"] == 7
 
 
-def test_a_rest_of_fewer_samples_than_workers_and_rounds_is_trained_on_once(tmp_path):
+@pytest.mark.parametrize("stops", [False, True], ids=["", "stopped in a turn without steps"])
+def test_a_rest_of_fewer_samples_than_workers_and_rounds_is_trained_on_once(tmp_path, stops):
     settings = {"sync": "asp", "rounds_per_epoch": 3, "train_samples": 72, "epochs": 2, **ONE_SIDE}
     settings |= {"large_batch_size": (4,), "lr_milestones": ()}
     slow_first = {"slope": (0.5, 0.001), "workers": 2}
     stopped(tmp_path / "run", 38, **settings, **slow_first)  # the other has done all its rounds
-    resumed = {"workers": 6, "slope": (0.001,), "resume": str(tmp_path / "run")}
-    run(tmp_path / "run", **settings, **resumed, allow_config_change=True)
+    settings |= {"workers": 6, "slope": (0.001,), "resume": str(tmp_path / "run")}
+    settings["allow_config_change"] = True
+    if stops:
+        with pytest.raises(RunStopped):  # before its first step
+            run(tmp_path / "run", **settings, max_minutes=1e-6)
+    run(tmp_path / "run", **settings, max_minutes=None)
     rounds = rounds_of(tmp_path / "run")
     assert any(e["steps"] == 0 for e in rounds)
     assert sum(e["samples"] for e in rounds) == 2 * 72
-
-
-def test_a_run_that_stops_in_a_turn_without_steps_goes_on(tmp_path):
-    settings = {"sync": "asp", "rounds_per_epoch": 3, "train_samples": 72, "epochs": 2, **ONE_SIDE}
-    settings |= {"large_batch_size": (4,), "lr_milestones": ()}
-    stopped(tmp_path / "run", 38, **settings, slope=(0.5, 0.001), workers=2)
-    settings |= {"workers": 6, "slope": (0.001,), "resume": str(tmp_path / "run")}
-    with pytest.raises(RunStopped):  # before its first step
-        run(tmp_path / "run", **settings, allow_config_change=True, max_minutes=1e-6)
-    run(tmp_path / "run", **settings, allow_config_change=True, max_minutes=None)
-    assert sum(e["samples"] for e in rounds_of(tmp_path / "run")) == 2 * 72
-
-
-def test_other_workers_may_take_over_joint_steps_in_rounds(left, tmp_path):
-    folder = shutil.copytree(left("step", False), tmp_path / "run")
-    settings = {**MODES["step"], **BY_ROUND, "train_samples": 90, "workers": 3}
-    run(folder, **settings, resume=str(folder), allow_config_change=True)
-    assert samples_by_epoch(folder) == [90] * 3
 
 
 def metrics_before(folder, state):

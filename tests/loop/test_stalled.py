@@ -4,18 +4,10 @@ from tests import helpers
 from tests.helpers import end_ranks, free_port, rows, samples_by_epoch, slow, start_rank, wait_until
 
 SAMPLES, EPOCHS = 120, 40
-SETTINGS = {
-    "sync": "asp",
-    "train_samples": SAMPLES,
-    "epochs": EPOCHS,
-    "local_batch_sizes": (6, 6, 6),
-    "rounds_per_epoch": 2,
-    "worker_timeout": 60.0,
-    "checkpoint_every": 40,
-    "eval_every": 40,
-    "resume": "auto",
-    "slowdown": ("0:2", "1:2", "2:2"),  # so that a job lasts for long enough
-}
+SETTINGS = {"sync": "asp", "train_samples": SAMPLES, "epochs": EPOCHS, "rounds_per_epoch": 2}
+SETTINGS |= {"local_batch_sizes": (6, 6, 6), "worker_timeout": 60.0, "resume": "auto"}
+SETTINGS |= {"checkpoint_every": 40, "eval_every": 40}
+SETTINGS["slowdown"] = ("0:2", "1:2", "2:2")  # so that a job lasts for long enough
 
 
 @slow

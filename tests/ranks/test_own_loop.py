@@ -9,16 +9,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import dbsl
+from tests.helpers import place_of
 
-NEEDS = {
-    "accelerate_bert": "transformers",
-    "plain_lm": "transformers",
-    "trainer_lm": "transformers",
-    "trainer_classifier": "transformers",
-    "lightning_module": "lightning",
-    "fsdp2": None,
-    "plain_ddp": None,
-}
+OF_TRANSFORMERS = ("accelerate_bert", "plain_lm", "trainer_lm", "trainer_classifier")
+NEEDS = dict.fromkeys(OF_TRANSFORMERS, "transformers") | {"lightning_module": "lightning"}
+NEEDS |= {"fsdp2": None, "plain_ddp": None}
 SCALED = {"plain_ddp", "accelerate_bert", "plain_lm", "lightning_module", "fsdp2"}
 SLOW = pytest.mark.slow
 
@@ -34,10 +29,7 @@ def whole(tensor):
 def ten_steps(rank, file, example, sizes, scaled):
     """Save the gradients of the first three steps and the weights after ten, as vectors."""
     warnings.simplefilter("ignore")
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(len(sizes)), TORCHELASTIC_RUN_ID="one",
-        LOCAL_WORLD_SIZE=str(len(sizes)), MASTER_ADDR="localhost", MASTER_PORT="1", GROUP_RANK="0",
-    )  # fmt: skip
+    os.environ.update(place_of(rank, len(sizes), TORCHELASTIC_RUN_ID="one", GROUP_RANK=0))
     torch.set_default_dtype(torch.float64)
     if not scaled:
         dbsl.UnevenBatchSampler.scale = lambda sampler, count: 1.0

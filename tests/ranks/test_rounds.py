@@ -14,6 +14,7 @@ import dbsl
 from dbsl.data.sources import TensorData
 from dbsl.open import open_session
 from dbsl.plan.types import Turn
+from tests.helpers import place_of
 from train import Config, learning_rate, loss_function, train
 
 SAMPLES, EPOCHS, ROUNDS = 96, 3, 2
@@ -102,10 +103,7 @@ class Left(Exception):
 
 
 def both(rank, folder, settings, every, outer, wrap):
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
-        MASTER_ADDR="localhost", MASTER_PORT="1",
-    )  # fmt: skip
+    os.environ.update(place_of(rank, 2))
     torch.manual_seed(5 + rank)
     data = TensorData(table(SAMPLES), table(20), 3)
     common = {"output_dir": str(folder), "report_to": "none", "cpu_threads": 1, "sync": "bsp"}

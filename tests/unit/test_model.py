@@ -26,14 +26,9 @@ from dbsl.run.prepare import prepare
 from tests.helpers import TINY, refused
 from train import Config
 
-DATA = SimpleNamespace(
-    class_names=("cat", "dog", "owl"),
-    mean=(0.5, 0.4, 0.3),
-    std=(0.2, 0.2, 0.2),
-    num_classes=3,
-    crop_pct=0.9,
-    interpolation="bicubic",
-)
+DATA = SimpleNamespace(class_names=("cat", "dog", "owl"), num_classes=3)
+DATA.mean, DATA.std = (0.5, 0.4, 0.3), (0.2, 0.2, 0.2)
+DATA.crop_pct, DATA.interpolation = 0.9, "bicubic"
 
 
 def differing(one, other):
@@ -173,9 +168,8 @@ def test_patches_must_divide_every_resolution():
     data = SimpleNamespace(example=lambda n, side: (torch.zeros(n, 3, side, side), None))
     data.num_classes = 3
     check_sides("test_vit", model, data, (24, 32))
-    with pytest.raises(
-        ValueError, match=r"must take images of 26 px, got test_vit .*divisible by patch size .4"
-    ):
+    message = r"must take images of 26 px, got test_vit .*divisible by patch size .4"
+    with pytest.raises(ValueError, match=message):
         check_sides("test_vit", model, data, (26, 32))
     resnet = build_model("test_resnet", 3, (32,))
     check_sides("test_resnet", resnet, data, (26, 32))

@@ -24,9 +24,8 @@ def tuned(arm, **accuracies):
 
 
 def test_a_rate_is_settled_only_where_the_best_is_not_at_an_end():
-    rows = tuned("a", **{"0.1": 0.3, "0.2": 0.4}) + tuned(
-        "b", **{"0.1": 0.3, "0.2": 0.4, "0.4": 0.1}
-    )
+    rows = tuned("a", **{"0.1": 0.3, "0.2": 0.4})
+    rows += tuned("b", **{"0.1": 0.3, "0.2": 0.4, "0.4": 0.1})
     rows += [{"arm": "b", "model": "m", "lr": "0.05", "seed": "100", "accuracy": "0.9"}]  # one seed
     assert [slow_link.best_rate(rows, arm, "m") for arm in "abc"] == [None, 0.2, None]
 
@@ -52,16 +51,15 @@ def test_tuning_extends_the_grid_until_the_best_is_inside(tmp_path, monkeypatch)
     monkeypatch.setattr(slow_link, "measure", measure)
     monkeypatch.setattr(slow_link, "link", lambda rate: arms.suppress())
     for _ in range(2):  # the second call has nothing to do
-        slow_link.main(
-            ["tune", "--dataset", "x", "--models", "resnet10t", "--folder", str(tmp_path)]
-        )
+        flags = ["--dataset", "x", "--folder", str(tmp_path)]
+        slow_link.main(["tune", *flags, "--models", "resnet10t"])
     assert sorted(lr for arm, lr in tried if arm == "step float32") == [
         lr for lr in (0.05, 0.1, 0.2, 0.4, 0.8) for _ in range(2)
     ]
     with (tmp_path / "tuning.csv").open() as file:
         assert len(file.readlines()) == 1 + len(FAMILIES) * 5 * 2
     with pytest.raises(SystemExit):  # of the other model there is no rate
-        slow_link.main(["time", "--dataset", "x", "--folder", str(tmp_path)])
+        slow_link.main(["time", *flags])
 
 
 def test_each_arm_of_islands_is_tuned_by_itself_and_runs_at_its_rate(tmp_path, monkeypatch):
@@ -252,13 +250,8 @@ def test_the_table_of_more_workers_has_a_line_for_each_case():
 
 def test_the_picture_of_quotas_has_every_arm_on_every_machine():
     rows = [
-        {
-            "arm": arm,
-            "machine": name,
-            "turn": str(turn),
-            "train_s": str(10 + turn),
-            "accuracy": "0.3",
-        }
+        {"arm": arm, "machine": name, "turn": str(turn), "accuracy": "0.3"}
+        | {"train_s": str(10 + turn)}
         for arm in uneven.ARMS
         for name in uneven.MACHINES
         for turn in range(2)

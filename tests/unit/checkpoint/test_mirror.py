@@ -319,10 +319,8 @@ def test_the_newest_state_wins_on_a_slow_connection(tmp_path, memory, monkeypatc
         go.set()
         mirror.wait()
         prune(folder, 1)
-    assert {path.split("/")[-2] for path in put if path.endswith("manifest.json")} == {
-        "save-000001",
-        "save-000005",
-    }
+    whole = {path.split("/")[-2] for path in put if path.endswith("manifest.json")}
+    assert whole == {"save-000001", "save-000005"}
     assert names_in(memory) == ["save-000005"]
 
 
@@ -390,9 +388,7 @@ def test_a_mirror_of_another_run_or_ahead_of_this_one_is_refused(
     before = dict(memory.store)
     other = folder_with(tmp_path / "other", 1)
     for settings in ({}, {"resume": "auto"}):
-        with pytest.raises(
-            ValueError, match=r"which has another run \(--resume memory.* continues"
-        ):
+        with pytest.raises(ValueError, match=r"has another run \(--resume memory.* continues"):
             mirror_of(other, **settings)
     old = folder / "checkpoints/save-000001"
     with pytest.raises(ValueError, match=r"mirror must not be ahead of .*, got save-000002 at mem"):
@@ -445,9 +441,8 @@ def test_a_url_that_cannot_be_written_is_refused_in_one_line(tmp_path, monkeypat
     with pytest.raises(ValueError, match=f"mirror must be a URL that can be {message}") as error:
         mirror_of(tmp_path, mirror=url)
     assert "\n" not in str(error.value)
-    with pytest.raises(
-        ValueError, match=r"resume must be a URL (that can be read|with a co.*), got"
-    ):
+    message = r"resume must be a URL (that can be read|with a co.*), got"
+    with pytest.raises(ValueError, match=message):
         parse_config(Config, ["--resume", url])
 
 

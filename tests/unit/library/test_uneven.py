@@ -61,16 +61,9 @@ def runs(draw):
     sizes = st.lists(st.integers(1, 9), min_size=1, max_size=5)
     first, second = draw(sizes), draw(sizes)
     samples = draw(st.integers(max(len(first), len(second)), 150))
-    return {
-        "samples": samples,
-        "first": first,
-        "second": second,
-        "epoch": draw(st.integers(0, 3)),
-        "stop": draw(st.integers(0, 12)),
-        "ahead": draw(st.integers(0, 6)),
-        "seed": draw(st.integers(0, 5)),
-        "shuffle": draw(st.booleans()),
-    }
+    run = {"samples": samples, "first": first, "second": second, "epoch": draw(st.integers(0, 3))}
+    run |= {"stop": draw(st.integers(0, 12)), "ahead": draw(st.integers(0, 6))}
+    return run | {"seed": draw(st.integers(0, 5)), "shuffle": draw(st.booleans())}
 
 
 @settings(max_examples=1000, deadline=None)
@@ -95,12 +88,9 @@ def test_each_sample_is_met_once_by_whoever_resumes(run):
     assert sorted(trained) == list(range(run["samples"]))
     assert all(batch for joint in before + after for batch, _ in joint)
     alone = train(samplers(run["samples"], [sum(run["first"])], **fixed), run["epoch"])
-    assert (
-        trained[: sum(len(b) for j in before for b, _ in j)]
-        == [i for joint in alone for batch, _ in joint for i in batch][
-            : sum(len(b) for j in before for b, _ in j)
-        ]
-    )
+    order = [i for joint in alone for batch, _ in joint for i in batch]
+    count = sum(len(batch) for joint in before for batch, _ in joint)
+    assert trained[:count] == order[:count]
 
 
 @settings(max_examples=100, deadline=None)
@@ -349,9 +339,8 @@ def test_scale_twice_for_a_batch_and_for_another_batch_are_errors():
         sampler.scale(5)
     batches = iter(sampler)
     next(batches)
-    with pytest.raises(
-        SettingError, match=r"count must be 5, as planned for batch 0 of rank 1, got 3"
-    ):
+    message = "count must be 5, as planned for batch 0 of rank 1, got 3"
+    with pytest.raises(SettingError, match=message):
         sampler.scale(3)
     sampler.scale(5)
     with pytest.raises(SettingError, match="got another call after 1 batches"):

@@ -515,9 +515,8 @@ def test_profile_of_another_device_or_without_the_resolution_is_refused(profiler
     path = tmp_path / "profile.json"
     profiles = {32: profiler().profile(32, 64)}
     write_profiles(path, replace(profiler.setup, device="NVIDIA H200"), profiles)
-    with pytest.raises(
-        ValueError, match=r"profile must be of this run's device .*, got 'NVIDIA H200'"
-    ):
+    message = "profile must be of this run's device .*, got 'NVIDIA H200'"
+    with pytest.raises(ValueError, match=message):
         profiler(file=path)
     write_profiles(path, profiler.setup, profiles)
     assert profiler(file=path).profile(32, 64) == profiles[32]

@@ -19,16 +19,8 @@ from dbsl.profile.timing import fit_profile
 from tests.helpers import TINY, fingerprint, run
 from train import Config, main
 
-SETTINGS = {
-    "resolutions": (16, 32),
-    "epochs": 3,
-    "slope": None,
-    "intercept": None,
-    "cpu_threads": None,
-    "small_ratio": 0.25,
-    "profile_seconds": 0.1,
-    "checkpoint_every": 1,
-}
+SETTINGS = {"resolutions": (16, 32), "epochs": 3, "small_ratio": 0.25, "profile_seconds": 0.1}
+SETTINGS |= {"slope": None, "intercept": None, "cpu_threads": None, "checkpoint_every": 1}
 GIVEN = {name: value for name, value in (TINY | SETTINGS).items() if value is not None}
 
 
@@ -86,9 +78,8 @@ def read(folder):
 def test_config_yaml_keeps_what_was_given_and_what_was_found_apart(folder):
     written = read(folder)
     resolved = written.pop("resolved")
-    assert {k: tuple(v) if isinstance(v, list) else v for k, v in written.items()}.items() >= (
-        GIVEN.items()
-    )
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in written.items()}
+    assert values.items() >= GIVEN.items()
     assert set(written) <= {field.name for field in fields(Config)}
     assert not {"workers", "small_workers", "slope", "lr_milestones"} & set(written)
     assert written["mixed_precision"] == "auto"

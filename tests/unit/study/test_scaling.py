@@ -24,13 +24,8 @@ def write_by_hand(folder, number, status, errors, learning_rate=0.3):
     own.mkdir(parents=True)
     rows = [f"{100 * k},1.5,1.25,{error}\n" for k, error in enumerate(errors, 1)]
     (own / "measurements.csv").write_text(HEADER + "0,2.3,2.3,0.9\n" + "".join(rows))
-    metadata = {
-        "_internal_trial_id": number,
-        "parameters": {"learning_rate": learning_rate},
-        "status": status,
-        "steps": 100 * len(errors),
-        "trial_id": number,
-    }
+    metadata = {"_internal_trial_id": number, "trial_id": number, "status": status}
+    metadata |= {"parameters": {"learning_rate": learning_rate}, "steps": 100 * len(errors)}
     (own / "metadata.json").write_text(json.dumps(metadata))
 
 
