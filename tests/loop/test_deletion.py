@@ -31,9 +31,8 @@ CORE = ("tests/unit/plan/test_stages.py", "tests/unit/cluster/test_server.py")
 
 def run(folder, *command):
     environment = {**os.environ, "PYTHONPATH": str(folder), "WANDB_MODE": "disabled"}
-    return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    how = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, *command], **how)
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,9 @@ from dbsl.profile.timing import fit_profile
 from tests.helpers import end_ranks, rows, short, start_ranks, stopped_at_step, summary_of
 
 SAMPLES, CLASSES, WIDTH = 44, 3, 6
-SETTINGS = {
-    **{"workers": 4, "epochs": 2, "lr": 0.05, "lr_milestones": (1,)},
-    **{"slope": (0.001,), "intercept": (0.01,)},
-    **{"report_to": "none", "mixed_precision": "no", "cpu_threads": 1},
-}
+SETTINGS = {"workers": 4, "epochs": 2, "lr": 0.05, "lr_milestones": (1,)}
+SETTINGS |= {"slope": (0.001,), "intercept": (0.01,)}
+SETTINGS |= {"report_to": "none", "mixed_precision": "no", "cpu_threads": 1}
 ROUNDS = {"large_batch_size": (6,), "small_workers": 1, "rounds_per_epoch": 2}
 MODES = {
     "bsp": ROUNDS,

@@ -166,10 +166,9 @@ def test_a_signal_saves_after_the_step_and_says_how_to_go_on(
 ):
     folder = tmp_path / "run"
     settings = {**MODES[mode], "checkpoint_every": 0, "mixed_precision": precision}
+    step = {"gradients": 9, "link": 14}.get(mode, 11)
     with (
-        helpers.at_step(
-            {"gradients": 9, "link": 14}.get(mode, 11), lambda: os.kill(os.getpid(), number)
-        ),
+        helpers.at_step(step, lambda: os.kill(os.getpid(), number)),
         pytest.raises(SystemExit) as ended,
         one_line_errors(),
     ):
@@ -495,9 +494,8 @@ def test_a_run_trains_by_what_was_changed_and_takes_each_sample_once(
     assert helpers.summary_of(folder)["samples_seen"] == sum(samples)
     plans = json.loads((folder / "plan.json").read_text())
     trained = {e["worker"]: e["local_batch_size"] for e in rounds if e["epoch"] == 2}
-    assert trained == {
-        worker: row["local_batch_size"] for worker, row in enumerate(plans["32 px"]["workers"])
-    }
+    planned = plans["32 px"]["workers"]
+    assert trained == {worker: row["local_batch_size"] for worker, row in enumerate(planned)}
     told = rows(folder, "plan")
     of_epoch = [row for row in told if row["first_epoch"] <= 2 < row["end_epoch"]]
     assert {w["worker"]: w["local_batch_size"] for w in of_epoch[-1]["workers"]} == trained
@@ -682,9 +680,8 @@ def test_resuming_by_folder_keeps_the_runs_settings_and_flags_win(ended):
 
 
 def start(folder, ranks=3, **settings):
-    return helpers.start_ranks(
-        helpers.to_flags(folder, **{**SETTINGS, **settings, "resume": "auto"}), ranks
-    )
+    flags = helpers.to_flags(folder, **{**SETTINGS, **settings, "resume": "auto"})
+    return helpers.start_ranks(flags, ranks)
 
 
 def wait_for(path, processes):
@@ -798,9 +795,8 @@ def test_a_worker_that_dies_without_a_barrier_is_dropped_and_is_back_after_a_res
 @slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_torchrun_restarts_and_the_run_goes_on_by_itself(tmp_path, ranks):
-    launcher = helpers.torchrun(
-        helpers.to_flags(tmp_path / "run", **{**SETTINGS, **ROUNDS, "epochs": 8}), ranks
-    )
+    flags = helpers.to_flags(tmp_path / "run", **{**SETTINGS, **ROUNDS, "epochs": 8})
+    launcher = helpers.torchrun(flags, ranks)
     helpers.wait_until((tmp_path / "run/checkpoints/epoch-0002/manifest.json").exists, 90)
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)

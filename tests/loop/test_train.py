@@ -274,11 +274,8 @@ def test_an_existing_run_folder_stops_every_process_and_stays_as_it_was(tmp_path
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["precious.txt"]
 
 
-CLIPPED = [
-    {"large_batch_size": (15,)},
-    {"sync": "step", "local_batch_sizes": (10, 20)},
-    {"push": "gradients", "local_batch_sizes": (10, 20)},
-]
+SIZES = {"local_batch_sizes": (10, 20)}
+CLIPPED = [{"large_batch_size": (15,)}, {"sync": "step", **SIZES}, {"push": "gradients", **SIZES}]
 
 
 @pytest.mark.parametrize("mode", short(CLIPPED, CLIPPED[0]))

@@ -16,9 +16,8 @@ from tests.helpers import place_of
 
 
 def build(rank, arguments):
-    dbsl.UnevenBatchSampler(
-        **{k: v[rank] if k == "num_samples" else v for k, v in arguments.items()}
-    )
+    own = {k: v[rank] if k == "num_samples" else v for k, v in arguments.items()}
+    dbsl.UnevenBatchSampler(**own)
 
 
 @pytest.mark.parametrize(
@@ -26,11 +25,12 @@ def build(rank, arguments):
     [
         ({"num_samples": [9, 8]}, "num_samples must be the same on every process, got 9 on rank 0"),
         ({"num_samples": [9, 1]}, "num_samples must be"),
-        ({"num_samples": [9, 9], "local_batch_sizes": [4]}, "value for each process (2), got [4]"),
+        ({"local_batch_sizes": [4]}, "one value for each process (2), got [4]"),
     ],
 )
 def test_every_process_names_what_is_not_alike_or_wrong(run_ranks, arguments, said):
-    for error in run_ranks(build, {"global_batch_size": 4} | arguments, expect_errors=True):
+    usual = {"num_samples": [9, 9], "global_batch_size": 4}
+    for error in run_ranks(build, usual | arguments, expect_errors=True):
         assert "SettingError" in error
         assert said in error
 
@@ -90,9 +90,7 @@ def test_the_watch_leaves_out_the_wait_for_others(run_ranks):
 def balanced(rank, every):
     torch.manual_seed(0)
     model = DistributedDataParallel(Slow(0.004 if rank == 0 else 0.001))
-    sampler = dbsl.UnevenBatchSampler(
-        120, global_batch_size=10, balance="dynamic", balance_every=every
-    )
+    sampler = dbsl.UnevenBatchSampler(120, 10, balance="dynamic", balance_every=every)
     sampler.watch(model)
     loader = DataLoader(torch.eye(120), batch_sampler=sampler)
     seen, sizes = [], []
@@ -143,9 +141,8 @@ def test_one_process_alone_may_look_at_a_batch(run_ranks):
 
 def bounded(rank):
     model = DistributedDataParallel(Slow(0.02 if rank == 0 else 0.0))
-    sampler = dbsl.UnevenBatchSampler(
-        *(80, 10), balance="dynamic", balance_every=2, least=2, limits=[9, 7]
-    )
+    bounds = {"least": 2, "limits": [9, 7]}
+    sampler = dbsl.UnevenBatchSampler(80, 10, balance="dynamic", balance_every=2, **bounds)
     sampler.watch(model)
     for batch in DataLoader(torch.eye(80), batch_sampler=sampler):
         (model(batch[:, :4]).sum() * sampler.scale(len(batch))).backward()
@@ -171,10 +168,8 @@ def tokens(rank):
     counts = ([3, 8], [5, 1], [2, 2])
     alone = [dbsl.mean_scale(count[rank]) for count in counts]
     following = [*[count[rank] for count in counts[1:]], None]
-    ahead = [
-        dbsl.mean_scale(count[rank], ahead=after)
-        for count, after in zip(counts, following, strict=True)
-    ]
+    pairs = zip(counts, following, strict=True)
+    ahead = [dbsl.mean_scale(count[rank], ahead=after) for count, after in pairs]
     return alone, ahead
 
 

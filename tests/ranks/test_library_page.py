@@ -36,13 +36,9 @@ TOKENS = LOOP.replace(
     "        tokens = len(labels)\n" + indent(block("mean_scale"), 8 * " "),
 )
 README = re.search(r"```python\n(sampler =.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
-LOOPS = {
-    "readme": "model = DistributedDataParallel(model)\n" + README,
-    "plain": LOOP,
-    "accelerate": block("accelerator.prepare(model"),
-    "accumulate": block("GradScaler"),
-    "tokens": TOKENS,
-}
+LOOPS = {"readme": "model = DistributedDataParallel(model)\n" + README, "plain": LOOP}
+LOOPS |= {"accelerate": block("accelerator.prepare(model"), "accumulate": block("GradScaler")}
+LOOPS["tokens"] = TOKENS
 
 
 def names_of_a_loop(rank, world_size):

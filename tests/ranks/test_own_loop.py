@@ -63,9 +63,8 @@ def run(run_ranks, tmp_path):
 
 
 def distance(one, other):
-    return max(
-        ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(one, other, strict=True)
-    )
+    pairs = zip(one, other, strict=True)
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
 @pytest.fixture(scope="module")

@@ -101,7 +101,6 @@ def test_refused_rounds_and_sums_that_are_not_finite_leave_the_others_and_the_re
         taken = [w for w in range(3) if (w, number) != (1, 1)]
         total = sum(factors[w] for w in taken)
         shares = [factors[w] / total if w in taken else 0 for w in range(3)]
-        moved = simulated(
-            *(change_of(w, number, ends.shape[1]) * share for w, share in enumerate(shares))
-        )
+        changes = (change_of(w, number, ends.shape[1]) * share for w, share in enumerate(shares))
+        moved = simulated(*changes)
     torch.testing.assert_close(ends[1] - ends[0], moved, rtol=0, atol=1e-12)

@@ -44,14 +44,10 @@ def planned(session, rank):
     for moment in range(EPOCHS * ROUNDS):
         turn = Turn((rank,), *divmod(moment, ROUNDS))
         segment = run.planner.at(turn.epoch, turn.round)
-        steps = [
-            (
-                torch.from_numpy(step.parts[0].indices),
-                learning_rate(session, turn.epoch + step.progress),
-            )
-            for step in run.sampler.steps(segment, turn)
-        ]
-        yield segment.plan.workers[rank].merge_weight, steps
+        steps = list(run.sampler.steps(segment, turn))
+        batches = [torch.from_numpy(step.parts[0].indices) for step in steps]
+        rates = [learning_rate(session, turn.epoch + step.progress) for step in steps]
+        yield segment.plan.workers[rank].merge_weight, list(zip(batches, rates, strict=True))
 
 
 class Loop:
@@ -111,9 +107,8 @@ def both(rank, folder, settings, every, outer, wrap):
         epochs=EPOCHS, workers=2, rounds_per_epoch=ROUNDS, large_batch_size=(12,), lr=LR,
         slope=(0.001,), intercept=(0.01,), mixed_precision="no", **common, **settings,
     )  # fmt: skip
-    with open_session(
-        config, loss_function, data=data, model=build_model, optimizer=build_optimizer
-    ) as session:
+    given = {"data": data, "model": build_model, "optimizer": build_optimizer}
+    with open_session(config, loss_function, **given) as session:
         start = copy.deepcopy(session.model.state_dict())
         todo = list(planned(session, rank))
         train(session)
@@ -134,20 +129,18 @@ def both(rank, folder, settings, every, outer, wrap):
 
 
 DELTA = {"merge": "delta", "outer_lr": 0.7, "outer_momentum": 0.9}
+DUAL = {"small_workers": 1, "small_batch_size": (5,)}
 
 
 @pytest.mark.parametrize(
     ("settings", "every", "outer", "wrap"),
     [
         ({}, 2, None, unwrapped),
-        ({"small_workers": 1, "small_batch_size": (5,)}, None, None, DistributedDataParallel),
+        (DUAL, None, None, DistributedDataParallel),
         (DELTA, 2, (0.7, 0.9), DistributedDataParallel),
         ({"wire": "int2", **DELTA}, 2, (0.7, 0.9), unwrapped),
-        (
-            {"wire": "int4", "small_workers": 1, "small_batch_size": (5,)},
-            *(None, None, DistributedDataParallel),
-        ),
-        ({"small_workers": 1, "small_batch_size": (5,), **DELTA}, None, (0.7, 0.9), unwrapped),
+        ({"wire": "int4", **DUAL}, None, None, DistributedDataParallel),
+        ({**DUAL, **DELTA}, None, (0.7, 0.9), unwrapped),
     ],
 )
 def test_rounds_are_a_run_at_a_barrier_to_the_bit(

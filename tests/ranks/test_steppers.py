@@ -408,9 +408,8 @@ def train_wide(rank):
     layers = [nn.Linear(192, 700), *(nn.Linear(700, 700) for _ in range(3)), nn.Linear(700, 3)]
     model = nn.Sequential(nn.Flatten(), *layers).double()
     assert sum(p.nbytes for p in model.parameters()) > 10 * 2**20
-    return float(
-        trained(model, Case("step", (3, 2, 1), 60, wire="powersgd:2"), rank).detach().norm()
-    )
+    case = Case("step", (3, 2, 1), 60, wire="powersgd:2")
+    return float(trained(model, case, rank).detach().norm())
 
 
 def test_sums_of_several_buckets_do_not_meet(run_ranks, monkeypatch):

@@ -9,18 +9,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import dbsl.model
 from dbsl.base.errors import SettingError
 from dbsl.config.settings import RunConfig
-from dbsl.model import (
-    StridedConv2d,
-    build_model,
-    check_sides,
-    join_batch_norm,
-    load_initial,
-    load_model,
-    save_model,
-    set_dropout,
-)
+from dbsl.model import StridedConv2d, build_model, check_sides, load_initial, load_model, save_model
 from dbsl.optimizer import build_optimizer
 from dbsl.run.prepare import prepare
 from tests.helpers import TINY, refused
@@ -67,7 +59,7 @@ def test_dropout_changes_without_rebuilding(name):
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
     def outputs_differ(probability):
-        set_dropout(model, probability)
+        dbsl.model.set_dropout(model, probability)
         model.train()
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
@@ -87,7 +79,7 @@ def test_batch_norm_over_all_processes_keeps_what_a_model_computes(name):
     model = build_model(name, 3, (32,)).eval()
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     before, state = model(images), model.state_dict()
-    joined = join_batch_norm(model)
+    joined = dbsl.model.join_batch_norm(model)
     kinds = {type(m) for m in joined.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
     assert kinds
     assert all(issubclass(kind, nn.SyncBatchNorm) for kind in kinds)

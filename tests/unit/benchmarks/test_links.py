@@ -53,9 +53,8 @@ def test_tuning_extends_the_grid_until_the_best_is_inside(tmp_path, monkeypatch)
     for _ in range(2):  # the second call has nothing to do
         flags = ["--dataset", "x", "--folder", str(tmp_path)]
         slow_link.main(["tune", *flags, "--models", "resnet10t"])
-    assert sorted(lr for arm, lr in tried if arm == "step float32") == [
-        lr for lr in (0.05, 0.1, 0.2, 0.4, 0.8) for _ in range(2)
-    ]
+    found = sorted(lr for arm, lr in tried if arm == "step float32")
+    assert found == [lr for lr in (0.05, 0.1, 0.2, 0.4, 0.8) for _ in range(2)]
     with (tmp_path / "tuning.csv").open() as file:
         assert len(file.readlines()) == 1 + len(FAMILIES) * 5 * 2
     with pytest.raises(SystemExit):  # of the other model there is no rate

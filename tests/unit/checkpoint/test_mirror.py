@@ -328,11 +328,9 @@ def test_a_connection_that_hangs_holds_the_end_up_for_so_long_only(
     tmp_path, monkeypatch, capsys, folder_with
 ):
     folder, go = folder_with(tmp_path / "run", 1), threading.Event()
-    mirror = mirror_of(folder)
-    original = MemoryFileSystem.put_file
-    monkeypatch.setattr(
-        MemoryFileSystem, "put_file", lambda *a, **k: (go.wait(20), original(*a, **k))
-    )
+    mirror, put_file = mirror_of(folder), MemoryFileSystem.put_file
+    hangs = lambda *what, **how: go.wait(20) and put_file(*what, **how)  # noqa: E731
+    monkeypatch.setattr(MemoryFileSystem, "put_file", hangs)
     monkeypatch.setattr(mirroring, "_PATIENCE_S", 0.1)
     with mirror:
         pass
@@ -387,8 +385,9 @@ def test_a_mirror_of_another_run_or_ahead_of_this_one_is_refused(
     folder = mirrored(1, 2)
     before = dict(memory.store)
     other = folder_with(tmp_path / "other", 1)
+    message = r"which has another run \(--resume memory.* continues"
     for settings in ({}, {"resume": "auto"}):
-        with pytest.raises(ValueError, match=r"has another run \(--resume memory.* continues"):
+        with pytest.raises(ValueError, match=message):
             mirror_of(other, **settings)
     old = folder / "checkpoints/save-000001"
     with pytest.raises(ValueError, match=r"mirror must not be ahead of .*, got save-000002 at mem"):
@@ -399,9 +398,7 @@ def test_a_mirror_of_another_run_or_ahead_of_this_one_is_refused(
         mirror_of(other)
 
 
-def test_a_finished_run_that_kept_no_checkpoint_is_not_written_over(
-    tmp_path, memory, folder_with, mirrored
-):
+def test_a_finished_run_that_kept_no_checkpoint_is_not_written_over(tmp_path, memory, folder_with):
     folder = folder_with(tmp_path / "run")
     (folder / "summary.json").write_text("{}")
     with mirror_of(folder):

@@ -53,9 +53,8 @@ def measure(planner, epoch, noise=lambda: 1.0, true=TRUE, round_=0):
 
 def imbalance(plan, true=TRUE):
     """Slowest over mean step time, with the workers' true speeds."""
-    times = [
-        m.slope * w.local_batch_size + m.intercept for m, w in zip(true, plan.workers, strict=True)
-    ]
+    pairs = zip(true, plan.workers, strict=True)
+    times = [model.slope * w.local_batch_size + model.intercept for model, w in pairs]
     return max(times) / np.mean(times)
 
 

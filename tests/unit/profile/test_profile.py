@@ -464,10 +464,8 @@ def test_kept_times_that_no_line_fits_are_measured_again_and_the_better_ones_sta
         fit_profile(32, sizes, [1.0, t, 1.0, t, 1.0], [0.0] * 5, MEMORY) for t in (3.0, fresh)
     )
     write_profiles(cache_file(profiler.setup), profiler.setup, {32: kept})
-    counted = []
-    monkeypatch.setattr(
-        "dbsl.profile.cache.profile_steps", lambda *_, **__: counted.append(1) or new
-    )
+    counted, target = [], "dbsl.profile.cache.profile_steps"
+    monkeypatch.setattr(target, lambda *_, **__: counted.append(1) or new)
     better = min(kept, new, key=lambda each: each.largest_error)
     assert kept.misses
     assert profiler().profile(32, 64).times_s == better.times_s

@@ -177,9 +177,8 @@ def test_points_fill_every_range_evenly_and_repeat():
     assert momenta.max() <= 0.99
     assert np.histogram(np.log(1 - momenta), bins=8)[0].min() >= 6
     for values in given:
-        assert values["learning_rate"] == pytest.approx(
-            values["effective_learning_rate"] * (1 - values["momentum"])
-        )
+        rate = values["effective_learning_rate"] * (1 - values["momentum"])
+        assert values["learning_rate"] == pytest.approx(rate)
         assert 50 <= values["learning_rate_decay_steps"] <= 200
         assert values["weight_decay"] == 5e-4
 
