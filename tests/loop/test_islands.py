@@ -137,13 +137,6 @@ def test_one_worker_of_all_processes_takes_the_joint_steps_of_all_workers(tmp_pa
     assert difference(found, joint) < 1e-9
 
 
-def test_four_workers_of_one_process_are_not_two_of_two(tmp_path):
-    common = {"local_batch_sizes": (8, 8)}
-    found, *_ = trained(tmp_path / "islands", 4, **common, worker_processes=(2,))
-    fours, *_ = trained(tmp_path / "ones", 4, local_batch_sizes=(4,) * 4)
-    assert difference(found, fours) > 1e-4
-
-
 def test_simulated_steps_take_what_the_slowest_process_does_and_a_sum_on_the_inner_link(tmp_path):
     slope = (0.001, 0.003, 0.00075)  # 6 + 2 of 8 samples take 6 ms, as do 8 of worker 1
     how = {"local_batch_sizes": (8, 4), "intercept": (0.0,), "worker_processes": (2, 1)}
