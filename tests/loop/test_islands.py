@@ -316,12 +316,10 @@ def kill_at(rank, number, what=signal.SIGKILL):
 
 @pytest.mark.parametrize(
     ("lost", "what"),
-    [
+    short(
+        [(lost, what) for what in (signal.SIGKILL, signal.SIGSTOP) for lost in (2, 1)],
         (2, signal.SIGKILL),
-        pytest.param(1, signal.SIGKILL, marks=slow),
-        pytest.param(2, signal.SIGSTOP, marks=slow),
-        pytest.param(1, signal.SIGSTOP, marks=slow),
-    ],
+    ),
 )
 def test_a_worker_is_lost_with_any_of_its_processes_and_is_back_after_a_resume(
     tmp_path, lost, what

@@ -22,6 +22,7 @@ from dbsl.checkpoint.disk import MANIFEST
 from dbsl.config.parse import parse_config
 from tests import helpers
 from tests.helpers import end_ranks, fingerprint, free_port, slow, start_ranks, to_flags, wait_until
+from tests.unit.checkpoint.test_mirror import wiped
 from train import Config, main
 
 SETTINGS = {"small_workers": 1, "large_batch_size": (3,), "rounds_per_epoch": 2, "epochs": 3}
@@ -43,10 +44,7 @@ def unbroken(tmp_path_factory):
 
 @pytest.fixture
 def memory():
-    fs = fsspec.filesystem("memory")
-    fs.store.clear()
-    fs.pseudo_dirs[:] = [""]
-    return fs
+    return wiped(fsspec.filesystem("memory"))
 
 
 def test_a_run_whose_connection_was_cut_has_its_bits_and_says_so_and_goes_on_from_its_mirror(

@@ -297,9 +297,7 @@ def test_a_checkpoint_of_other_classes_says_so(ended, tmp_path, monkeypatch):
 
 
 # Without a barrier, a worker of the longer run had begun its next epoch before the last had ended.
-@pytest.mark.parametrize(
-    "mode", ["bsp", pytest.param("step", marks=slow), pytest.param("gradients", marks=slow)]
-)
+@pytest.mark.parametrize("mode", short(["bsp", "step", "gradients"], "bsp"))
 def test_a_run_made_longer_is_one_that_was_that_long(tmp_path, mode):
     settings = {**MODES[mode], "warmup_epochs": 0, "schedule": "fixed", "dropout": (0.1,)}
     settings |= {"checkpoint_every": 0, "lr_milestones": (1,)}  # the last is saved all the same
@@ -314,9 +312,7 @@ def test_a_run_made_longer_is_one_that_was_that_long(tmp_path, mode):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
-    "workers", [pytest.param(4, marks=slow), 3], ids=["same workers", "other workers"]
-)
+@pytest.mark.parametrize("workers", short([4, 3], 3))  # the same ones, and others
 def test_an_epoch_under_way_keeps_its_resolution_where_a_run_is_made_longer(tmp_path, workers):
     settings = {**ROUNDS, "large_batch_size": (4, 8), "lr_milestones": None}
     with pytest.raises(RunStopped):
@@ -701,12 +697,7 @@ REAL = {
 
 @pytest.mark.parametrize(
     ("mode", "ranks"),
-    [
-        ("short", 2),
-        pytest.param("bsp", 3, marks=slow),
-        pytest.param("step", 3, marks=slow),
-        pytest.param("powersgd", 2, marks=slow),
-    ],
+    short([("short", 2), ("bsp", 3), ("step", 3), ("powersgd", 2)], ("short", 2)),
 )
 def test_of_several_processes_one_is_killed_the_rest_name_it_and_all_resume_to_the_same_bits(
     tmp_path, mode, ranks

@@ -9,13 +9,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import dbsl
-from tests.helpers import place_of
+from tests.helpers import place_of, short
 
 OF_TRANSFORMERS = ("accelerate_bert", "plain_lm", "trainer_lm", "trainer_classifier")
 NEEDS = dict.fromkeys(OF_TRANSFORMERS, "transformers") | {"lightning_module": "lightning"}
 NEEDS |= {"fsdp2": None, "plain_ddp": None}
 SCALED = {"plain_ddp", "accelerate_bert", "plain_lm", "lightning_module", "fsdp2"}
-SLOW = pytest.mark.slow
 
 
 class TenSteps(Exception):
@@ -72,16 +71,8 @@ def joined():
     return {}
 
 
-@pytest.mark.parametrize(
-    "sizes", [[3, 5], pytest.param([1, 7], marks=SLOW), pytest.param([2, 2, 12], marks=SLOW)]
-)
-@pytest.mark.parametrize(
-    "example",
-    [
-        e if e in ("plain_ddp", "fsdp2", "accelerate_bert") else pytest.param(e, marks=SLOW)
-        for e in NEEDS
-    ],
-)
+@pytest.mark.parametrize("sizes", short([[3, 5], [1, 7], [2, 2, 12]], [3, 5]))
+@pytest.mark.parametrize("example", short(NEEDS, "plain_ddp", "fsdp2", "accelerate_bert"))
 def test_uneven_batches_train_as_one_process_on_all(run, joined, example, sizes):
     if NEEDS[example]:
         pytest.importorskip(NEEDS[example])
