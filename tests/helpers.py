@@ -91,6 +91,12 @@ def run(folder, **settings):
     return config
 
 
+def train_by(*flags):
+    """Train in this process by flags."""
+    AcceleratorState._reset_state(True)
+    main(parse_config(Config, [*flags]))
+
+
 def to_flags(folder, **settings):
     """Return the flags of the run that `run` would make."""
     return yaml_to_argv({**TINY, **settings, "output_dir": folder})

@@ -13,26 +13,22 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from accelerate.state import AcceleratorState
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dbsl.base.errors import EXIT_STOPPED, RunStopped
 from dbsl.checkpoint.disk import MANIFEST
-from dbsl.config.parse import parse_config
 from tests import helpers
 from tests.helpers import end_ranks, fingerprint, free_port, slow, start_ranks, to_flags, wait_until
 from tests.unit.checkpoint.test_mirror import wiped
-from train import Config, main
 
 SETTINGS = {"small_workers": 1, "large_batch_size": (3,), "rounds_per_epoch": 2, "epochs": 3}
 SETTINGS |= {"lr_milestones": (2,), "checkpoint_every": 1}
 run = partial(helpers.run, **SETTINGS)
 
 
-def resume(url, folder, *flags):
-    AcceleratorState._reset_state(True)
-    main(parse_config(Config, ["--resume", url, "--output-dir", str(folder), *flags]))
+def resume(url, folder):
+    helpers.train_by("--resume", url, "--output-dir", str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +82,7 @@ def test_a_stopped_run_is_mirrored_and_the_same_command_goes_on_elsewhere(tmp_pa
     with pytest.raises(RunStopped):
         run(tmp_path / "run", **settings, max_minutes=1e-6)
     shutil.rmtree(tmp_path / "run")  # another machine
-    flags = to_flags(tmp_path / "run", **SETTINGS, **settings, max_minutes=60)
-    AcceleratorState._reset_state(True)
-    main(parse_config(Config, flags))
+    helpers.train_by(*to_flags(tmp_path / "run", **SETTINGS, **settings, max_minutes=60))
     assert fingerprint(tmp_path / "run") == unbroken
     assert (tmp_path / "bucket/summary.json").exists()
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
@@ -26,7 +25,6 @@ from dbsl.cluster.steps import Stepper
 from dbsl.config.complete import with_resolved
 from dbsl.config.hooks import found_extras
 from dbsl.config.parse import parse_config
-from dbsl.log.rows import in_code
 from dbsl.model import load_model
 from dbsl.open import _given_now
 from dbsl.plan.types import LostWorker
@@ -72,9 +70,8 @@ def killed(folder, step, **settings):
     """Run in a process of its own, and kill that after so many steps and a checkpoint."""
 
     def kill():
-        helpers.wait_until(
-            lambda: [*folder.glob("checkpoints/*/manifest.json")], 30, "a checkpoint"
-        )
+        whole = "checkpoints/*/manifest.json"
+        helpers.wait_until(lambda: [*folder.glob(whole)], 30, "a checkpoint")
         os.kill(os.getpid(), signal.SIGKILL)
 
     with helpers.at_step(step, kill):
@@ -394,7 +391,8 @@ def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, mode, workers)
     stopped(tmp_path / "run", 21 if partly else 17, **settings)
     (saved,) = tmp_path.glob("run/checkpoints/save-*/rank-00000.json")
     state = json.loads(saved.read_text())
-    before = metrics_before(tmp_path / "run", state)
+    content = (tmp_path / "run/metrics.jsonl").read_bytes()[: state["log"]["metrics_bytes"]]
+    before = [e for e in map(json.loads, content.splitlines()) if e["event"] == "round"]
     settings |= {"workers": workers, "slowdown": None, "resume": str(tmp_path / "run")}
     run(tmp_path / "run", **settings, allow_config_change=True)
     rounds = rounds_of(tmp_path / "run")
@@ -540,8 +538,7 @@ def test_a_change_that_was_allowed_stays_allowed_where_the_run_is_killed_before_
     folder = shutil.copytree(left("bsp", True), tmp_path / "run")
 
     def resume(*flags):
-        AcceleratorState._reset_state(True)
-        helpers.main(parse_config(Config, ["--resume", str(folder), *flags]))
+        helpers.train_by("--resume", str(folder), *flags)
 
     with helpers.at_step(1, lambda: {}["killed"]), pytest.raises(KeyError):
         resume("--lr", "0.01", "--large-batch-size", "4", "--allow-config-change")
@@ -646,12 +643,6 @@ def test_a_rest_of_fewer_samples_than_workers_and_rounds_is_trained_on_once(tmp_
     rounds = rounds_of(tmp_path / "run")
     assert any(e["steps"] == 0 for e in rounds)
     assert sum(e["samples"] for e in rounds) == 2 * 72
-
-
-def metrics_before(folder, state):
-    content = (folder / "metrics.jsonl").read_bytes()[: state["log"]["metrics_bytes"]]
-    rows = map(in_code, map(json.loads, content.splitlines()))
-    return [e for e in rows if e["event"] == "round"]
 
 
 def test_a_checkpoint_of_before_a_setting_was_there_has_its_default():

@@ -53,13 +53,11 @@ def environ(monkeypatch):
     return change
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "native"),
-    [({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx512_f": True}, False)],
-)
-def test_a_cpu_that_only_converts_does_not_compute_bf16(monkeypatch, capabilities, native):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    assert dbsl.run.accelerator.computes_bf16(torch.device("cpu")) is native
+@pytest.mark.parametrize("capability", ["avx512_bf16", "amx_bf16", "avx512_f"])
+def test_a_cpu_that_only_converts_does_not_compute_bf16(monkeypatch, capability):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {capability: True})
+    native = dbsl.run.accelerator.computes_bf16(torch.device("cpu"))
+    assert native is (capability != "avx512_f")
 
 
 @pytest.mark.parametrize(

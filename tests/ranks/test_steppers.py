@@ -244,28 +244,21 @@ def test_uneven_processes_equal_the_joined_batch(train_ranks, tiny_model, how, s
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
-def cleared(model):
-    model.zero_grad()
-
-
-def replaced(model):
+def replaced(model, *_):
+    """Replace what earlier parts of the step have added up; also as a hook."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad = parameter.grad.clone()
 
 
-def replaced_again(model, *_):
-    replaced(model)  # what earlier parts of the step have added up
-
-
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("micro", [None, [2, 1]])
-@pytest.mark.parametrize("does", [{"first": cleared}, {"last": replaced}, {}])
+@pytest.mark.parametrize("does", [{"first": nn.Module.zero_grad}, {"last": replaced}, {}])
 def test_a_loop_may_clear_gradients_or_put_others_in_their_place(tiny_model, how, micro, does):
     usual = Case(how, micro=micro)
     expected = trained(tiny_model, usual)
     if not does:
-        tiny_model.register_forward_pre_hook(replaced_again)
+        tiny_model.register_forward_pre_hook(replaced)
     assert torch.equal(trained(tiny_model, replace(usual, **does)), expected)
 
 

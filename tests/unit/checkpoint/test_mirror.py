@@ -46,13 +46,7 @@ def wiped(fs):
 def calls(monkeypatch):
     """Count the calls of a file system; those that `fails` names fail, a write half-way."""
 
-    class Calls:
-        count, failed = 0, 0
-
-        def fails(self, number):
-            return False
-
-    calls = Calls()
+    calls = SimpleNamespace(count=0, failed=0, fails=lambda number: False)
     for name in CALLS:
         original = getattr(MemoryFileSystem, name)
 
@@ -277,14 +271,10 @@ def test_a_url_without_a_whole_checkpoint_cannot_be_resumed(tmp_path, mirrored):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_folder_that_is_there_is_not_pulled_into(tmp_path, mirrored):
+def test_a_folder_that_is_there_is_not_pulled_into_but_one_of_a_killed_start_is(tmp_path, mirrored):
     mirrored(1)
     with pytest.raises(ValueError, match=r"output_dir must be a new folder, got .*run, which"):
         pull(tmp_path / "run")
-
-
-def test_a_folder_of_a_start_that_was_killed_is_pulled_into(tmp_path, mirrored):
-    mirrored(1)
     folder = tmp_path / "pulled"
     folder.mkdir()
     text = "output_dir must be a new folder"
