@@ -1,6 +1,5 @@
 """The recipes are the published ones, and timm's options are where the table says."""
 
-import csv
 from collections import ChainMap
 from dataclasses import fields, replace
 
@@ -8,10 +7,10 @@ import pytest
 
 import train
 from dbsl.config.parse import parse_config
+from experiments.plots.rows import read
 from tests.helpers import ROOT, fingerprint, slow, stopped_at_step
 
-with open(ROOT / "experiments/results/timm_options.csv", encoding="utf-8", newline="") as file:
-    OPTIONS = list(csv.DictReader(file))
+OPTIONS = read(ROOT / "experiments/results/timm_options.csv")
 HERE = {row["option"]: row["here"] for row in OPTIONS}
 
 # By the names of timm's train.py. A3: arXiv 2110.00476, Table 2.

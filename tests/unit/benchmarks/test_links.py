@@ -1,6 +1,5 @@
 """Slow links and unlike machines: arms, rates and verdicts; no root, no time."""
 
-import csv
 import json
 from contextlib import nullcontext
 
@@ -9,7 +8,7 @@ import pytest
 from experiments.benchmarks.demos import arms, islands, link, more_workers, quota, slow_link, uneven
 from experiments.benchmarks.demos.slow_link import ARMS, EPOCHS, FAMILIES, RATES, Arm, rate_of
 from experiments.plots import links, quotas
-from experiments.plots.rows import equivalence_p
+from experiments.plots.rows import equivalence_p, read
 from tests.helpers import ROOT
 
 SYNTHETIC = {"epochs": "8", "train_s": "10", "epoch_s": "1", "accuracy": "0.3"}
@@ -55,8 +54,7 @@ def test_tuning_extends_the_grid_until_the_best_is_inside(tmp_path, monkeypatch)
         slow_link.main(["tune", *flags, "--models", "resnet10t"])
     found = sorted(lr for arm, lr in tried if arm == "step float32")
     assert found == [lr for lr in (0.05, 0.1, 0.2, 0.4, 0.8) for _ in range(2)]
-    with (tmp_path / "tuning.csv").open() as file:
-        assert len(file.readlines()) == 1 + len(FAMILIES) * 5 * 2
+    assert len(read(tmp_path / "tuning.csv")) == len(FAMILIES) * 5 * 2
     with pytest.raises(SystemExit):  # of the other model there is no rate
         slow_link.main(["time", *flags])
 
@@ -136,8 +134,7 @@ def test_simulated_workers_train_at_tuned_rates_all_seeds_at_one_link(tmp_path, 
     for _ in range(2):  # the second call has nothing to do
         more_workers.main(["run", *words, "--jobs", "2"])
     assert len(seen) == len(set(seen)) == 5 * (5 + 1)
-    with (tmp_path / "more_workers.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read(tmp_path / "more_workers.csv")
     rates = {row["arm"]: row["lr"] for row in rows}
     assert rates == {str(arm): "0.1" for arm in more_workers.ARMS} | {links.POWERSGD: "0.2"}
     assert {row["megabits"] for row in rows if row["seed"] == "4"} == {"10.0"}

@@ -1,4 +1,3 @@
-import csv
 import json
 import math
 import shutil
@@ -17,6 +16,7 @@ from dbsl.tools import jobs
 from dbsl.tools.compare import compare, statistics
 from dbsl.tools.compare.report import arms_figure, read_runs, write_comparison, write_runs
 from dbsl.tools.compare.statistics import ArmRun, detectable, interval, paired, read_run, table
+from experiments.plots.rows import read
 from tests.helpers import ROOT, Forked, refused
 
 ARM = {"model": "test_resnet", "resolutions": [16], "train_samples": 60, "eval_samples": 40}
@@ -177,8 +177,7 @@ def end_run(folder, config):
 
 
 def rows_of(path):
-    with open(path, newline="") as file:
-        return {row["arm"]: row for row in csv.DictReader(file)}
+    return {row["arm"]: row for row in read(path)}
 
 
 @pytest.fixture
@@ -291,8 +290,8 @@ def test_equal_time_trains_again_with_other_epochs_and_moved_milestones(
     row = rows["arms"]["base"]
     assert row["command"].startswith("python -m dbsl.compare *.yaml --seeds 1")
     assert all(row[name] for name in ("device", "torch", "timm", "precision", "date"))
-    with open(tmp_path / "out/arms_curves.csv", newline="") as file:
-        assert [row["arm"] for row in csv.DictReader(file)] == ["base"] * 4 + ["alone"] * 4
+    curves = read(tmp_path / "out/arms_curves.csv")
+    assert [row["arm"] for row in curves] == ["base"] * 4 + ["alone"] * 4
 
 
 @pytest.mark.parametrize(
