@@ -31,17 +31,8 @@ from train import Config, main
 
 ROOT = Path(__file__).resolve().parent.parent
 slow = pytest.mark.slow  # of what `pytest -m slow` runs
-TINY = {
-    "model": "test_resnet",
-    "train_samples": 60,
-    "eval_samples": 20,
-    "resolutions": (16,),
-    "slope": (0.001,),
-    "intercept": (0.01,),
-    "lr": 0.02,
-    "cpu_threads": 1,
-    "report_to": "none",
-}
+TINY = {"model": "test_resnet", "train_samples": 60, "eval_samples": 20, "resolutions": (16,)}
+TINY |= {"slope": (0.001,), "intercept": (0.01,), "lr": 0.02, "cpu_threads": 1, "report_to": "none"}
 
 
 def make_table(images, labels=2):
@@ -98,6 +89,12 @@ def run(folder, **settings):
     AcceleratorState._reset_state(True)
     main(config)
     return config
+
+
+def train_by(*flags):
+    """Train in this process by flags."""
+    AcceleratorState._reset_state(True)
+    main(parse_config(Config, [*flags]))
 
 
 def to_flags(folder, **settings):
@@ -286,12 +283,17 @@ def start_ranks(flags, ranks):
     return [start_rank(flags, rank, ranks, port) for rank in range(ranks)]
 
 
-def start_rank(flags, rank, ranks, port, **more):
-    """Start one process of a run of `ranks`, which meet at a port; flags may be what it calls."""
+def place_of(rank, ranks, port=1, **more):
+    """Return what a launcher has in a process's environment; nobody answers at port 1."""
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **more}
+    return {name: str(value) for name, value in launched.items()}
+
+
+def start_rank(flags, rank, ranks, port, **more):
+    """Start one process of a run of `ranks`, which meet at a port; flags may be what it calls."""
     call = flags if callable(flags) else lambda: main(parse_config(Config, flags))
-    return Forked(call, **{name: str(value) for name, value in launched.items()})
+    return Forked(call, **place_of(rank, ranks, port, **more))
 
 
 def wait_all(processes, timeout_s=90):

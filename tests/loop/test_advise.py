@@ -52,10 +52,8 @@ def test_processes_advise_with_measured_figures_and_the_advised_line_trains(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["run-ways.png"]
     flags = [*to_flags(folder, **GIVEN), *shlex.split(found["recommended"])]
     end_ranks(start_ranks(flags, 3))
-    config, (plan,) = (
-        parse_config(Config, flags),
-        json.loads((folder / "plan.json").read_text()).values(),
-    )
+    config = parse_config(Config, flags)
+    (plan,) = json.loads((folder / "plan.json").read_text()).values()
     sizes = config.local_batch_sizes or ((16, 8) if config.worker_processes else (8, 8, 8))
     assert tuple(worker["local_batch_size"] for worker in plan["workers"]) == sizes
     assert (folder / "summary.json").exists()

@@ -18,8 +18,6 @@ CONFIGS = sorted(
     for path in (ROOT / folder).rglob("*.yaml")
     if path.parent.name != "clusters"  # jobs of schedulers
 )
-
-
 # One of each method and model; what the others differ in shows when they are parsed.
 TRAINED = {
     *("mini/dual_3_k105", "mini/cyclic", "mini/hybrid", "mini/ssp", "beyond/cutmix", "beyond/ema"),
@@ -40,25 +38,12 @@ def shrunk(config, tmp_path):
     """Return the config with little data, a small model and two epochs; the method stays."""
     sides = (16, 24, 32)[-len(config.resolutions or (0, 0)) :]
     vit = config.model.partition("_")[0] == "vit" or config.model == "test_vit"
-    changes = TINY | {
-        "dataset": "digits",
-        "image_column": None,
-        "label_column": None,
-        "train_samples": 160,
-        "eval_train": False,
-        "model": "test_vit" if vit else "test_resnet",
-        "pretrained": False,
-        "resolutions": sides,
-        "rounds_per_epoch": min(config.rounds_per_epoch, 4),
-        "epochs": len(sides),
-        "lr": 0.001,
-        "lr_milestones": (),
-        "warmup_epochs": None,
-        "profile": None,
-        "mixed_precision": "no",
-        "checkpoint_every": 0,
-        "output_dir": str(tmp_path / "run"),
-    }
+    changes = TINY | {"dataset": "digits", "image_column": None, "label_column": None}
+    changes |= {"model": "test_vit" if vit else "test_resnet", "pretrained": False, "profile": None}
+    changes |= {"train_samples": 160, "eval_train": False, "mixed_precision": "no"}
+    changes |= {"resolutions": sides, "rounds_per_epoch": min(config.rounds_per_epoch, 4)}
+    changes |= {"epochs": len(sides), "lr": 0.001, "lr_milestones": (), "warmup_epochs": None}
+    changes |= {"checkpoint_every": 0, "output_dir": str(tmp_path / "run")}
     if config.local_batch_sizes is not None:
         changes["local_batch_sizes"] = tuple(min(size, 16) for size in config.local_batch_sizes)
     if config.global_batch_size is not None:

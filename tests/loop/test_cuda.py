@@ -71,10 +71,6 @@ def ready(model, *, compiled):
     return weights
 
 
-def images_of(size, side):
-    return image_batch(size, side, 3, CUDA)
-
-
 def after_joint_steps(*, compiled):
     """Return the weights after three joint steps of two workers with 4 and 8 images."""
     model = small_net()
@@ -86,7 +82,8 @@ def after_joint_steps(*, compiled):
     for _ in range(3):
         for part in step.parts:
             with stepper.micro_batch(step, part) as weight:
-                (loss_of(model, *images_of(len(part.indices), 16)) * weight).backward()
+                images, labels = image_batch(len(part.indices), 16, 3, CUDA)
+                (loss_of(model, images, labels) * weight).backward()
         stepper.step(step, 0.1)
     return weights.vector
 

@@ -15,12 +15,8 @@ from tests.helpers import ROOT, TINY, slow
 
 EXTRAS = hooks.found_extras()
 FILES = sorted(path.name for path in (ROOT / "dbsl/extras").iterdir() if path.stem in EXTRAS)
-FIRST = {name: value for name, value in TINY.items() if name != "report_to"} | {
-    "epochs": 1,
-    "small_workers": 1,
-    "large_batch_size": 3,
-    "mixed_precision": "no",
-}
+FIRST = {name: value for name, value in TINY.items() if name != "report_to"}
+FIRST |= {"epochs": 1, "small_workers": 1, "large_batch_size": 3, "mixed_precision": "no"}
 # Each tool prints its help, in one process.
 HELP = """
 import contextlib, runpy, sys
@@ -35,9 +31,8 @@ CORE = ("tests/unit/plan/test_stages.py", "tests/unit/cluster/test_server.py")
 
 def run(folder, *command):
     environment = {**os.environ, "PYTHONPATH": str(folder), "WANDB_MODE": "disabled"}
-    return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    how = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, *command], **how)
 
 
 @pytest.mark.parametrize(

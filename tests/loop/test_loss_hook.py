@@ -23,11 +23,9 @@ from dbsl.profile.timing import fit_profile
 from tests.helpers import end_ranks, rows, short, start_ranks, stopped_at_step, summary_of
 
 SAMPLES, CLASSES, WIDTH = 44, 3, 6
-SETTINGS = {
-    **{"workers": 4, "epochs": 2, "lr": 0.05, "lr_milestones": (1,)},
-    **{"slope": (0.001,), "intercept": (0.01,)},
-    **{"report_to": "none", "mixed_precision": "no", "cpu_threads": 1},
-}
+SETTINGS = {"workers": 4, "epochs": 2, "lr": 0.05, "lr_milestones": (1,)}
+SETTINGS |= {"slope": (0.001,), "intercept": (0.01,)}
+SETTINGS |= {"report_to": "none", "mixed_precision": "no", "cpu_threads": 1}
 ROUNDS = {"large_batch_size": (6,), "small_workers": 1, "rounds_per_epoch": 2}
 MODES = {
     "bsp": ROUNDS,
@@ -168,9 +166,8 @@ def test_a_run_resumed_inside_a_round_has_the_figures_of_an_unbroken_one(tmp_pat
     run(tmp_path / "whole", numbered, **settings)
     with stopped_at_step(3):
         run(tmp_path / "broken", numbered, **settings)
-    with pytest.raises(
-        SettingError, match=r"must return the same figures as before \(number, one, like"
-    ):
+    message = r"must return the same figures as before \(number, one, like"
+    with pytest.raises(SettingError, match=message):
         run(tmp_path / "broken", distilling(Teacher()), **settings, resume=str(tmp_path / "broken"))
     run(tmp_path / "broken", numbered, **settings, resume=str(tmp_path / "broken"))
     check_means(tmp_path / "broken")
@@ -258,11 +255,7 @@ NO_LOSS = "must return a mean loss, .* got"
         (gives(lambda loss: (loss, loss)), f"{NO_LOSS} Tensor for figures", {}),
         (gives(lambda loss: (loss, {"a": torch.zeros(2)})), r"figure 'a' .* mean, .* \[2\]", {}),
         (gives(lambda loss: (loss, {"a": "high"})), "figure 'a' of .* a mean, .* got str", {}),
-        (
-            gives(lambda loss: (loss, {3: 1.0})),
-            "a figure of .* must have a unique name.* got 3",
-            {},
-        ),
+        (gives(lambda loss: (loss, {3: 1.0})), f"a figure of .* {TAKEN} 3", {}),
         (lambda *_: 1 / 0, "division", {"kind": ZeroDivisionError}),  # a bug shows itself
         (without_a_graph, "backward", {"kind": RuntimeError}),
         (gives(lambda loss: loss.detach()), "does not require grad", {"kind": RuntimeError}),

@@ -13,41 +13,22 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from accelerate.state import AcceleratorState
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dbsl.base.errors import EXIT_STOPPED, RunStopped
 from dbsl.checkpoint.disk import MANIFEST
-from dbsl.config.parse import parse_config
 from tests import helpers
-from tests.helpers import (
-    end_ranks,
-    fingerprint,
-    free_port,
-    short,
-    slow,
-    start_ranks,
-    to_flags,
-    wait_all,
-    wait_until,
-)
-from train import Config, main
+from tests.helpers import end_ranks, fingerprint, free_port, slow, start_ranks, to_flags, wait_until
+from tests.unit.checkpoint.test_mirror import wiped
 
-SETTINGS = {
-    "small_workers": 1,
-    "large_batch_size": (3,),
-    "rounds_per_epoch": 2,
-    "epochs": 3,
-    "lr_milestones": (2,),
-    "checkpoint_every": 1,
-}
+SETTINGS = {"small_workers": 1, "large_batch_size": (3,), "rounds_per_epoch": 2, "epochs": 3}
+SETTINGS |= {"lr_milestones": (2,), "checkpoint_every": 1}
 run = partial(helpers.run, **SETTINGS)
 
 
-def resume(url, folder, *flags):
-    AcceleratorState._reset_state(True)
-    main(parse_config(Config, ["--resume", url, "--output-dir", str(folder), *flags]))
+def resume(url, folder):
+    helpers.train_by("--resume", url, "--output-dir", str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +40,7 @@ def unbroken(tmp_path_factory):
 
 @pytest.fixture
 def memory():
-    fs = fsspec.filesystem("memory")
-    fs.store.clear()
-    fs.pseudo_dirs[:] = [""]
-    return fs
+    return wiped(fsspec.filesystem("memory"))
 
 
 def test_a_run_whose_connection_was_cut_has_its_bits_and_says_so_and_goes_on_from_its_mirror(
@@ -104,14 +82,12 @@ def test_a_stopped_run_is_mirrored_and_the_same_command_goes_on_elsewhere(tmp_pa
     with pytest.raises(RunStopped):
         run(tmp_path / "run", **settings, max_minutes=1e-6)
     shutil.rmtree(tmp_path / "run")  # another machine
-    flags = to_flags(tmp_path / "run", **SETTINGS, **settings, max_minutes=60)
-    AcceleratorState._reset_state(True)
-    main(parse_config(Config, flags))
+    helpers.train_by(*to_flags(tmp_path / "run", **SETTINGS, **settings, max_minutes=60))
     assert fingerprint(tmp_path / "run") == unbroken
     assert (tmp_path / "bucket/summary.json").exists()
 
 
-@pytest.mark.parametrize("number", short([4, *range(1, 13, 2)], 4))
+@pytest.mark.parametrize("number", helpers.short([4, *range(1, 13, 2)], 4))
 def test_a_run_killed_in_the_middle_of_an_upload_goes_on_from_its_mirror_to_the_same_bits(
     tmp_path, monkeypatch, unbroken, number
 ):
@@ -145,7 +121,7 @@ def test_three_processes_stop_with_their_mirror_whole_and_go_on_from_it(tmp_path
     processes = start_ranks(flags, 3)
     wait_until((tmp_path / "run/checkpoints/epoch-0002/manifest.json").exists, 90)
     processes[0].terminate()
-    assert wait_all(processes) == [EXIT_STOPPED] * 3, processes[0].stderr
+    assert helpers.wait_all(processes) == [EXIT_STOPPED] * 3, processes[0].stderr
     (newest,) = (tmp_path / "bucket/checkpoints").glob("save-*/mirror.json")
     assert len([*newest.parent.glob("rank-*.safetensors")]) == 3
     shutil.rmtree(tmp_path / "run")

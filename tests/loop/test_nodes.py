@@ -16,16 +16,7 @@ import torch
 from dbsl.config.parse import parse_config
 from dbsl.run.training import Run
 from experiments.benchmarks.demos.link import ADDRESSES, link
-from tests.helpers import (
-    ROOT,
-    TINY,
-    end_ranks,
-    free_port,
-    rounds_of,
-    slow,
-    start_rank,
-    to_flags,
-)
+from tests.helpers import ROOT, TINY, end_ranks, free_port, rounds_of, slow, start_rank, to_flags
 from train import Config, main
 
 NODES = (3, 1)  # processes of each
@@ -33,10 +24,7 @@ NODES = (3, 1)  # processes of each
 UNLIKE = {"slope": (0.003, 0.003, 0.003, 0.001), "intercept": (0.0,), "epochs": 2, "lr": 0.01}
 JOINT = {**UNLIKE, "sync": "step", "global_batch_size": 12}
 ROUNDS = {**UNLIKE, "large_batch_size": (5,), "rounds_per_epoch": 2}
-MODES = {
-    "step": JOINT,
-    **{sync: {**ROUNDS, "sync": sync} for sync in ("bsp", "ssp", "asp")},
-}
+MODES = {"step": JOINT, **{sync: {**ROUNDS, "sync": sync} for sync in ("bsp", "ssp", "asp")}}
 RECORDED = """
 import runpy, sys
 sys.path.insert(0, {root!r})

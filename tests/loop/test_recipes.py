@@ -1,6 +1,5 @@
 """The recipes are the published ones, and timm's options are where the table says."""
 
-import csv
 from collections import ChainMap
 from dataclasses import fields, replace
 
@@ -8,10 +7,10 @@ import pytest
 
 import train
 from dbsl.config.parse import parse_config
+from experiments.plots.rows import read
 from tests.helpers import ROOT, fingerprint, slow, stopped_at_step
 
-with open(ROOT / "experiments/results/timm_options.csv", encoding="utf-8", newline="") as file:
-    OPTIONS = list(csv.DictReader(file))
+OPTIONS = read(ROOT / "experiments/results/timm_options.csv")
 HERE = {row["option"]: row["here"] for row in OPTIONS}
 
 # By the names of timm's train.py. A3: arXiv 2110.00476, Table 2.
@@ -35,10 +34,8 @@ DEIT3 = {
     **{"--bce-target-thresh": None, "--color-jitter": (0.3,), "--reprob": 0.0, "--aug-repeats": 3},
     **{"--train-interpolation": "bicubic", "--crop-pct": 1.0, "--warmup-prefix": False},
 }
-SMALL = {
-    **{"dataset": "digits", "train_samples": 48, "eval_samples": 10, "loader_workers": 0},
-    **{"slope": (0.001,), "intercept": (0.01,), "report_to": "none", "cpu_threads": 1},
-}
+SMALL = {"dataset": "digits", "train_samples": 48, "eval_samples": 10, "loader_workers": 0}
+SMALL |= {"slope": (0.001,), "intercept": (0.01,), "report_to": "none", "cpu_threads": 1}
 RECIPES = {"a3": A3, "deit3_small": DEIT3}
 
 
@@ -64,9 +61,8 @@ def test_each_of_timms_options_is_a_flag_here_or_has_a_reason():
     flags = {f"--{field.name.replace('_', '-')}" for field in fields(train.Config)} | {"--config"}
     assert len(OPTIONS) == len(HERE) == 173
     for row in OPTIONS:
-        assert row["here"].partition(" ")[0] in flags | {"always"} or (
-            not row["here"] and row["note"]
-        ), row
+        known = row["here"].partition(" ")[0] in flags | {"always"}
+        assert known or (not row["here"] and row["note"]), row
     assert sum(map(bool, HERE.values())) >= 0.6 * len(OPTIONS)
 
 

@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
-from dbsl.checkpoint import resume
+from dbsl.checkpoint import disk, resume
 from dbsl.checkpoint.disk import Found, newest, read_manifest
 from dbsl.checkpoint.resume import changed_settings
 from dbsl.cluster.meeting import SimulatedCluster
@@ -26,43 +25,16 @@ from dbsl.cluster.steps import Stepper
 from dbsl.config.complete import with_resolved
 from dbsl.config.hooks import found_extras
 from dbsl.config.parse import parse_config
-from dbsl.log.rows import in_code
 from dbsl.model import load_model
 from dbsl.open import _given_now
 from dbsl.plan.types import LostWorker
 from dbsl.run.evaluation import Evaluation
 from tests import helpers
-from tests.helpers import (
-    Forked,
-    at_step,
-    each_step,
-    end_ranks,
-    fingerprint,
-    metrics_of,
-    rounds_of,
-    rows,
-    samples_by_epoch,
-    short,
-    slow,
-    start_ranks,
-    stopped_at_step,
-    stopped_when,
-    summary_of,
-    to_flags,
-    torchrun,
-    wait_all,
-    wait_until,
-)
+from tests.helpers import fingerprint, rounds_of, rows, samples_by_epoch, short, slow, wait_all
 from train import Config
 
-SETTINGS = {
-    "resolutions": (16, 32),
-    "epochs": 3,
-    "lr_milestones": (2,),
-    "dropout": (0.1, 0.3),
-    "checkpoint_every": 1,
-    "log_every": 2,
-}
+SETTINGS = {"resolutions": (16, 32), "epochs": 3, "lr_milestones": (2,), "dropout": (0.1, 0.3)}
+SETTINGS |= {"checkpoint_every": 1, "log_every": 2}
 ROUNDS = {"small_workers": 1, "large_batch_size": (3,), "rounds_per_epoch": 2}
 JOINT = {"local_batch_sizes": (3, 3, 4, 6)}
 ONE_SIDE = {"resolutions": (16,), "dropout": (0.1,)}
@@ -76,18 +48,9 @@ MODES = {
     "step": {**JOINT, "sync": "step"},
     "powersgd": {**JOINT, "sync": "step", "wire": "powersgd:2:3"},
     "link": {
-        "sync": "step",
-        "global_batch_size": 18,
-        "workers": 3,
-        "rounds_per_epoch": 2,
-        "balance": "dynamic",
-        "slowdown": ("0:3.0",),
-        "time_noise": 0.5,
-        "link_gbps": 1.0,
-        "resolutions": (16,),
-        "dropout": (0.1,),
-        "train_samples": 90,
-        "epochs": 5,
+        **{**ONE_SIDE, "sync": "step", "global_batch_size": 18, "train_samples": 90, "workers": 3},
+        **{"balance": "dynamic", "slowdown": ("0:3.0",), "time_noise": 0.5, "link_gbps": 1.0},
+        **{"rounds_per_epoch": 2, "epochs": 5},
     },
     "gradients": {**JOINT, "push": "gradients", "push_every": 2},
     "delta": {**ROUNDS, "merge": "delta", "ema_decay": 0.6, "mixup": 0.4, "cutmix": 1.0},
@@ -99,7 +62,7 @@ run = partial(helpers.run, **SETTINGS)
 
 def stopped(folder, step, **settings):
     """Run until a signal comes after so many steps, and saves."""
-    with stopped_at_step(step):
+    with helpers.stopped_at_step(step):
         run(folder, **settings)
 
 
@@ -107,11 +70,12 @@ def killed(folder, step, **settings):
     """Run in a process of its own, and kill that after so many steps and a checkpoint."""
 
     def kill():
-        wait_until(lambda: [*folder.glob("checkpoints/*/manifest.json")], 30, "a checkpoint")
+        whole = "checkpoints/*/manifest.json"
+        helpers.wait_until(lambda: [*folder.glob(whole)], 30, "a checkpoint")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with at_step(step, kill):
-        child = Forked(lambda: run(folder, **settings))
+    with helpers.at_step(step, kill):
+        child = helpers.Forked(lambda: run(folder, **settings))
     assert child.wait() == -signal.SIGKILL, child.stderr
     assert not (folder / "summary.json").exists()
 
@@ -148,16 +112,8 @@ def misaligned(monkeypatch):
 
 
 SAVED = {"epochs-float32": (1, "no"), "in-rounds-bf16": ("0.0001m", "bf16")}
-AT_STEP = {
-    "step": 7,
-    "powersgd": 7,
-    "link": 19,
-    "gradients": 20,
-    "gradients-asp": 20,
-    "ssp": 45,
-    "asp": 60,
-    "asp-int2": 60,
-}
+AT_STEP = {"step": 7, "powersgd": 7, "link": 19, "gradients": 20, "gradients-asp": 20}
+AT_STEP |= {"ssp": 45, "asp": 60, "asp-int2": 60}
 
 
 @pytest.mark.usefixtures("misaligned")
@@ -207,8 +163,9 @@ def test_a_signal_saves_after_the_step_and_says_how_to_go_on(
 ):
     folder = tmp_path / "run"
     settings = {**MODES[mode], "checkpoint_every": 0, "mixed_precision": precision}
+    step = {"gradients": 9, "link": 14}.get(mode, 11)
     with (
-        at_step({"gradients": 9, "link": 14}.get(mode, 11), lambda: os.kill(os.getpid(), number)),
+        helpers.at_step(step, lambda: os.kill(os.getpid(), number)),
         pytest.raises(SystemExit) as ended,
         one_line_errors(),
     ):
@@ -331,18 +288,13 @@ def test_a_refused_resume_leaves_all_as_it_was(ended, left, tmp_path, inside, se
 
 def test_a_checkpoint_of_other_classes_says_so(ended, tmp_path, monkeypatch):
     shutil.copytree(ended, tmp_path / "run")
-    monkeypatch.setattr(
-        "dbsl.checkpoint.disk.read_manifest",
-        lambda folder: replace(read_manifest(folder), classes=3),
-    )
+    monkeypatch.setattr(disk, "read_manifest", lambda path: replace(read_manifest(path), classes=3))
     with pytest.raises(ValueError, match="got 3 classes in the checkpoint, 10 in the data"):
         run(tmp_path / "run", **ROUNDS, resume="auto", epochs=4)
 
 
 # Without a barrier, a worker of the longer run had begun its next epoch before the last had ended.
-@pytest.mark.parametrize(
-    "mode", ["bsp", pytest.param("step", marks=slow), pytest.param("gradients", marks=slow)]
-)
+@pytest.mark.parametrize("mode", short(["bsp", "step", "gradients"], "bsp"))
 def test_a_run_made_longer_is_one_that_was_that_long(tmp_path, mode):
     settings = {**MODES[mode], "warmup_epochs": 0, "schedule": "fixed", "dropout": (0.1,)}
     settings |= {"checkpoint_every": 0, "lr_milestones": (1,)}  # the last is saved all the same
@@ -357,9 +309,7 @@ def test_a_run_made_longer_is_one_that_was_that_long(tmp_path, mode):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
-    "workers", [pytest.param(4, marks=slow), 3], ids=["same workers", "other workers"]
-)
+@pytest.mark.parametrize("workers", short([4, 3], 3))  # the same ones, and others
 def test_an_epoch_under_way_keeps_its_resolution_where_a_run_is_made_longer(tmp_path, workers):
     settings = {**ROUNDS, "large_batch_size": (4, 8), "lr_milestones": None}
     with pytest.raises(RunStopped):
@@ -441,11 +391,12 @@ def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, mode, workers)
     stopped(tmp_path / "run", 21 if partly else 17, **settings)
     (saved,) = tmp_path.glob("run/checkpoints/save-*/rank-00000.json")
     state = json.loads(saved.read_text())
-    before = metrics_before(tmp_path / "run", state)
+    content = (tmp_path / "run/metrics.jsonl").read_bytes()[: state["log"]["metrics_bytes"]]
+    before = [e for e in map(json.loads, content.splitlines()) if e["event"] == "round"]
     settings |= {"workers": workers, "slowdown": None, "resume": str(tmp_path / "run")}
     run(tmp_path / "run", **settings, allow_config_change=True)
     rounds = rounds_of(tmp_path / "run")
-    events = metrics_of(tmp_path / "run")
+    events = helpers.metrics_of(tmp_path / "run")
     undone = sum(e["event"] == "undone" for e in events)  # and done again, by all workers
     assert (undone > 0) == partly
     after = rounds[len(before) - undone :]
@@ -455,12 +406,13 @@ def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, mode, workers)
             seen += state["progress"]["steps"] * 15  # of the round that was under way
         assert seen == 90
     assert {e["worker"] for e in after} == set(range(workers))
-    assert summary_of(tmp_path / "run")["samples_seen"] == 3 * 90
+    assert helpers.summary_of(tmp_path / "run")["samples_seen"] == 3 * 90
 
 
 BY_STEP = {**JOINT, "small_workers": None, "rounds_per_epoch": 1}
 WIDER = {"local_batch_sizes": None, "global_batch_size": 24}
 BY_ROUND = {"sync": "bsp", "push": "weights", "local_batch_sizes": None, **ROUNDS}
+NO_PUSHES = {"push": "weights", "push_every": 1}
 # What plans are made from, or how workers meet: what is refused inside an epoch, and how.
 CHANGES = {
     ("bsp", "large_batch_size"): ({"large_batch_size": (5,)}, None),
@@ -476,13 +428,11 @@ CHANGES = {
     ("step", "global_batch_size"): (WIDER, "global_batch_size at 32 px must stay 16"),
     ("step", "drop_last"): ({"drop_last": True}, "drop_last must stay false"),
     ("step", "bsp"): (BY_ROUND, "sync must stay step"),
+    ("step", "bsp of three"): ({**BY_ROUND, "workers": 3}, "sync must stay step"),
     ("step", "gradients"): ({"sync": "bsp", "push": "gradients"}, "sync must stay step"),
     ("gradients", "global_batch_size"): (WIDER, "global_batch_size at 16 px must stay 16"),
-    ("gradients", "bsp"): ({**BY_ROUND, "push_every": 1}, "push must stay gradients"),
-    ("gradients", "step"): (
-        {"sync": "step", "push": "weights", "push_every": 1},
-        "sync must stay bsp",
-    ),
+    ("gradients", "bsp"): ({**BY_ROUND, **NO_PUSHES}, "push must stay gradients"),
+    ("gradients", "step"): ({"sync": "step", **NO_PUSHES}, "sync must stay bsp"),
     ("balance", "none"): ({"balance": "none"}, None),
     ("balance", "dbs"): ({"balance": "dbs"}, None),
     ("asp", "small_workers"): ({"small_workers": 0}, None),
@@ -514,7 +464,7 @@ def left(tmp_path_factory):
         [(inside, *change) for change in CHANGES for inside in (False, True)],
         *((False, "bsp", "step"), (False, "step", "bsp"), (False, "bsp", "momentum")),
         *((True, "bsp", "step"), (True, "step", "bsp"), (True, "bsp", "large_batch_size")),
-        *((True, "bsp", "seed"), (True, "asp", "small_workers")),
+        *((True, "bsp", "seed"), (True, "asp", "small_workers"), (False, "step", "bsp of three")),
     ),
 )
 def test_a_run_trains_by_what_was_changed_and_takes_each_sample_once(
@@ -535,12 +485,11 @@ def test_a_run_trains_by_what_was_changed_and_takes_each_sample_once(
     if settings.get("drop_last"):
         samples[1:] = [80, 80]
     assert samples_by_epoch(folder) == samples
-    assert summary_of(folder)["samples_seen"] == sum(samples)
+    assert helpers.summary_of(folder)["samples_seen"] == sum(samples)
     plans = json.loads((folder / "plan.json").read_text())
     trained = {e["worker"]: e["local_batch_size"] for e in rounds if e["epoch"] == 2}
-    assert trained == {
-        worker: row["local_batch_size"] for worker, row in enumerate(plans["32 px"]["workers"])
-    }
+    planned = plans["32 px"]["workers"]
+    assert trained == {worker: row["local_batch_size"] for worker, row in enumerate(planned)}
     told = rows(folder, "plan")
     of_epoch = [row for row in told if row["first_epoch"] <= 2 < row["end_epoch"]]
     assert {w["worker"]: w["local_batch_size"] for w in of_epoch[-1]["workers"]} == trained
@@ -551,9 +500,8 @@ def test_a_run_trains_by_what_was_changed_and_takes_each_sample_once(
 def test_joint_steps_go_on_with_the_weights_that_the_server_had(left, tmp_path, mode):
     folder = shutil.copytree(left(mode, False), tmp_path / "run")
     before = load_file(folder / "model.safetensors")
-    settings = {**MODES[mode], "train_samples": 90, **BY_STEP, "sync": "step", "push": "weights"}
-    settings |= {"push_every": 1, "lr": 1e-9, "resume": str(folder), "allow_config_change": True}
-    run(folder, **settings)
+    settings = {**MODES[mode], "train_samples": 90, **BY_STEP, "sync": "step", **NO_PUSHES}
+    run(folder, **settings, lr=1e-9, resume=str(folder), allow_config_change=True)
     after = load_file(folder / "model.safetensors")
     trained = [name for name in before if not re.search("running|num_batches", name)]
     assert trained
@@ -590,17 +538,15 @@ def test_a_change_that_was_allowed_stays_allowed_where_the_run_is_killed_before_
     folder = shutil.copytree(left("bsp", True), tmp_path / "run")
 
     def resume(*flags):
-        AcceleratorState._reset_state(True)
-        helpers.main(parse_config(Config, ["--resume", str(folder), *flags]))
+        helpers.train_by("--resume", str(folder), *flags)
 
-    with at_step(1, lambda: {}["killed"]), pytest.raises(KeyError):
+    with helpers.at_step(1, lambda: {}["killed"]), pytest.raises(KeyError):
         resume("--lr", "0.01", "--large-batch-size", "4", "--allow-config-change")
     with pytest.raises(ValueError, match=r"got lr 0.02 -> 0.03$"):
         resume("--lr", "0.03")
     resume()
-    assert "changed since the checkpoint: lr 0.02 -> 0.01 (as config.yaml has it)" in (
-        capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert "changed since the checkpoint: lr 0.02 -> 0.01 (as config.yaml has it)" in said
     assert max(e["learning_rate"] for e in rounds_of(folder) if e["epoch"] == 1) == 0.01
 
 
@@ -621,7 +567,7 @@ def test_joint_steps_are_counted_once_however_often_workers_change(tmp_path):
     settings |= {"resume": str(tmp_path / "run")}
     stopped(tmp_path / "run", 1, **settings, workers=3)  # all in the first round
     run(tmp_path / "run", **settings, workers=2)
-    assert summary_of(tmp_path / "run")["samples_seen"] == 3 * 90
+    assert helpers.summary_of(tmp_path / "run")["samples_seen"] == 3 * 90
     assert samples_by_epoch(tmp_path / "run") == [90] * 3
 
 
@@ -642,7 +588,7 @@ def test_joint_steps_that_others_took_to_the_last_are_an_epoch_without_a_loss(tm
 def test_a_run_is_not_made_shorter_than_a_worker_has_come(tmp_path):
     folder = tmp_path / "run"
     settings = {**MODES["asp"], "slowdown": ("3:9.0",), "train_samples": 90}
-    with stopped_when(lambda _: {0, 1} <= {row["epoch"] for row in rows(folder, "round")}):
+    with helpers.stopped_when(lambda _: {0, 1} <= {row["epoch"] for row in rows(folder, "round")}):
         run(folder, **settings)
     before = files_of(folder)
     settings |= {"epochs": 1, "lr_milestones": (), "resume": "auto", "allow_config_change": True}
@@ -679,43 +625,24 @@ def test_rounds_that_were_not_finite_are_counted_on_with_other_workers(left, tmp
     monkeypatch.setattr(resume, "make_handover", with_refused)
     again = {"epochs": 2, "lr_milestones": (), "resume": "auto", "allow_config_change": True}
     run(folder, **ROUNDS, **again, train_samples=90, workers=3)
-    assert summary_of(folder)["refused_rounds"] == 7
+    assert helpers.summary_of(folder)["refused_rounds"] == 7
 
 
-def test_a_rest_of_fewer_samples_than_workers_and_rounds_is_trained_on_once(tmp_path):
+@pytest.mark.parametrize("stops", [False, True], ids=["", "stopped in a turn without steps"])
+def test_a_rest_of_fewer_samples_than_workers_and_rounds_is_trained_on_once(tmp_path, stops):
     settings = {"sync": "asp", "rounds_per_epoch": 3, "train_samples": 72, "epochs": 2, **ONE_SIDE}
     settings |= {"large_batch_size": (4,), "lr_milestones": ()}
     slow_first = {"slope": (0.5, 0.001), "workers": 2}
     stopped(tmp_path / "run", 38, **settings, **slow_first)  # the other has done all its rounds
-    resumed = {"workers": 6, "slope": (0.001,), "resume": str(tmp_path / "run")}
-    run(tmp_path / "run", **settings, **resumed, allow_config_change=True)
+    settings |= {"workers": 6, "slope": (0.001,), "resume": str(tmp_path / "run")}
+    settings["allow_config_change"] = True
+    if stops:
+        with pytest.raises(RunStopped):  # before its first step
+            run(tmp_path / "run", **settings, max_minutes=1e-6)
+    run(tmp_path / "run", **settings, max_minutes=None)
     rounds = rounds_of(tmp_path / "run")
     assert any(e["steps"] == 0 for e in rounds)
     assert sum(e["samples"] for e in rounds) == 2 * 72
-
-
-def test_a_run_that_stops_in_a_turn_without_steps_goes_on(tmp_path):
-    settings = {"sync": "asp", "rounds_per_epoch": 3, "train_samples": 72, "epochs": 2, **ONE_SIDE}
-    settings |= {"large_batch_size": (4,), "lr_milestones": ()}
-    stopped(tmp_path / "run", 38, **settings, slope=(0.5, 0.001), workers=2)
-    settings |= {"workers": 6, "slope": (0.001,), "resume": str(tmp_path / "run")}
-    with pytest.raises(RunStopped):  # before its first step
-        run(tmp_path / "run", **settings, allow_config_change=True, max_minutes=1e-6)
-    run(tmp_path / "run", **settings, allow_config_change=True, max_minutes=None)
-    assert sum(e["samples"] for e in rounds_of(tmp_path / "run")) == 2 * 72
-
-
-def test_other_workers_may_take_over_joint_steps_in_rounds(left, tmp_path):
-    folder = shutil.copytree(left("step", False), tmp_path / "run")
-    settings = {**MODES["step"], **BY_ROUND, "train_samples": 90, "workers": 3}
-    run(folder, **settings, resume=str(folder), allow_config_change=True)
-    assert samples_by_epoch(folder) == [90] * 3
-
-
-def metrics_before(folder, state):
-    content = (folder / "metrics.jsonl").read_bytes()[: state["log"]["metrics_bytes"]]
-    rows = map(in_code, map(json.loads, content.splitlines()))
-    return [e for e in rows if e["event"] == "round"]
 
 
 def test_a_checkpoint_of_before_a_setting_was_there_has_its_default():
@@ -740,11 +667,14 @@ def test_resuming_by_folder_keeps_the_runs_settings_and_flags_win(ended):
 
 
 def start(folder, ranks=3, **settings):
-    return start_ranks(to_flags(folder, **{**SETTINGS, **settings, "resume": "auto"}), ranks)
+    flags = helpers.to_flags(folder, **{**SETTINGS, **settings, "resume": "auto"})
+    return helpers.start_ranks(flags, ranks)
 
 
 def wait_for(path, processes):
-    wait_until(lambda: path.exists() or any(p.poll() is not None for p in processes), 90, path)
+    helpers.wait_until(
+        lambda: path.exists() or any(p.poll() is not None for p in processes), 90, path
+    )
     assert path.exists(), [p.stderr for p in processes]
 
 
@@ -758,12 +688,7 @@ REAL = {
 
 @pytest.mark.parametrize(
     ("mode", "ranks"),
-    [
-        ("short", 2),
-        pytest.param("bsp", 3, marks=slow),
-        pytest.param("step", 3, marks=slow),
-        pytest.param("powersgd", 2, marks=slow),
-    ],
+    short([("short", 2), ("bsp", 3), ("step", 3), ("powersgd", 2)], ("short", 2)),
 )
 def test_of_several_processes_one_is_killed_the_rest_name_it_and_all_resume_to_the_same_bits(
     tmp_path, mode, ranks
@@ -792,7 +717,7 @@ def test_a_round_whose_steps_are_all_taken_asks_again_after_a_resume(tmp_path):
             saver._stop()
 
     settings = {**ROUNDS, **ONE_SIDE, "epochs": 1, "lr_milestones": None}
-    with each_step(stops):
+    with helpers.each_step(stops):
         with pytest.raises(RunStopped):
             run(tmp_path / "run", **settings)
         *_, last = asked
@@ -818,7 +743,7 @@ def test_a_run_stopped_while_some_wait_at_the_barrier_goes_on(tmp_path):
         steps.append(progress["steps"] if progress else 0)
     assert 0 < steps[0] < 40, steps
     assert steps[1:] == [1, 1]
-    end_ranks(start(tmp_path / "run", **settings, worker_timeout=30))
+    helpers.end_ranks(start(tmp_path / "run", **settings, worker_timeout=30))
 
 
 @slow
@@ -831,16 +756,16 @@ def test_a_worker_that_dies_without_a_barrier_is_dropped_and_is_back_after_a_res
     wait_for(folder / "checkpoints/epoch-0002/manifest.json", processes)
     processes[2].kill()
     if stop:
-        wait_until(lambda: rows(folder, "lost"), what="the loss")
+        helpers.wait_until(lambda: rows(folder, "lost"), what="the loss")
         for process in processes[:2]:
             process.send_signal(signal.SIGTERM)
         assert wait_all(processes)[:2] == [EXIT_STOPPED] * 2, processes[0].stderr
-        end_ranks(start(folder, **settings))
+        helpers.end_ranks(start(folder, **settings))
     else:
         assert wait_all(processes)[:2] == [0, 0], processes[0].stderr
         said = processes[0].stdout + processes[0].stderr
         assert "warning: rank 2 (worker 2) was lost after" in said
-        assert summary_of(folder)["lost_workers"] == [2]
+        assert helpers.summary_of(folder)["lost_workers"] == [2]
     (lost,) = rows(folder, "lost")
     trained = samples_by_epoch(folder, 16)
     assert trained[15] == 120  # without the third the others have taken its share over
@@ -852,8 +777,9 @@ def test_a_worker_that_dies_without_a_barrier_is_dropped_and_is_back_after_a_res
 @slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_torchrun_restarts_and_the_run_goes_on_by_itself(tmp_path, ranks):
-    launcher = torchrun(to_flags(tmp_path / "run", **{**SETTINGS, **ROUNDS, "epochs": 8}), ranks)
-    wait_until((tmp_path / "run/checkpoints/epoch-0002/manifest.json").exists, 90)
+    flags = helpers.to_flags(tmp_path / "run", **{**SETTINGS, **ROUNDS, "epochs": 8})
+    launcher = helpers.torchrun(flags, ranks)
+    helpers.wait_until((tmp_path / "run/checkpoints/epoch-0002/manifest.json").exists, 90)
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
     try:
@@ -861,5 +787,5 @@ def test_torchrun_restarts_and_the_run_goes_on_by_itself(tmp_path, ranks):
     finally:
         launcher.kill()
     assert launcher.returncode == 0, said
-    events = [e["event"] for e in metrics_of(tmp_path / "run")]
+    events = [e["event"] for e in helpers.metrics_of(tmp_path / "run")]
     assert events.count("eval") == 8

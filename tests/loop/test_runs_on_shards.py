@@ -13,15 +13,9 @@ LITTLE = 60e3 / 2**30  # GiB: of 110 kB
 def settings(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
     (tmp_path / "shards").mkdir()
-    return {
-        **ROUNDS,
-        "dataset": str(write_shards(tmp_path / "shards")),
-        "resolutions": (8, 16),
-        "train_samples": None,
-        "eval_samples": None,
-        "shuffle_block": 16,
-        "loader_workers": 0,
-    }
+    whole = {"train_samples": None, "eval_samples": None, "resolutions": (8, 16)}
+    read = {"dataset": str(write_shards(tmp_path / "shards")), "loader_workers": 0}
+    return ROUNDS | whole | read | {"shuffle_block": 16}
 
 
 def on_disk(tmp_path):

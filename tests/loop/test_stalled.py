@@ -1,36 +1,19 @@
 """Real processes of train.py that are killed and launched again while the others train."""
 
-from tests.helpers import (
-    end_ranks,
-    free_port,
-    rows,
-    samples_by_epoch,
-    slow,
-    start_rank,
-    summary_of,
-    to_flags,
-    wait_until,
-)
+from tests import helpers
+from tests.helpers import end_ranks, free_port, rows, samples_by_epoch, slow, start_rank, wait_until
 
 SAMPLES, EPOCHS = 120, 40
-SETTINGS = {
-    "sync": "asp",
-    "train_samples": SAMPLES,
-    "epochs": EPOCHS,
-    "local_batch_sizes": (6, 6, 6),
-    "rounds_per_epoch": 2,
-    "worker_timeout": 60.0,
-    "checkpoint_every": 40,
-    "eval_every": 40,
-    "resume": "auto",
-    "slowdown": ("0:2", "1:2", "2:2"),  # so that a job lasts for long enough
-}
+SETTINGS = {"sync": "asp", "train_samples": SAMPLES, "epochs": EPOCHS, "rounds_per_epoch": 2}
+SETTINGS |= {"local_batch_sizes": (6, 6, 6), "worker_timeout": 60.0, "resume": "auto"}
+SETTINGS |= {"checkpoint_every": 40, "eval_every": 40}
+SETTINGS["slowdown"] = ("0:2", "1:2", "2:2")  # so that a job lasts for long enough
 
 
 @slow
 def test_a_worker_that_is_killed_is_launched_again_and_trains_to_the_end(tmp_path):
     folder, port = tmp_path / "run", free_port()
-    flags = to_flags(folder, **SETTINGS)
+    flags = helpers.to_flags(folder, **SETTINGS)
     processes = [start_rank(flags, rank, 3, port) for rank in range(3)]
     wait_until((folder / "metrics.jsonl").exists, 90)
     wait_until(lambda: len(rows(folder, "round")) >= 6, 90, "rounds")
@@ -47,6 +30,6 @@ def test_a_worker_that_is_killed_is_launched_again_and_trains_to_the_end(tmp_pat
     assert begins in processes[2].stdout
     assert 2 in {row["worker"] for row in rows(folder, "round") if row["epoch"] == EPOCHS - 1}
     assert 1 < joined["epoch"] < EPOCHS
-    summary = summary_of(folder)
+    summary = helpers.summary_of(folder)
     assert summary["samples_seen"] + summary.get("lost_samples", 0) == EPOCHS * SAMPLES
     assert summary["joined_workers"] == summary["lost_workers"] == [2]

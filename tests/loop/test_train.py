@@ -26,30 +26,12 @@ from dbsl.profile.memory import MemoryModel
 from dbsl.profile.timing import StepProfile
 from dbsl.run.folder import holder_of
 from tests import helpers
-from tests.helpers import (
-    fingerprint,
-    metrics_of,
-    rounds_of,
-    rows,
-    samples_by_epoch,
-    short,
-    start_ranks,
-    summary_of,
-    to_flags,
-    torchrun,
-    wait_all,
-)
+from tests.helpers import fingerprint, rounds_of, rows, samples_by_epoch, short, to_flags, torchrun
 from train import Config, main
 
 ABSENT = next(name for name in ("trackio", "dvclive", "aim") if find_spec(name) is None)
-SETTINGS = {
-    "eval_samples": 40,
-    "resolutions": (16, 32),
-    "epochs": 3,
-    "lr_milestones": (2,),
-    "large_batch_size": (10,),
-    "small_workers": 1,
-}
+SETTINGS = {"eval_samples": 40, "resolutions": (16, 32), "epochs": 3, "lr_milestones": (2,)}
+SETTINGS |= {"large_batch_size": (10,), "small_workers": 1}
 run = partial(helpers.run, **SETTINGS)
 run_in_ranks = partial(helpers.run_in_ranks, **SETTINGS)
 
@@ -79,7 +61,7 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, monkeypatch, capsys):
     assert {p.name for p in (folder / "plots").iterdir()} == pictures
     assert [p.name for p in (folder / "checkpoints").iterdir()] == ["epoch-0002", "epoch-0003"]
 
-    summary = summary_of(folder)
+    summary = helpers.summary_of(folder)
     assert set(summary) - {"noise_advice"} == {  # which is there if the noise scale is known
         *("final_accuracy", "final_top5_accuracy", "best_accuracy", "final_loss"),
         *("train_time_s", "virtual_time_s", "start_up_time_s", "total_time_s"),
@@ -153,8 +135,6 @@ def test_unequal_workers_get_shares_by_their_own_times(tmp_path):
 
 
 MEMORY = MemoryModel(1e6, 2e7, 12e9, 0.05, 1e9, "a test's")
-
-
 TOO_FEW = "a larger one would leave a round too few steps"  # of digits any would fit
 IN_PARTS = "note: workers 1, 2, 3: batches of 10 in 3 micro-batches of at most 4"
 
@@ -225,12 +205,9 @@ def eval_losses(folder):
 
 def test_joint_steps_in_processes_repeat_to_the_bit_and_equal_one_process_and_the_server(tmp_path):
     options = {"local_batch_sizes": (7, 3), "lr": 0.002}  # small steps: rounding grows slowly
-    for name, extra in (
-        ("one", {"sync": "step"}),
-        ("two", {"sync": "step"}),
-        ("server", {"push": "gradients"}),
-    ):
-        run_in_ranks(tmp_path / name, **JOINT, **options, **extra)
+    for name in ("one", "two", "server"):
+        how = {"push": "gradients"} if name == "server" else {"sync": "step"}
+        run_in_ranks(tmp_path / name, **JOINT, **options, **how)
     assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
     settings = {**JOINT, "workers": 2, **options}
     run(tmp_path / "alone", sync="step", **settings)
@@ -289,19 +266,16 @@ def test_two_processes_finish_with_everything_counted_and_none_hangs(tmp_path, c
 def test_an_existing_run_folder_stops_every_process_and_stays_as_it_was(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/precious.txt").write_text("kept")
-    processes = start_ranks(to_flags(tmp_path / "run"), 2)
-    assert wait_all(processes) == [2, 2]
+    processes = helpers.start_ranks(to_flags(tmp_path / "run"), 2)
+    assert helpers.wait_all(processes) == [2, 2]
     said = "".join(process.stderr for process in processes)
     assert said.startswith("error: output_dir must be a new folder")
     assert said.count("\n") == 1
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["precious.txt"]
 
 
-CLIPPED = [
-    {"large_batch_size": (15,)},
-    {"sync": "step", "local_batch_sizes": (10, 20)},
-    {"push": "gradients", "local_batch_sizes": (10, 20)},
-]
+SIZES = {"local_batch_sizes": (10, 20)}
+CLIPPED = [{"large_batch_size": (15,)}, {"sync": "step", **SIZES}, {"push": "gradients", **SIZES}]
 
 
 @pytest.mark.parametrize("mode", short(CLIPPED, CLIPPED[0]))
@@ -339,14 +313,13 @@ MICRO = {
 
 @pytest.mark.parametrize("mode", short(MICRO, "bsp", "step"))
 def test_micro_batches_train_as_whole_batches_do_without_batch_norm(tmp_path, monkeypatch, mode):
-    sizes = []
-    monkeypatch.setattr(
-        "train.loss_function",
-        lambda *arguments, loss=train.loss_function: (
-            sizes.append(len(arguments[2])),
-            loss(*arguments),
-        )[1],
-    )
+    sizes, loss_function = [], train.loss_function
+
+    def noting(model, images, *rest):
+        sizes.append(len(images))
+        return loss_function(model, images, *rest)
+
+    monkeypatch.setattr(train, "loss_function", noting)
     settings = {"model": "test_vit", "resolutions": (16, 32), "epochs": 2, "workers": 4}
     settings |= MICRO[mode] | {"lr_milestones": (), "log_every": 1, "mixed_precision": "no"}
     helpers.run(tmp_path / "whole", **settings)
@@ -356,7 +329,7 @@ def test_micro_batches_train_as_whole_batches_do_without_batch_norm(tmp_path, mo
     assert max(sizes) <= 5 < max(whole)
     assert sum(sizes) == sum(whole)
     kept = ("event", "worker", "epoch", "samples", "steps", "local_batch_size", "step")
-    found, expected = metrics_of(tmp_path / "micro"), metrics_of(tmp_path / "whole")
+    found, expected = helpers.metrics_of(tmp_path / "micro"), helpers.metrics_of(tmp_path / "whole")
     for ours, theirs in zip(found, expected, strict=True):
         assert [ours.get(name) for name in kept] == [theirs.get(name) for name in kept]
         for name in ("loss", "gradient_norm", "gradient_square", "gradient_batch"):
@@ -375,8 +348,6 @@ def test_a_batch_by_hand_that_does_not_fit_is_said_in_the_plan(tmp_path, monkeyp
 
 STEP = ("--sync", "step", "--small-workers", "0")
 PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
-
-
 MICRO_4 = ("--micro-batch-size", "4")
 COSINE = ("--lr-schedule", "cosine")
 LOW = "powersgd:RANK[:STEPS]"
@@ -388,10 +359,7 @@ REFUSED = [
     (["--resolutions", "32,16"], "resolutions must ascend, got 32,16"),
     (["--resolutions", "0"], "resolutions must be positive for images, got 0"),
     (["--resolutions"], "resolutions must have a value, got none"),
-    (["--dataset", "./no-such-folder"], "dataset must be"),
     (["--dataset", "no-such-name-on/the-hub"], "dataset must be"),
-    (["--train-samples", "5000"], "train_samples must be in [1, 1437], got 5000"),
-    (["--model", "resnet1"], "model must be a name that timm.list_models() knows"),
     (["--optimizer", "sdg"], "optimizer must be a name that timm.optim.list_optimizers()"),
     (["--slope", "0.1", "0.2", "0.3"], "slope must have 1 value, one per resolution (2) or"),
     (["--profile", "no-such.json"], "profile must be unset with slope"),
@@ -427,7 +395,6 @@ REFUSED = [
     ([*STEP, "--sync-batch-norm"], "sync_batch_norm must be false except with a process per"),
     (["--sync", "step"], "small_workers must be unset with sync step or push gra"),
     (["--push-every", "2"], "push_every must be 1 except with push gradients, got 2"),
-    (["--slowdown", "0:0.5"], "slowdown of worker 0 must be at least 1, got 0.5"),
     (["--slowdown", "7:2"], "slowdown must name a worker in [0, 3], got 7"),
     (["--disturb", "2:4-20"], "disturb must have a probability in [0, 1]"),
     (["--report-to", ABSENT], f"report_to must name an installed tracker, got {ABSENT!r}"),
@@ -447,14 +414,10 @@ REFUSED = [
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, capsys, arguments, message):
-    folder = tmp_path / "run"
-    with pytest.raises(SystemExit) as stopped, one_line_errors():
-        main(parse_config(Config, [*to_flags(folder, **SETTINGS), *arguments]))
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err
-    assert f"error: {message}" in error
-    assert error.count("\n") == 1
-    assert not folder.exists()
+    flags = [*to_flags(tmp_path / "run", **SETTINGS), *arguments]
+    line = helpers.refused(capsys, lambda: main(parse_config(Config, flags)))
+    assert line.startswith(message)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

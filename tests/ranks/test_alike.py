@@ -19,9 +19,8 @@ FILES = {"train.py": b"a", "dbsl/open.py": b"b"}
 def rank_with(rank, unlike):
     """Compare, as one of several of which some are unlike; return what is said."""
     settings, files = unlike.get(rank, ({}, FILES))
-    state = SimpleNamespace(
-        num_processes=dist.get_world_size(), process_index=rank, device=torch.device("cpu")
-    )
+    place = {"num_processes": dist.get_world_size(), "process_index": rank}
+    state = SimpleNamespace(device=torch.device("cpu"), **place)
     try:
         check_alike(replace(Config(lr=0.2), **settings), Code(files), state)
     except SettingError as error:

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import dbsl
+from tests.helpers import place_of
 
 SAMPLES = 43
 
@@ -101,8 +102,7 @@ def test_a_stateful_loader_goes_on_at_the_next_batch(run_ranks, stop):
 
 def skipping(rank, interleave):
     """Train an epoch whose first two batches Accelerate leaves out; return what scale says."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
+    os.environ.update(place_of(rank, 2))
     from accelerate import Accelerator, skip_first_batches
 
     accelerator = Accelerator(cpu=True)

@@ -14,29 +14,15 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+import dbsl.base.errors
 import dbsl.cluster.launch
 import dbsl.run.accelerator
 from dbsl.base import machine
-from dbsl.base.errors import (
-    EXIT_INTERRUPTED,
-    SyncError,
-    join_the_others,
-    one_line_errors,
-    quiet_interrupts,
-)
+from dbsl.base.errors import EXIT_INTERRUPTED, SyncError, join_the_others, one_line_errors
 from dbsl.base.machine import lazy_import, remember
 from dbsl.cluster.launch import chosen_backend, join_processes
 from dbsl.config.parse import parse_config
-from dbsl.run.accelerator import (
-    check_launcher,
-    common_threads,
-    computes_bf16,
-    describe_precision,
-    first_on_node,
-    nodes_of,
-    start_accelerator,
-    start_joining_accelerator,
-)
+from dbsl.run.accelerator import check_launcher, common_threads, first_on_node, start_accelerator
 from dbsl.run.stopping import Stopping
 from tests.helpers import ROOT, Forked, free_port, run
 from train import Config
@@ -67,13 +53,11 @@ def environ(monkeypatch):
     return change
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "native"),
-    [({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx512_f": True}, False)],
-)
-def test_a_cpu_that_only_converts_does_not_compute_bf16(monkeypatch, capabilities, native):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    assert computes_bf16(torch.device("cpu")) is native
+@pytest.mark.parametrize("capability", ["avx512_bf16", "amx_bf16", "avx512_f"])
+def test_a_cpu_that_only_converts_does_not_compute_bf16(monkeypatch, capability):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {capability: True})
+    native = dbsl.run.accelerator.computes_bf16(torch.device("cpu"))
+    assert native is (capability != "avx512_f")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +153,7 @@ def test_a_launch_in_another_precision_drops_what_a_run_found_in_its_own(monkeyp
 def test_float32_on_cuda_says_what_runs_in_tf32(monkeypatch):
     def described(device, precision="no"):
         own = SimpleNamespace(device=torch.device(device), mixed_precision=precision)
-        return describe_precision(own)
+        return dbsl.run.accelerator.describe_precision(own)
 
     assert described("cuda") == "no (convolutions in TF32, matrix products in float32)"
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
@@ -186,7 +170,8 @@ def rank_on_node(rank, threads, local_ranks):
     torch.set_num_threads(threads[rank])
     accelerator = start_accelerator("auto", 20.0)
     assert accelerator.mixed_precision == "no"  # one process decides for all
-    return nodes_of(accelerator), torch.get_num_threads(), common_threads(accelerator)
+    nodes = dbsl.run.accelerator.nodes_of(accelerator)
+    return nodes, torch.get_num_threads(), common_threads(accelerator)
 
 
 @pytest.mark.parametrize(("threads", "common"), [((3, 3, 5), None), ((3, 3, 3), 3)])
@@ -202,10 +187,8 @@ def test_a_launch_for_the_cpu_leaves_the_gpu_alone(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # accelerate launch --cpu
-    joined = []
-    monkeypatch.setattr(
-        dbsl.run.accelerator, "join_processes", lambda timeout_s, cpu: joined.append(cpu)
-    )
+    joined, starting = [], dbsl.run.accelerator
+    monkeypatch.setattr(starting, "join_processes", lambda timeout_s, cpu: joined.append(cpu))
     assert start_accelerator("auto", 20.0).device.type == "cpu"
     assert joined == [True]
 
@@ -226,9 +209,8 @@ def test_train_is_imported_without_what_is_slow_to_import():
 def test_ctrl_c_during_the_imports_ends_quietly(tmp_path):
     code = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(20)\n"
     (tmp_path / "torch.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_TRAIN, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", RUN_TRAIN, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (EXIT_INTERRUPTED, "", "")
 
 
@@ -236,7 +218,7 @@ def test_ctrl_c_during_the_imports_ends_quietly(tmp_path):
 def test_after_the_imports_ctrl_c_is_what_it_was_before_them(before):
     usual = signal.signal(signal.SIGINT, before)
     try:
-        quiet_interrupts()
+        dbsl.base.errors.quiet_interrupts()
         assert (signal.getsignal(signal.SIGINT) is before) == (before == signal.SIG_IGN)
         with one_line_errors():
             assert signal.getsignal(signal.SIGINT) is before
@@ -445,5 +427,5 @@ def test_a_process_that_joins_takes_the_gpu_that_its_local_rank_shares(monkeypat
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(dbsl.run.accelerator, "PartialState", lambda cpu: SimpleNamespace())
     monkeypatch.setattr(dbsl.run.accelerator, "PlainAccelerator", lambda **_: None)
-    start_joining_accelerator(3, 4, "no")
+    dbsl.run.accelerator.start_joining_accelerator(3, 4, "no")
     assert taken == [1]

@@ -1,5 +1,6 @@
 """What the library's objects do with real processes: agree, measure, balance and merge."""
 
+import os
 import time
 import warnings
 
@@ -11,12 +12,12 @@ from torch.utils.data import DataLoader
 
 import dbsl
 from dbsl.library.watch import Watch
+from tests.helpers import place_of
 
 
 def build(rank, arguments):
-    dbsl.UnevenBatchSampler(
-        **{k: v[rank] if k == "num_samples" else v for k, v in arguments.items()}
-    )
+    own = {k: v[rank] if k == "num_samples" else v for k, v in arguments.items()}
+    dbsl.UnevenBatchSampler(**own)
 
 
 @pytest.mark.parametrize(
@@ -24,14 +25,12 @@ def build(rank, arguments):
     [
         ({"num_samples": [9, 8]}, "num_samples must be the same on every process, got 9 on rank 0"),
         ({"num_samples": [9, 1]}, "num_samples must be"),
-        (
-            {"num_samples": [9, 9], "local_batch_sizes": [4]},
-            "one value for each process (2), got [4]",
-        ),
+        ({"local_batch_sizes": [4]}, "one value for each process (2), got [4]"),
     ],
 )
 def test_every_process_names_what_is_not_alike_or_wrong(run_ranks, arguments, said):
-    for error in run_ranks(build, {"global_batch_size": 4} | arguments, expect_errors=True):
+    usual = {"num_samples": [9, 9], "global_batch_size": 4}
+    for error in run_ranks(build, usual | arguments, expect_errors=True):
         assert "SettingError" in error
         assert said in error
 
@@ -39,6 +38,7 @@ def test_every_process_names_what_is_not_alike_or_wrong(run_ranks, arguments, sa
 def prepared(rank, interleave, prepare):
     from accelerate import Accelerator
 
+    os.environ.update(place_of(rank, 2))
     accelerator = Accelerator(cpu=True)
     sampler = dbsl.UnevenBatchSampler(40, local_batch_sizes=[3, 5], interleave=interleave)
     loader = DataLoader(range(40), batch_sampler=sampler)
@@ -49,22 +49,13 @@ def prepared(rank, interleave, prepare):
     return seen
 
 
-def test_accelerate_deals_out_what_is_in_turn_and_is_refused_what_is_not(run_ranks, monkeypatch):
-    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    first, second = run_ranks(prepared_with_rank, True, True)
+def test_accelerate_deals_out_what_is_in_turn_and_is_refused_what_is_not(run_ranks):
+    first, second = run_ranks(prepared, True, True)
     assert sorted(first + second) == list(range(40))
-    for error in run_ranks(prepared_with_rank, False, True, expect_errors=True):
+    for error in run_ranks(prepared, False, True, expect_errors=True):
         assert "interleave must be True for a loader that goes through accelerator.prepare" in error
-    for error in run_ranks(prepared_with_rank, True, False, expect_errors=True):
+    for error in run_ranks(prepared, True, False, expect_errors=True):
         assert "interleave must be False for a loader that does not go through" in error
-
-
-def prepared_with_rank(rank, *arguments):
-    import os
-
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    return prepared(rank, *arguments)
 
 
 class Slow(nn.Module):
@@ -99,9 +90,7 @@ def test_the_watch_leaves_out_the_wait_for_others(run_ranks):
 def balanced(rank, every):
     torch.manual_seed(0)
     model = DistributedDataParallel(Slow(0.004 if rank == 0 else 0.001))
-    sampler = dbsl.UnevenBatchSampler(
-        120, global_batch_size=10, balance="dynamic", balance_every=every
-    )
+    sampler = dbsl.UnevenBatchSampler(120, 10, balance="dynamic", balance_every=every)
     sampler.watch(model)
     loader = DataLoader(torch.eye(120), batch_sampler=sampler)
     seen, sizes = [], []
@@ -152,9 +141,8 @@ def test_one_process_alone_may_look_at_a_batch(run_ranks):
 
 def bounded(rank):
     model = DistributedDataParallel(Slow(0.02 if rank == 0 else 0.0))
-    sampler = dbsl.UnevenBatchSampler(
-        *(80, 10), balance="dynamic", balance_every=2, least=2, limits=[9, 7]
-    )
+    bounds = {"least": 2, "limits": [9, 7]}
+    sampler = dbsl.UnevenBatchSampler(80, 10, balance="dynamic", balance_every=2, **bounds)
     sampler.watch(model)
     for batch in DataLoader(torch.eye(80), batch_sampler=sampler):
         (model(batch[:, :4]).sum() * sampler.scale(len(batch))).backward()
@@ -180,10 +168,8 @@ def tokens(rank):
     counts = ([3, 8], [5, 1], [2, 2])
     alone = [dbsl.mean_scale(count[rank]) for count in counts]
     following = [*[count[rank] for count in counts[1:]], None]
-    ahead = [
-        dbsl.mean_scale(count[rank], ahead=after)
-        for count, after in zip(counts, following, strict=True)
-    ]
+    pairs = zip(counts, following, strict=True)
+    ahead = [dbsl.mean_scale(count[rank], ahead=after) for count, after in pairs]
     return alone, ahead
 
 
@@ -231,9 +217,8 @@ def broken_round(rank, what):
     rounds = dbsl.Rounds(model, optimizer, every=2, weight=weight, outer=outer, wire=wire)
     with warnings.catch_warnings(record=True) as warned, rounds:
         warnings.simplefilter("always")
-        for _ in range(
-            {"6 and 5": (6, 5), "6 and 2": (6, 2), "1 and 2": (1, 2)}.get(what, (2, 2))[rank]
-        ):
+        steps = {"6 and 5": (6, 5), "6 and 2": (6, 2), "1 and 2": (1, 2)}.get(what, (2, 2))
+        for _ in range(steps[rank]):
             bad = rank == 1 and what == "nan"
             model.weight.data.fill_(float("nan") if bad else 2.0 + (what == "one") * rank)
             rounds.step()

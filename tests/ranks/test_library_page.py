@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import dbsl
-from tests.helpers import ROOT
+from tests.helpers import ROOT, place_of
 
 PAGE = (ROOT / "docs/library.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -36,39 +36,24 @@ TOKENS = LOOP.replace(
     "        tokens = len(labels)\n" + indent(block("mean_scale"), 8 * " "),
 )
 README = re.search(r"```python\n(sampler =.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
-LOOPS = {
-    "readme": "model = DistributedDataParallel(model)\n" + README,
-    "plain": LOOP,
-    "accelerate": block("accelerator.prepare(model"),
-    "accumulate": block("GradScaler"),
-    "tokens": TOKENS,
-}
+LOOPS = {"readme": "model = DistributedDataParallel(model)\n" + README, "plain": LOOP}
+LOOPS |= {"accelerate": block("accelerator.prepare(model"), "accumulate": block("GradScaler")}
+LOOPS["tokens"] = TOKENS
 
 
 def names_of_a_loop(rank, world_size):
     """Return what the page's loops find there."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
-        MASTER_ADDR="localhost", MASTER_PORT="1",
-    )  # fmt: skip
+    os.environ.update(place_of(rank, world_size))
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     inputs = torch.randn(1000, 4)
-    return {
-        "dataset": TensorDataset(inputs, (inputs.sum(1) > 0).long()),
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        "criterion": nn.CrossEntropyLoss(),
-        "epochs": 2,
-        "device": "cpu",
-        "DataLoader": DataLoader,
-        "DistributedDataParallel": DistributedDataParallel,
-        "dbsl": dbsl,
-        "dist": dist,
-        "nullcontext": nullcontext,
-        "torch": torch,
-    }
+    modules = {"dbsl": dbsl, "dist": dist, "torch": torch, "nullcontext": nullcontext}
+    modules |= {"DataLoader": DataLoader, "DistributedDataParallel": DistributedDataParallel}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    names = {"model": model, "optimizer": optimizer, "criterion": nn.CrossEntropyLoss()}
+    names["dataset"] = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+    return modules | names | {"epochs": 2, "device": "cpu"}
 
 
 def run(rank, code, world_size=2):

@@ -9,18 +9,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import dbsl
+from tests.helpers import place_of, short
 
-NEEDS = {
-    "accelerate_bert": "transformers",
-    "plain_lm": "transformers",
-    "trainer_lm": "transformers",
-    "trainer_classifier": "transformers",
-    "lightning_module": "lightning",
-    "fsdp2": None,
-    "plain_ddp": None,
-}
+OF_TRANSFORMERS = ("accelerate_bert", "plain_lm", "trainer_lm", "trainer_classifier")
+NEEDS = dict.fromkeys(OF_TRANSFORMERS, "transformers") | {"lightning_module": "lightning"}
+NEEDS |= {"fsdp2": None, "plain_ddp": None}
 SCALED = {"plain_ddp", "accelerate_bert", "plain_lm", "lightning_module", "fsdp2"}
-SLOW = pytest.mark.slow
 
 
 class TenSteps(Exception):
@@ -34,10 +28,7 @@ def whole(tensor):
 def ten_steps(rank, file, example, sizes, scaled):
     """Save the gradients of the first three steps and the weights after ten, as vectors."""
     warnings.simplefilter("ignore")
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(len(sizes)), TORCHELASTIC_RUN_ID="one",
-        LOCAL_WORLD_SIZE=str(len(sizes)), MASTER_ADDR="localhost", MASTER_PORT="1", GROUP_RANK="0",
-    )  # fmt: skip
+    os.environ.update(place_of(rank, len(sizes), TORCHELASTIC_RUN_ID="one", GROUP_RANK=0))
     torch.set_default_dtype(torch.float64)
     if not scaled:
         dbsl.UnevenBatchSampler.scale = lambda sampler, count: 1.0
@@ -71,9 +62,8 @@ def run(run_ranks, tmp_path):
 
 
 def distance(one, other):
-    return max(
-        ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(one, other, strict=True)
-    )
+    pairs = zip(one, other, strict=True)
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +71,8 @@ def joined():
     return {}
 
 
-@pytest.mark.parametrize(
-    "sizes", [[3, 5], pytest.param([1, 7], marks=SLOW), pytest.param([2, 2, 12], marks=SLOW)]
-)
-@pytest.mark.parametrize(
-    "example",
-    [
-        e if e in ("plain_ddp", "fsdp2", "accelerate_bert") else pytest.param(e, marks=SLOW)
-        for e in NEEDS
-    ],
-)
+@pytest.mark.parametrize("sizes", short([[3, 5], [1, 7], [2, 2, 12]], [3, 5]))
+@pytest.mark.parametrize("example", short(NEEDS, "plain_ddp", "fsdp2", "accelerate_bert"))
 def test_uneven_batches_train_as_one_process_on_all(run, joined, example, sizes):
     if NEEDS[example]:
         pytest.importorskip(NEEDS[example])

@@ -14,6 +14,7 @@ import dbsl
 from dbsl.data.sources import TensorData
 from dbsl.open import open_session
 from dbsl.plan.types import Turn
+from tests.helpers import place_of
 from train import Config, learning_rate, loss_function, train
 
 SAMPLES, EPOCHS, ROUNDS = 96, 3, 2
@@ -43,14 +44,10 @@ def planned(session, rank):
     for moment in range(EPOCHS * ROUNDS):
         turn = Turn((rank,), *divmod(moment, ROUNDS))
         segment = run.planner.at(turn.epoch, turn.round)
-        steps = [
-            (
-                torch.from_numpy(step.parts[0].indices),
-                learning_rate(session, turn.epoch + step.progress),
-            )
-            for step in run.sampler.steps(segment, turn)
-        ]
-        yield segment.plan.workers[rank].merge_weight, steps
+        steps = list(run.sampler.steps(segment, turn))
+        batches = [torch.from_numpy(step.parts[0].indices) for step in steps]
+        rates = [learning_rate(session, turn.epoch + step.progress) for step in steps]
+        yield segment.plan.workers[rank].merge_weight, list(zip(batches, rates, strict=True))
 
 
 class Loop:
@@ -74,7 +71,7 @@ class Loop:
         for part, state in zip(parts, torch.load(io.BytesIO(saved)), strict=True):
             part.load_state_dict(state)
 
-    def train(self, save_after=None, leave=False):
+    def train(self, save_after=None):
         """Take the steps that are left; return the state after so many of them."""
         taken, saved = 0, None
         with self.rounds:
@@ -83,8 +80,6 @@ class Loop:
                 for batch, lr in batches[self.rounds.steps :]:
                     if taken == save_after:
                         saved = self.state()
-                        if leave:
-                            raise Left(saved)
                     taken += 1
                     inputs, labels = (part[batch] for part in self.data)
                     functional.cross_entropy(self.model(inputs), labels).backward()
@@ -97,15 +92,8 @@ class Loop:
         return saved
 
 
-class Left(Exception):
-    """Ends a loop as a lost machine would."""
-
-
 def both(rank, folder, settings, every, outer, wrap):
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
-        MASTER_ADDR="localhost", MASTER_PORT="1",
-    )  # fmt: skip
+    os.environ.update(place_of(rank, 2))
     torch.manual_seed(5 + rank)
     data = TensorData(table(SAMPLES), table(20), 3)
     common = {"output_dir": str(folder), "report_to": "none", "cpu_threads": 1, "sync": "bsp"}
@@ -113,9 +101,8 @@ def both(rank, folder, settings, every, outer, wrap):
         epochs=EPOCHS, workers=2, rounds_per_epoch=ROUNDS, large_batch_size=(12,), lr=LR,
         slope=(0.001,), intercept=(0.01,), mixed_precision="no", **common, **settings,
     )  # fmt: skip
-    with open_session(
-        config, loss_function, data=data, model=build_model, optimizer=build_optimizer
-    ) as session:
+    given = {"data": data, "model": build_model, "optimizer": build_optimizer}
+    with open_session(config, loss_function, **given) as session:
         start = copy.deepcopy(session.model.state_dict())
         todo = list(planned(session, rank))
         train(session)
@@ -132,30 +119,28 @@ def both(rank, folder, settings, every, outer, wrap):
             torch.cat([v.flatten().double() for v in m.state_dict().values()]).numpy()
             for m in (session.model, own, getattr(again.model, "module", again.model))
         ]
-    return vectors, [len(batches) for _, batches in todo], [weight for weight, _ in todo]
+    return vectors
 
 
 DELTA = {"merge": "delta", "outer_lr": 0.7, "outer_momentum": 0.9}
+DUAL = {"small_workers": 1, "small_batch_size": (5,)}
 
 
 @pytest.mark.parametrize(
     ("settings", "every", "outer", "wrap"),
     [
         ({}, 2, None, unwrapped),
-        ({"small_workers": 1, "small_batch_size": (5,)}, None, None, DistributedDataParallel),
+        (DUAL, None, None, DistributedDataParallel),
         (DELTA, 2, (0.7, 0.9), DistributedDataParallel),
         ({"wire": "int2", **DELTA}, 2, (0.7, 0.9), unwrapped),
-        (
-            {"wire": "int4", "small_workers": 1, "small_batch_size": (5,)},
-            *(None, None, DistributedDataParallel),
-        ),
-        ({"small_workers": 1, "small_batch_size": (5,), **DELTA}, None, (0.7, 0.9), unwrapped),
+        ({"wire": "int4", **DUAL}, None, None, DistributedDataParallel),
+        ({**DUAL, **DELTA}, None, (0.7, 0.9), unwrapped),
     ],
 )
 def test_rounds_are_a_run_at_a_barrier_to_the_bit(
     run_ranks, tmp_path, settings, every, outer, wrap
 ):
     found = run_ranks(both, tmp_path / "run", settings, every, outer, wrap)
-    for (trained, own, again), *_ in found:
+    for trained, own, again in found:
         assert (trained == own).all()
         assert (again == own).all()

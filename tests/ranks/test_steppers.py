@@ -21,13 +21,7 @@ from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.meeting import BarrierCluster, JointCluster, SimulatedCluster
 from dbsl.cluster.server import GradientServer
 from dbsl.cluster.serving import through_server
-from dbsl.cluster.steps import (
-    ComputeTimer,
-    DistributedSteps,
-    PushedGradients,
-    Stepper,
-    take_step,
-)
+from dbsl.cluster.steps import ComputeTimer, DistributedSteps, PushedGradients, Stepper, take_step
 from dbsl.cluster.weights import FlatWeights
 from dbsl.config.settings import parse_wire
 from dbsl.optimizer import make_clip
@@ -250,28 +244,21 @@ def test_uneven_processes_equal_the_joined_batch(train_ranks, tiny_model, how, s
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
-def cleared(model):
-    model.zero_grad()
-
-
-def replaced(model):
+def replaced(model, *_):
+    """Replace what earlier parts of the step have added up; also as a hook."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad = parameter.grad.clone()
 
 
-def replaced_again(model, *_):
-    replaced(model)  # what earlier parts of the step have added up
-
-
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("micro", [None, [2, 1]])
-@pytest.mark.parametrize("does", [{"first": cleared}, {"last": replaced}, {}])
+@pytest.mark.parametrize("does", [{"first": nn.Module.zero_grad}, {"last": replaced}, {}])
 def test_a_loop_may_clear_gradients_or_put_others_in_their_place(tiny_model, how, micro, does):
     usual = Case(how, micro=micro)
     expected = trained(tiny_model, usual)
     if not does:
-        tiny_model.register_forward_pre_hook(replaced_again)
+        tiny_model.register_forward_pre_hook(replaced)
     assert torch.equal(trained(tiny_model, replace(usual, **does)), expected)
 
 
@@ -414,9 +401,8 @@ def train_wide(rank):
     layers = [nn.Linear(192, 700), *(nn.Linear(700, 700) for _ in range(3)), nn.Linear(700, 3)]
     model = nn.Sequential(nn.Flatten(), *layers).double()
     assert sum(p.nbytes for p in model.parameters()) > 10 * 2**20
-    return float(
-        trained(model, Case("step", (3, 2, 1), 60, wire="powersgd:2"), rank).detach().norm()
-    )
+    case = Case("step", (3, 2, 1), 60, wire="powersgd:2")
+    return float(trained(model, case, rank).detach().norm())
 
 
 def test_sums_of_several_buckets_do_not_meet(run_ranks, monkeypatch):

@@ -16,17 +16,7 @@ from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.formats import End
 from dbsl.cluster.weights import FlatWeights
-from dbsl.cluster.wire import (
-    Channel,
-    Ending,
-    Kind,
-    check_report,
-    encode,
-    hear,
-    read_report,
-    read_segment,
-    tell,
-)
+from dbsl.cluster.wire import Channel, Ending, Kind, check_report, encode, hear, read_report, tell
 from dbsl.plan.follow import Planner
 from dbsl.plan.ledger import Members
 from dbsl.plan.solve import plan_dual_batch, plan_steps
@@ -65,7 +55,7 @@ def test_lines_of_other_workers_and_values_that_no_report_has_are_refused():
 )
 def test_a_plan_comes_back_with_every_worker_and_its_place(plan):
     sent = Segment(plan, 2, 345, ((5, 9),))
-    assert read_segment(encode(sent)) == sent
+    assert dbsl.cluster.wire.read_segment(encode(sent)) == sent
 
 
 def meeting_rank(rank):
@@ -88,11 +78,8 @@ def meeting_rank(rank):
     rest = plan_steps(55, (30, 10), [MODEL] * 2)  # read from a checkpoint, by every rank
     planner.ledger.keep(2, [Segment(rest, left=((5, 20), (60, 100)))])
     seen.append(plan_at(2, 0).left)
-    return (
-        seen,
-        control.gather_reports(report_of(rank)),
-        control.gather_reports(report_of(rank) if rank else None),
-    )
+    own = report_of(rank)
+    return seen, control.gather_reports(own), control.gather_reports(own if rank else None)
 
 
 def report_of(rank):
@@ -148,10 +135,7 @@ def talk(rank):
 
 def test_messages_come_with_their_numbers_and_text_and_unknown_ones_are_refused(run_ranks):
     heard, _ = run_ranks(talk)
-    assert heard == (
-        (Ending.STOPPED, 12, -1, ""),
-        (Kind.PUSH, 0, 0, encode(REPORT)),
-    )
+    assert heard == ((Ending.STOPPED, 12, -1, ""), (Kind.PUSH, 0, 0, encode(REPORT)))
 
 
 def killed(rank):

@@ -9,31 +9,18 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import dbsl.model
 from dbsl.base.errors import SettingError
 from dbsl.config.settings import RunConfig
-from dbsl.model import (
-    StridedConv2d,
-    build_model,
-    check_sides,
-    join_batch_norm,
-    load_initial,
-    load_model,
-    save_model,
-    set_dropout,
-)
+from dbsl.model import StridedConv2d, build_model, check_sides, load_initial, load_model, save_model
 from dbsl.optimizer import build_optimizer
 from dbsl.run.prepare import prepare
 from tests.helpers import TINY, refused
 from train import Config
 
-DATA = SimpleNamespace(
-    class_names=("cat", "dog", "owl"),
-    mean=(0.5, 0.4, 0.3),
-    std=(0.2, 0.2, 0.2),
-    num_classes=3,
-    crop_pct=0.9,
-    interpolation="bicubic",
-)
+DATA = SimpleNamespace(class_names=("cat", "dog", "owl"), num_classes=3)
+DATA.mean, DATA.std = (0.5, 0.4, 0.3), (0.2, 0.2, 0.2)
+DATA.crop_pct, DATA.interpolation = 0.9, "bicubic"
 
 
 def differing(one, other):
@@ -72,7 +59,7 @@ def test_dropout_changes_without_rebuilding(name):
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
     def outputs_differ(probability):
-        set_dropout(model, probability)
+        dbsl.model.set_dropout(model, probability)
         model.train()
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
@@ -92,7 +79,7 @@ def test_batch_norm_over_all_processes_keeps_what_a_model_computes(name):
     model = build_model(name, 3, (32,)).eval()
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     before, state = model(images), model.state_dict()
-    joined = join_batch_norm(model)
+    joined = dbsl.model.join_batch_norm(model)
     kinds = {type(m) for m in joined.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
     assert kinds
     assert all(issubclass(kind, nn.SyncBatchNorm) for kind in kinds)
@@ -173,9 +160,8 @@ def test_patches_must_divide_every_resolution():
     data = SimpleNamespace(example=lambda n, side: (torch.zeros(n, 3, side, side), None))
     data.num_classes = 3
     check_sides("test_vit", model, data, (24, 32))
-    with pytest.raises(
-        ValueError, match=r"must take images of 26 px, got test_vit .*divisible by patch size .4"
-    ):
+    message = r"must take images of 26 px, got test_vit .*divisible by patch size .4"
+    with pytest.raises(ValueError, match=message):
         check_sides("test_vit", model, data, (26, 32))
     resnet = build_model("test_resnet", 3, (32,))
     check_sides("test_resnet", resnet, data, (26, 32))

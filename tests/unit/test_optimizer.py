@@ -28,10 +28,8 @@ def test_a_step_is_timms_own_with_its_eps_betas_layer_decay_and_more():
     config = RunConfig(opt_kwargs=("layer_decay=0.5", "eps=1e-3", "betas=0.8,0.7", "amsgrad=True"))
     mine, theirs = small_vit(), small_vit()
     ours = build_optimizer("adamw", mine, 1.0, 0.9, 0.1, **config.optimizer_settings)
-    them = create_optimizer_v2(
-        *(theirs, "adamw", 0.01, 0.1),
-        **{"eps": 1e-3, "betas": (0.8, 0.7), "layer_decay": 0.5, "amsgrad": True, "fused": True},
-    )
+    given = {"eps": 1e-3, "betas": (0.8, 0.7), "layer_decay": 0.5, "amsgrad": True, "fused": True}
+    them = create_optimizer_v2(theirs, "adamw", 0.01, 0.1, **given)
     for group in them.param_groups:  # as timm's schedulers do
         group["lr"] = 0.01 * group["lr_scale"]
     scales = {group["lr_scale"] for group in ours.param_groups}
@@ -60,11 +58,10 @@ def test_parts_of_a_step_keep_the_factors_of_layers(name):
 @pytest.mark.parametrize(
     ("before", "now"),
     [
-        *((("sgd", 0.0), ("sgd", 0.9)), (("sgd", 0.9), ("momentum", 0.9))),
-        *(
-            (("sgd", 0.9), ("sgd", 0.0)),
-            (("adamw", 0.9, ("eps", 1e-3)), ("adamw", 0.9, ("eps", 1e-8))),
-        ),
+        (("sgd", 0.0), ("sgd", 0.9)),
+        (("sgd", 0.9), ("momentum", 0.9)),
+        (("sgd", 0.9), ("sgd", 0.0)),
+        (("adamw", 0.9, ("eps", 1e-3)), ("adamw", 0.9, ("eps", 1e-8))),
     ],
 )
 def test_a_resumed_optimizer_is_the_one_that_the_settings_name(before, now):

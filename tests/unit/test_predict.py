@@ -52,9 +52,7 @@ def test_each_image_gets_the_classes_that_the_model_finds_likeliest(
     expected = dict(zip([data.class_names[c] for c in classes], values.tolist(), strict=True))
     assert rows[0]["classes"] == pytest.approx(expected, abs=1e-5)
     with (tmp_path / "out.csv").open(newline="") as file:
-        table = [
-            (row["file"], row["class"], float(row["probability"])) for row in csv.DictReader(file)
-        ]
+        table = [(r["file"], r["class"], float(r["probability"])) for r in csv.DictReader(file)]
     assert table == [(row["file"], name, p) for row in rows for name, p in row["classes"].items()]
 
 
@@ -88,12 +86,10 @@ def test_what_cannot_be_read_is_named_and_the_other_images_are_classified(
         (["{run}", "{images}", "--best"], "folder must hold model_best.safetensors, got"),
         (["{cut}", "{images}"], "folder must hold model.safetensors, got"),
         (["{run}", "{images}", "--best", "--ema"], "best must not be given with ema"),
-        (
-            ["{run}", "{images}", "--csv", "{run}/config.json/x.csv"],
-            "csv must be a file in a folder that",
+        *(
+            (["{run}", "{images}", "--csv", path], "csv must be a file in a folder that")
+            for path in ("{run}/config.json/x.csv", "{empty}", "")
         ),
-        (["{run}", "{images}", "--csv", "{empty}"], "csv must be a file in a folder that"),
-        (["{run}", "{images}", "--csv", ""], "csv must be a file in a folder that"),
         (["{few}", "{images}"], "folder must hold config.json, got {few} ({few}/config.json must"),
     ],
 )

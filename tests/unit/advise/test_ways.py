@@ -92,9 +92,8 @@ def test_unlike_workers_wait_in_equal_parts_and_not_in_balanced_ones():
 def test_an_epoch_is_the_mean_over_the_resolutions_of_the_run():
     found = measured()
     quick = {8: TimeModel.of(TimeModel(0.0005, 0.0), 2), **found.models}
-    found = replace(
-        found, models=quick, shares={8: 0.75, 16: 0.25}, large={8: [32] * 2, 16: [64] * 2}
-    )
+    of_sides = {"shares": {8: 0.75, 16: 0.25}, "large": {8: [32] * 2, 16: [64] * 2}}
+    found = replace(found, models=quick, **of_sides)
     ways = ways_of(replace(settings(), resolutions=(8, 16)), found)
     joint = next(way for way in ways if way.name == "step equal float32")
     assert joint.settings["local_batch_sizes"] == (32, 32, 64, 64)
@@ -117,19 +116,17 @@ def test_machines_with_several_processes_are_workers_that_sum_inside():
     assert by_name(found)["islands 4 float32"].compute_s[0] == pytest.approx(8 * (0.064 + 0.5))
 
 
+ALIKE, UNLIKE = (0.001, 0.001), (0.001, 0.003)
+
+
 @pytest.mark.parametrize(
     ("slopes", "gbps", "name", "why"),
     [
-        (
-            (0.001, 0.001),
-            100.0,
-            "step equal float32",
-            "0% exchange and 0% waiting: little is to be",
-        ),
-        ((0.001, 0.003), 100.0, "step balanced float32", "33% waiting: unlike workers"),
-        ((0.001, 0.001), 0.6, "step equal bf16", "7% exchange and 0% waiting: bf16 sends 1/2 of"),
-        ((0.001, 0.001), 0.1, "step equal powersgd:4:4", "PowerSGD sends 1/36 of the bytes"),
-        ((0.001, 0.001), 0.01, "bsp 1 int4", "81% exchange and 0% waiting: 1 merge an epoch, 1/"),
+        (ALIKE, 100.0, "step equal float32", "0% exchange and 0% waiting: little is to be"),
+        (UNLIKE, 100.0, "step balanced float32", "33% waiting: unlike workers"),
+        (ALIKE, 0.6, "step equal bf16", "7% exchange and 0% waiting: bf16 sends 1/2 of"),
+        (ALIKE, 0.1, "step equal powersgd:4:4", "PowerSGD sends 1/36 of the bytes"),
+        (ALIKE, 0.01, "bsp 1 int4", "81% exchange and 0% waiting: 1 merge an epoch, 1/"),
     ],
 )
 def test_the_way_that_meets_most_often_is_advised_among_those_that_are_as_fast(
@@ -165,10 +162,8 @@ def test_a_run_with_the_flags_of_a_way_has_the_plan_that_was_shown(tmp_path, nam
     assert ("--local-batch-sizes unset" in flags) == (not name.startswith("step"))
     config = parse_config(Config, flags.split())
     values = {n: getattr(config, n) for n in way.settings}
-    run(
-        tmp_path / "run",
-        **{**given, "balance": "none", "local_batch_sizes": None, **values, "workers": 2},
-    )
+    others = {**given, "balance": "none", "local_batch_sizes": None}
+    run(tmp_path / "run", **{**others, **values, "workers": 2})
     (plan,) = json.loads((tmp_path / "run/plan.json").read_text()).values()
     assert plan == json.loads(json.dumps(asdict(way.plans[16])))
 
@@ -248,35 +243,34 @@ def test_a_file_of_machines_is_enough_for_the_advice(capsys):
     assert f"\n  {found['recommended']}\n" in capsys.readouterr().out
 
 
+def of_one(machine="{images_per_s: 9, gpus: 2}", link="{gbps: 1}"):
+    """Return the text of a file of one machine."""
+    return f"machines: [{machine}]\nlink: {link}\n"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("machines: [{images_per_s: 0, gpus: 2}]\nlink: {gbps: 1}", "images_per_s must be above 0"),
+        (of_one("{images_per_s: 0, gpus: 2}"), "images_per_s must be above 0"),
+        (of_one(link="{gbps: -1}"), "gbps must be above 0, got -1"),
+        (of_one("{images_per_s: 9}"), "must have 2 to 4096 GPUs, got 1"),
+        (of_one("{images_per_s: 9, count: 99999}"), "GPUs, got 99999"),
+        (of_one("{images_per_s: fast}"), "images_per_s must be a number, got"),
+        (of_one("{images_per_s: true}"), "images_per_s must be a number, got"),
+        (of_one("{images_per_s: 9, gpus: 2.5}"), "gpus must be a whole number"),
+        (of_one(link="{gbps: quick}"), "gbps must be a number"),
         (
-            "machines: [{images_per_s: 9, gpus: 2}]\nlink: {gbps: -1}",
-            "gbps must be above 0, got -1",
-        ),
-        ("machines: [{images_per_s: 9}]\nlink: {gbps: 1}", "must have 2 to 4096 GPUs, got 1"),
-        ("machines: [{images_per_s: 9, count: 99999}]\nlink: {gbps: 1}", "GPUs, got 99999"),
-        ("machines: [{images_per_s: fast}]\nlink: {gbps: 1}", "images_per_s must be a number, got"),
-        ("machines: [{images_per_s: true}]\nlink: {gbps: 1}", "images_per_s must be a number, got"),
-        (
-            "machines: [{images_per_s: 9, gpus: 2.5}]\nlink: {gbps: 1}",
-            "gpus must be a whole number",
-        ),
-        ("machines: [{images_per_s: 9, gpus: 2}]\nlink: {gbps: quick}", "gbps must be a number"),
-        (
-            "machines: [{images_per_s: 9, gpu: 2}]\nlink: {gbps: 1}",
+            of_one("{images_per_s: 9, gpu: 2}"),
             "may set gpus, count, step_s, got images_per_s, gpu in",
         ),
         ("machines: [{images_per_s: 9, gpus: 2}]", "the file must set machines, link, and may set"),
-        ("machines: [{images_per_s: 9}]\nlink: {gbps: 1}\nlinks: 1", "got machines, link, links"),
+        (of_one() + "links: 1\n", "got machines, link, links"),
         ("", "the file must set machines, link, and may set inner_link, got unset"),
         ("machines: 5\nlink: {gbps: 1}", "machines must be a list, got 5"),
-        ("machines: [null]\nlink: {gbps: 1}", "each of machines must set images_per_s, and may"),
-        ("machines: [{images_per_s: 9, gpus: 2}]\nlink: {ms: 1}", "link must set gbps, and may"),
+        (of_one("null"), "each of machines must set images_per_s, and may"),
+        (of_one(link="{ms: 1}"), "link must set gbps, and may"),
         (
-            "machines: [{images_per_s: 9, gpus: 999}]\nlink: {gbps: 1}",
+            of_one("{images_per_s: 9, gpus: 999}"),
             "samples must be at least those of a step of all GPUs, 127872, got 50000",
         ),
         (None, "No such file"),
@@ -295,6 +289,5 @@ def test_the_picture_has_a_bar_of_each_way_as_long_as_its_epoch():
     ends = np.array([[bar.get_width() for bar in group] for group in axes.containers]).sum(0)
     assert ends == pytest.approx([way.epoch_s for way in ways])
     assert axes.get_title(loc="left") == f"advised: {advise(ways)[0].name}"
-    assert predicting.rank(advise(ways)[0]) == min(
-        predicting.rank(way) for way in ways if way.epoch_s <= AS_FAST * ways[0].epoch_s
-    )
+    fast = [way for way in ways if way.epoch_s <= AS_FAST * ways[0].epoch_s]
+    assert predicting.rank(advise(ways)[0]) == min(map(predicting.rank, fast))

@@ -9,15 +9,8 @@ from typing import Annotated, get_type_hints
 import pytest
 
 from dbsl.base.errors import SettingError
-from dbsl.config.fields import (
-    Excludes,
-    Needs,
-    Within,
-    check_fields,
-    check_needs,
-    described,
-    markers,
-)
+from dbsl.config import fields
+from dbsl.config.fields import Excludes, Needs, Within, check_fields, check_needs, markers
 from dbsl.config.parse import parse_config
 from train import Config
 
@@ -67,7 +60,7 @@ def test_every_setting_with_bounds_is_among_those_and_every_choice_is_held():
     choices = {n: hint for n, hint in get_type_hints(Config).items() if "Literal[" in str(hint)}
     assert len(choices) == 17
     for name, hint in choices.items():
-        must = f"--{name.replace('_', '-')} must be {described(hint)[0]}, got 'nonsense'"
+        must = f"--{name.replace('_', '-')} must be {fields.described(hint)[0]}, got 'nonsense'"
         with pytest.raises(SettingError, match=f"^{re.escape(must)}$"):
             parse_config(Config, [f"--{name}", "nonsense"])
 

@@ -57,9 +57,8 @@ def test_numbers_and_texts_may_begin_with_a_dash_and_the_last_flag_counts(flags,
 
 def test_values_without_a_flag_may_stand_anywhere():
     flags = ("a.yaml", "--dry", "b.yaml", "--set", "lr=1,2", "--seeds", "3", "-c", "--set", "x=-1")
-    assert read(*flags, cls=Command) == Command(
-        ("a.yaml", "b.yaml", "-c"), 3, ("lr=1,2", "x=-1"), True
-    )
+    expected = Command(("a.yaml", "b.yaml", "-c"), 3, ("lr=1,2", "x=-1"), True)
+    assert read(*flags, cls=Command) == expected
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,8 @@ def test_streams_are_the_same_in_every_version():
     assert stream_seed(7, "augment", 3) == 2726448434389251769
     assert generator(7, "shuffle", 1).integers(1000, size=3).tolist() == [567, 580, 272]
     uniforms = sample_uniforms(2726448434389251769, np.array([0, 49_999]), 2)
-    np.testing.assert_allclose(
-        uniforms, [[0.36130214, 0.60588315], [0.60971208, 0.86077805]], atol=1e-8
-    )
+    expected = [[0.36130214, 0.60588315], [0.60971208, 0.86077805]]
+    np.testing.assert_allclose(uniforms, expected, atol=1e-8)
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint64])

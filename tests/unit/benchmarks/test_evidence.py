@@ -5,15 +5,8 @@ from statistics import fmean
 import pytest
 
 from dbsl.tools.compare.report import arms_figure, read_runs
-from experiments.plots.evidence import (
-    COMPARISONS,
-    MAIN_ARMS,
-    plans_figure,
-    runs_of,
-    small_workers_figure,
-    time_figure,
-    with_ddp,
-)
+from experiments.plots import evidence
+from experiments.plots.evidence import COMPARISONS, MAIN_ARMS, plans_figure, time_figure, with_ddp
 from experiments.plots.idea import ROUNDS, first_plan, idea_figure, mixed_split
 from experiments.plots.rows import read
 from tests.helpers import ROOT
@@ -45,7 +38,7 @@ def test_pictures_of_accuracy_have_every_arm():
     published = read(RESULTS / "published.csv")
     arms, curves = (with_ddp(RESULTS / "mini", f"{name}.csv") for name in ("arms", "arms_curves"))
     runs = read_runs(RESULTS / "gap")
-    _, ours = small_workers_figure(published, runs).axes
+    _, ours = evidence.small_workers_figure(published, runs).axes
     counted = ("all_large", "dual_1", "dual_2", "dual_3", "dual_4")
     means = [100 * fmean(run.accuracy for run in runs[name]) for name in counted]
     assert list(ours.lines[0].get_ydata()) == pytest.approx(means)
@@ -56,7 +49,7 @@ def test_pictures_of_accuracy_have_every_arm():
 
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_pictures_of_arms_show_the_control_that_wins(name):
-    left, right = arms_figure(runs_of(name), COMPARISONS[name]).axes
+    left, right = arms_figure(evidence.runs_of(name), COMPARISONS[name]).axes
     arms = [text.get_text() for text in right.get_yticklabels()]
     assert name == "digits/arms" or any(arm.startswith("ddp_") for arm in arms)
     assert ("ema (EMA)" in arms) == name.startswith("beyond")

@@ -261,9 +261,8 @@ def test_packed_images_read_by_the_stand_in_are_those_that_the_library_reads(tmp
     assert half["train_images"] == f"{pieces[0].images['train']} of {SHARDED[0]}"
     environment = command.stage_environment(str(pack), tmp_path / "wheels", tmp_path)
     environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
-    found = subprocess.check_output(
-        [sys.executable, "-c", READ, str(pack), "digits"], cwd=ROOT, env=environment, text=True
-    )
+    command_line = [sys.executable, "-c", READ, str(pack), "digits"]
+    found = subprocess.check_output(command_line, cwd=ROOT, env=environment, text=True)
     assert json.loads(found) == [*read(images), *read("digits")]
 
 

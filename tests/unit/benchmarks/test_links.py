@@ -1,31 +1,14 @@
 """Slow links and unlike machines: arms, rates and verdicts; no root, no time."""
 
-import csv
 import json
 from contextlib import nullcontext
 
 import pytest
 
-from experiments.benchmarks.demos import (
-    arms,
-    islands,
-    link,
-    more_workers,
-    quota,
-    slow_link,
-    uneven,
-)
-from experiments.benchmarks.demos.slow_link import (
-    ARMS,
-    EPOCHS,
-    FAMILIES,
-    RATES,
-    Arm,
-    best_rate,
-    rate_of,
-)
+from experiments.benchmarks.demos import arms, islands, link, more_workers, quota, slow_link, uneven
+from experiments.benchmarks.demos.slow_link import ARMS, EPOCHS, FAMILIES, RATES, Arm, rate_of
 from experiments.plots import links, quotas
-from experiments.plots.rows import equivalence_p
+from experiments.plots.rows import equivalence_p, read
 from tests.helpers import ROOT
 
 SYNTHETIC = {"epochs": "8", "train_s": "10", "epoch_s": "1", "accuracy": "0.3"}
@@ -40,11 +23,10 @@ def tuned(arm, **accuracies):
 
 
 def test_a_rate_is_settled_only_where_the_best_is_not_at_an_end():
-    rows = tuned("a", **{"0.1": 0.3, "0.2": 0.4}) + tuned(
-        "b", **{"0.1": 0.3, "0.2": 0.4, "0.4": 0.1}
-    )
+    rows = tuned("a", **{"0.1": 0.3, "0.2": 0.4})
+    rows += tuned("b", **{"0.1": 0.3, "0.2": 0.4, "0.4": 0.1})
     rows += [{"arm": "b", "model": "m", "lr": "0.05", "seed": "100", "accuracy": "0.9"}]  # one seed
-    assert [best_rate(rows, arm, "m") for arm in "abc"] == [None, 0.2, None]
+    assert [slow_link.best_rate(rows, arm, "m") for arm in "abc"] == [None, 0.2, None]
 
 
 def test_an_arm_that_was_tuned_itself_runs_at_its_rate_and_others_at_that_of_float32():
@@ -68,16 +50,13 @@ def test_tuning_extends_the_grid_until_the_best_is_inside(tmp_path, monkeypatch)
     monkeypatch.setattr(slow_link, "measure", measure)
     monkeypatch.setattr(slow_link, "link", lambda rate: arms.suppress())
     for _ in range(2):  # the second call has nothing to do
-        slow_link.main(
-            ["tune", "--dataset", "x", "--models", "resnet10t", "--folder", str(tmp_path)]
-        )
-    assert sorted(lr for arm, lr in tried if arm == "step float32") == [
-        lr for lr in (0.05, 0.1, 0.2, 0.4, 0.8) for _ in range(2)
-    ]
-    with (tmp_path / "tuning.csv").open() as file:
-        assert len(file.readlines()) == 1 + len(FAMILIES) * 5 * 2
+        flags = ["--dataset", "x", "--folder", str(tmp_path)]
+        slow_link.main(["tune", *flags, "--models", "resnet10t"])
+    found = sorted(lr for arm, lr in tried if arm == "step float32")
+    assert found == [lr for lr in (0.05, 0.1, 0.2, 0.4, 0.8) for _ in range(2)]
+    assert len(read(tmp_path / "tuning.csv")) == len(FAMILIES) * 5 * 2
     with pytest.raises(SystemExit):  # of the other model there is no rate
-        slow_link.main(["time", "--dataset", "x", "--folder", str(tmp_path)])
+        slow_link.main(["time", *flags])
 
 
 def test_each_arm_of_islands_is_tuned_by_itself_and_runs_at_its_rate(tmp_path, monkeypatch):
@@ -155,8 +134,7 @@ def test_simulated_workers_train_at_tuned_rates_all_seeds_at_one_link(tmp_path, 
     for _ in range(2):  # the second call has nothing to do
         more_workers.main(["run", *words, "--jobs", "2"])
     assert len(seen) == len(set(seen)) == 5 * (5 + 1)
-    with (tmp_path / "more_workers.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read(tmp_path / "more_workers.csv")
     rates = {row["arm"]: row["lr"] for row in rows}
     assert rates == {str(arm): "0.1" for arm in more_workers.ARMS} | {links.POWERSGD: "0.2"}
     assert {row["megabits"] for row in rows if row["seed"] == "4"} == {"10.0"}
@@ -268,13 +246,8 @@ def test_the_table_of_more_workers_has_a_line_for_each_case():
 
 def test_the_picture_of_quotas_has_every_arm_on_every_machine():
     rows = [
-        {
-            "arm": arm,
-            "machine": name,
-            "turn": str(turn),
-            "train_s": str(10 + turn),
-            "accuracy": "0.3",
-        }
+        {"arm": arm, "machine": name, "turn": str(turn), "accuracy": "0.3"}
+        | {"train_s": str(10 + turn)}
         for arm in uneven.ARMS
         for name in uneven.MACHINES
         for turn in range(2)

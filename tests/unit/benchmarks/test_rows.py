@@ -1,11 +1,10 @@
 """Rows of benchmarks: how they are kept, and what is concluded from them."""
 
-import csv
-
 from experiments.benchmarks.demos.hybrid import verdicts
 from experiments.benchmarks.demos.table import Table
 from experiments.benchmarks.recipe import best_rate
 from experiments.benchmarks.record import record
+from experiments.plots.rows import read
 
 
 def test_a_demonstration_goes_on_where_its_table_ends(tmp_path):
@@ -44,16 +43,11 @@ def test_the_first_seed_decides_each_arms_rate_on_each_data_set():
 
 def test_rows_that_are_measured_anew_stand_where_those_of_before_stood(tmp_path):
     path = tmp_path / "table.csv"
-
-    def found():
-        with path.open(newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file))
-
     keep = lambda row: row["part"] != "b"  # noqa: E731
     record(path, [{"part": part, "s": 1} for part in "abbc"], "first", keep=keep)  # no file yet
     record(path, [{"part": "b", "mib": 7}], "second", keep=keep)
-    rows = [(row["part"], row["s"], row["mib"], row["command"]) for row in found()]
+    rows = [(row["part"], row["s"], row["mib"], row["command"]) for row in read(path)]
     assert rows == [("a", "1", "", "first"), ("b", "", "7", "second"), ("c", "1", "", "first")]
-    assert list(found()[0])[:4] == ["part", "s", "mib", "device"]
+    assert list(read(path)[0])[:4] == ["part", "s", "mib", "device"]
     record(path, [{"part": "d"}], "third")  # without a rule nothing of before stays
-    assert [row["part"] for row in found()] == ["d"]
+    assert [row["part"] for row in read(path)] == ["d"]

@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 
 from dbsl.checkpoint.disk import Found, Manifest
-from dbsl.checkpoint.resume import (
-    _drops_remainders,
-    check_changes,
-    check_joining,
-    without_effect,
-)
+from dbsl.checkpoint.resume import _drops_remainders, check_changes, check_joining, without_effect
 from dbsl.run.folder import SUMS, Code
 from train import Config
 
@@ -119,9 +114,8 @@ def test_a_process_that_joins_has_the_settings_and_the_code_of_the_job():
     check_joining(job, replace(BEFORE, log_every=3), code=Code({"train.py": b"a", "new.py": b"c"}))
     with pytest.raises(ValueError, match=r"got large_batch_size 24 there, 24,32 here$"):
         check_joining(job, replace(BEFORE, large_batch_size=(24, 32)))
-    with pytest.raises(
-        ValueError, match=r"^code must be that of the job, got a different train.py he"
-    ):
+    message = "^code must be that of the job, got a different train.py he"
+    with pytest.raises(ValueError, match=message):
         check_joining(job, BEFORE, code=Code({"train.py": b"c"}))
 
 

@@ -8,21 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from dbsl.checkpoint.disk import (
-    CheckpointError,
-    Found,
-    Manifest,
-    MissingShardError,
-    checkpoints_in,
-    newest,
-    pack,
-    prune,
-    read_manifest,
-    set_aside_after,
-    unpack,
-    write_manifest,
-    write_shard,
-)
+from dbsl.checkpoint import disk
+from dbsl.checkpoint.disk import CheckpointError, Found, Manifest, pack, write_manifest, write_shard
 
 CONFIG = {"resolutions": [16, 32], "lr": 0.1}
 OF_DATA = {"classes": 10, "samples": 100}
@@ -58,7 +45,7 @@ def test_every_process_reads_its_own_shard_back(tmp_path):
 
 def test_numbers_of_numpy_are_kept_as_numbers():
     tree, _ = pack({"a": np.float32(0.5), "b": (np.int64(3), np.bool_(True))})
-    assert unpack(json.loads(json.dumps(tree)), {}) == {"a": 0.5, "b": (3, True)}
+    assert disk.unpack(json.loads(json.dumps(tree)), {}) == {"a": 0.5, "b": (3, True)}
 
 
 def test_tensors_of_a_checkpoint_are_aligned_as_those_of_a_run(tmp_path):
@@ -98,7 +85,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, name, dama
         if damage == "link" and name != "manifest.json":
             path.symlink_to(tmp_path / "checkpoints/save-000001" / name)
     warnings = []
-    found = newest(tmp_path, warnings.append)
+    found = disk.newest(tmp_path, warnings.append)
     assert (found.folder.name, found.manifest.sequence) == ("save-000001", 1)
     unseen = name == "manifest.json" and damage in ("link", "remove")
     assert len(warnings) == (not unseen)
@@ -112,13 +99,13 @@ def test_a_damaged_shard_that_the_manifest_lacks_is_not_taken_for_one_that_was_n
     write(tmp_path, 1, late_ranks=[1])
     folder = write(tmp_path, 2, late_ranks=[1])
     (folder / f"rank-00001.{name}").write_bytes(b"{}")
-    assert newest(tmp_path).folder.name == "save-000001"
+    assert disk.newest(tmp_path).folder.name == "save-000001"
     with pytest.raises(CheckpointError, match="damaged") as damaged:
         Found.at(folder).shard(1)
-    assert not isinstance(damaged.value, MissingShardError)
+    assert not isinstance(damaged.value, disk.MissingShardError)
     (folder / "rank-00001.sums.json").unlink()
-    assert newest(tmp_path).folder == folder  # its worker was lost
-    with pytest.raises(MissingShardError):
+    assert disk.newest(tmp_path).folder == folder  # its worker was lost
+    with pytest.raises(disk.MissingShardError):
         Found.at(folder).shard(1)
 
 
@@ -128,14 +115,14 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(tmp_path):
     files = {"../../secret.json": {"bytes": 1, "sha256": "0"}}
     write_manifest(folder, Manifest(files=files, config=CONFIG, **COUNTS, **OF_DATA))
     with pytest.raises(CheckpointError, match=r"must hold a checkpoint's files only, got '\.\./"):
-        read_manifest(folder)
+        disk.read_manifest(folder)
 
 
 def test_linked_folders_are_no_checkpoints(tmp_path):
     elsewhere = write(tmp_path / "other", 9)
     write(tmp_path / "run", 1)
     os.symlink(elsewhere, tmp_path / "run/checkpoints/save-000009")
-    assert [found.folder.name for found in checkpoints_in(tmp_path / "run")] == ["save-000001"]
+    assert [found.folder.name for found in disk.checkpoints_in(tmp_path / "run")] == ["save-000001"]
 
 
 def test_a_format_of_the_future_is_named(tmp_path):
@@ -146,18 +133,18 @@ def test_a_format_of_the_future_is_named(tmp_path):
     content["sha256"] = hashlib.sha256(body.encode()).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="of format 2, which this version reads, got 99"):
-        read_manifest(folder)
+        disk.read_manifest(folder)
 
 
 def test_pruning_keeps_the_newest_good_ones(tmp_path):
     folders = [write(tmp_path, sequence) for sequence in range(1, 6)]
     (folders[4] / "manifest.json").write_text("{")  # the newest, damaged
     (folders[3] / "manifest.json").unlink()  # never completed
-    prune(tmp_path, 2)
+    disk.prune(tmp_path, 2)
     names = [f"save-{sequence:06d}" for sequence in range(1, 6)]
     left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert left == names[1:]  # the last two may be under way
-    assert [p.name for p in set_aside_after(tmp_path, 9)] == [f"{names[4]}.old"]
+    assert [p.name for p in disk.set_aside_after(tmp_path, 9)] == [f"{names[4]}.old"]
     left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert left == [*names[1:3], f"{names[4]}.old"]
 
@@ -166,8 +153,8 @@ def test_checkpoints_after_the_one_resumed_are_set_aside_not_removed(tmp_path):
     for sequence in (1, 2, 3):
         write(tmp_path, sequence)
     (tmp_path / "checkpoints/save-000003/manifest.json").write_text("{}")
-    renamed = set_aside_after(tmp_path, 1)
+    renamed = disk.set_aside_after(tmp_path, 1)
     assert sorted(p.name for p in renamed) == ["save-000002.old", "save-000003.old"]
-    assert [found.folder.name for found in checkpoints_in(tmp_path)] == ["save-000001"]
-    prune(tmp_path, 1)
+    assert [found.folder.name for found in disk.checkpoints_in(tmp_path)] == ["save-000001"]
+    disk.prune(tmp_path, 1)
     assert (tmp_path / "checkpoints/save-000002.old").is_dir()

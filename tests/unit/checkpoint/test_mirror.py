@@ -15,15 +15,8 @@ from filelock import FileLock
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dbsl.checkpoint.disk import (
-    Found,
-    newest,
-    prune,
-    read_manifest,
-    remove,
-    write_manifest,
-    write_shard,
-)
+from dbsl.checkpoint import disk
+from dbsl.checkpoint.disk import Found, newest, prune, read_manifest, remove, write_shard
 from dbsl.config.parse import parse_config
 from dbsl.extras import mirror as mirroring
 from dbsl.extras.mirror.bucket import tried
@@ -53,13 +46,7 @@ def wiped(fs):
 def calls(monkeypatch):
     """Count the calls of a file system; those that `fails` names fail, a write half-way."""
 
-    class Calls:
-        count, failed = 0, 0
-
-        def fails(self, number):
-            return False
-
-    calls = Calls()
+    calls = SimpleNamespace(count=0, failed=0, fails=lambda number: False)
     for name in CALLS:
         original = getattr(MemoryFileSystem, name)
 
@@ -284,14 +271,10 @@ def test_a_url_without_a_whole_checkpoint_cannot_be_resumed(tmp_path, mirrored):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_folder_that_is_there_is_not_pulled_into(tmp_path, mirrored):
+def test_a_folder_that_is_there_is_not_pulled_into_but_one_of_a_killed_start_is(tmp_path, mirrored):
     mirrored(1)
     with pytest.raises(ValueError, match=r"output_dir must be a new folder, got .*run, which"):
         pull(tmp_path / "run")
-
-
-def test_a_folder_of_a_start_that_was_killed_is_pulled_into(tmp_path, mirrored):
-    mirrored(1)
     folder = tmp_path / "pulled"
     folder.mkdir()
     text = "output_dir must be a new folder"
@@ -326,10 +309,8 @@ def test_the_newest_state_wins_on_a_slow_connection(tmp_path, memory, monkeypatc
         go.set()
         mirror.wait()
         prune(folder, 1)
-    assert {path.split("/")[-2] for path in put if path.endswith("manifest.json")} == {
-        "save-000001",
-        "save-000005",
-    }
+    whole = {path.split("/")[-2] for path in put if path.endswith("manifest.json")}
+    assert whole == {"save-000001", "save-000005"}
     assert names_in(memory) == ["save-000005"]
 
 
@@ -337,11 +318,9 @@ def test_a_connection_that_hangs_holds_the_end_up_for_so_long_only(
     tmp_path, monkeypatch, capsys, folder_with
 ):
     folder, go = folder_with(tmp_path / "run", 1), threading.Event()
-    mirror = mirror_of(folder)
-    original = MemoryFileSystem.put_file
-    monkeypatch.setattr(
-        MemoryFileSystem, "put_file", lambda *a, **k: (go.wait(20), original(*a, **k))
-    )
+    mirror, put_file = mirror_of(folder), MemoryFileSystem.put_file
+    hangs = lambda *what, **how: go.wait(20) and put_file(*what, **how)  # noqa: E731
+    monkeypatch.setattr(MemoryFileSystem, "put_file", hangs)
     monkeypatch.setattr(mirroring, "_PATIENCE_S", 0.1)
     with mirror:
         pass
@@ -372,7 +351,7 @@ def test_a_checkpoint_made_anew_under_its_old_name_replaces_it(tmp_path, folder_
         folder_with(folder, 2)
         shard = write_shard(folder / "checkpoints/save-000002", 0, {"rank": "anew"}, {})
         manifest = replace(read_manifest(folder / "checkpoints/save-000002"), files=shard)
-        write_manifest(folder / "checkpoints/save-000002", manifest)
+        disk.write_manifest(folder / "checkpoints/save-000002", manifest)
     assert pull(tmp_path / "pulled") == 2
     text = (tmp_path / "pulled/checkpoints/save-000002/rank-00000.json").read_text()
     assert "anew" in text
@@ -396,10 +375,9 @@ def test_a_mirror_of_another_run_or_ahead_of_this_one_is_refused(
     folder = mirrored(1, 2)
     before = dict(memory.store)
     other = folder_with(tmp_path / "other", 1)
+    message = r"which has another run \(--resume memory.* continues"
     for settings in ({}, {"resume": "auto"}):
-        with pytest.raises(
-            ValueError, match=r"which has another run \(--resume memory.* continues"
-        ):
+        with pytest.raises(ValueError, match=message):
             mirror_of(other, **settings)
     old = folder / "checkpoints/save-000001"
     with pytest.raises(ValueError, match=r"mirror must not be ahead of .*, got save-000002 at mem"):
@@ -410,9 +388,7 @@ def test_a_mirror_of_another_run_or_ahead_of_this_one_is_refused(
         mirror_of(other)
 
 
-def test_a_finished_run_that_kept_no_checkpoint_is_not_written_over(
-    tmp_path, memory, folder_with, mirrored
-):
+def test_a_finished_run_that_kept_no_checkpoint_is_not_written_over(tmp_path, memory, folder_with):
     folder = folder_with(tmp_path / "run")
     (folder / "summary.json").write_text("{}")
     with mirror_of(folder):
@@ -452,9 +428,8 @@ def test_a_url_that_cannot_be_written_is_refused_in_one_line(tmp_path, monkeypat
     with pytest.raises(ValueError, match=f"mirror must be a URL that can be {message}") as error:
         mirror_of(tmp_path, mirror=url)
     assert "\n" not in str(error.value)
-    with pytest.raises(
-        ValueError, match=r"resume must be a URL (that can be read|with a co.*), got"
-    ):
+    message = r"resume must be a URL (that can be read|with a co.*), got"
+    with pytest.raises(ValueError, match=message):
         parse_config(Config, ["--resume", url])
 
 

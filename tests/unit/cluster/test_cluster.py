@@ -19,13 +19,11 @@ from tests.ranks.test_sync import server_of
 
 def make_cluster(model, durations, *, sync, epochs, rounds=1, staleness=1):
     weights, members = FlatWeights(model), Members(len(durations), rounds)
+    server = server_of(weights, members, sync, staleness)
+    planner = SimpleNamespace(members=members)  # nothing here asks for a plan
+    how = {"planner": planner, "workers": range(len(durations)), "epochs": epochs}
     return SimulatedCluster(
-        weights,
-        server_of(weights, members, sync, staleness),
-        planner=SimpleNamespace(members=members),  # nothing here asks for a plan
-        workers=range(len(durations)),
-        epochs=epochs,
-        times=lambda worker, epoch, round_: (durations[worker], 0.0),
+        weights, server, times=lambda worker, *_: (durations[worker], 0.0), **how
     )
 
 

@@ -5,15 +5,7 @@ import torch
 from torch import nn
 
 from dbsl.cluster import formats
-from dbsl.cluster.formats import (
-    BLOCK,
-    End,
-    RoundedSum,
-    Rounding,
-    decode,
-    encode,
-    message_bytes,
-)
+from dbsl.cluster.formats import BLOCK, End, RoundedSum, Rounding, decode, encode, message_bytes
 from dbsl.cluster.weights import FlatWeights
 
 FORMATS = ("bf16", "int8", "int4", "int2")

@@ -149,9 +149,8 @@ def test_a_rank_that_saves_nothing_is_refused_with_the_largest_that_does():
     message = f"^wire must be powersgd with a rank of at most {most}: above.*, got powersgd:99$"
     with pytest.raises(SettingError, match=message):
         check_rank(Wire("powersgd", most + 1), shapes, "powersgd:99")
-    with pytest.raises(
-        SettingError, match=r"^wire must not be powersgd with a model that has no la"
-    ):
+    message = "^wire must not be powersgd with a model that has no la"
+    with pytest.raises(SettingError, match=message):
         check_rank(Wire("powersgd", 1), [torch.Size([7]), torch.Size([3, 3])], "powersgd:1")
     check_rank(Wire("bf16"), [torch.Size([7])], "bf16")
 
@@ -176,7 +175,6 @@ def test_a_format_is_read(text, wire):
      "powersgd:4:1:1", "powersgd:RANK[:STEPS]", f"powersgd:{'9' * 5000}"],
 )  # fmt: skip
 def test_what_is_no_format_is_refused(text):
-    with pytest.raises(
-        SettingError, match=r"^wire must be float32, bf16, fp16, powersgd:RANK\[:ST"
-    ):
+    message = r"^wire must be float32, bf16, fp16, powersgd:RANK\[:ST"
+    with pytest.raises(SettingError, match=message):
         parse_wire(text)

@@ -30,13 +30,8 @@ def pushes(s, *workers, numbers=(0.0, 0.0)):
 
 
 def server(rule, workers=2, staleness=None, rounds_per_epoch=1, weights=(1.0, 2.0)):
-    return Server(
-        torch.tensor(weights),
-        Members(workers, rounds_per_epoch),
-        rule,
-        together=rule not in (ratio, half, broken),
-        staleness=staleness,
-    )
+    members, together = Members(workers, rounds_per_epoch), rule not in (ratio, half, broken)
+    return Server(torch.tensor(weights), members, rule, together=together, staleness=staleness)
 
 
 @pytest.mark.parametrize(

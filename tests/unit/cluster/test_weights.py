@@ -10,9 +10,8 @@ from dbsl.cluster.weights import ALIGNMENT, FlatWeights
 
 def test_model_and_vector_are_one_memory_and_the_model_computes_as_before():
     torch.manual_seed(0)
-    model = (
-        timm.create_model("resnet18", num_classes=5).to(memory_format=torch.channels_last).eval()
-    )
+    model = timm.create_model("resnet18", num_classes=5).eval()
+    model.to(memory_format=torch.channels_last)
     images = torch.randn(2, 3, 32, 32)
     before = model(images)
     weights = FlatWeights(model)

@@ -1,4 +1,3 @@
-import csv
 import json
 import math
 import shutil
@@ -14,31 +13,14 @@ import yaml
 import train
 from dbsl.config.parse import parse_config, parse_flags
 from dbsl.tools import jobs
-from dbsl.tools.compare import compare
+from dbsl.tools.compare import compare, statistics
 from dbsl.tools.compare.report import arms_figure, read_runs, write_comparison, write_runs
-from dbsl.tools.compare.statistics import (
-    ArmRun,
-    detectable,
-    equal_time_epochs,
-    holm,
-    interval,
-    paired,
-    read_run,
-    table,
-)
+from dbsl.tools.compare.statistics import ArmRun, detectable, interval, paired, read_run, table
+from experiments.plots.rows import read
 from tests.helpers import ROOT, Forked, refused
 
-ARM = {
-    "model": "test_resnet",
-    "resolutions": [16],
-    "train_samples": 60,
-    "eval_samples": 40,
-    "epochs": 2,
-    "slope": 0.001,
-    "intercept": 0.01,
-    "mixed_precision": "no",
-    "cpu_threads": 1,
-}
+ARM = {"model": "test_resnet", "resolutions": [16], "train_samples": 60, "eval_samples": 40}
+ARM |= {"epochs": 2, "slope": 0.001, "intercept": 0.01, "mixed_precision": "no", "cpu_threads": 1}
 
 
 def run_of(seed, accuracy, time_s=10.0):
@@ -103,7 +85,8 @@ def test_p_values_are_those_of_the_paired_test_corrected_for_their_number():
     assert rows["sure"]["p"] == pytest.approx(p)
     assert rows["sure"]["p_holm"] == pytest.approx(3 * p)
     assert rows["unsure"]["p_holm"] == pytest.approx(rows["unsure"]["p"])
-    assert holm([0.04, math.nan, 0.03]) == [0.06, pytest.approx(math.nan, nan_ok=True), 0.06]
+    first, undefined, last = statistics.holm([0.04, math.nan, 0.03])
+    assert (first, last, math.isnan(undefined)) == (0.06, 0.06, True)
 
 
 def test_what_so_few_seeds_can_find_has_the_published_sizes():
@@ -125,7 +108,7 @@ def test_equal_time_is_never_above_the_baselines_in_whole_epochs():
     base = [replace(run_of(0, 0.5, 20.0), epochs=20)]
     for time_s, epochs in ((20.0, 20), (21.0, 19), (80.0, 5), (15.0, 26), (2000.0, 1)):
         arm = [replace(run_of(0, 0.5, time_s), epochs=20)]
-        assert equal_time_epochs(arm, base) == epochs
+        assert statistics.equal_time_epochs(arm, base) == epochs
 
 
 def test_figure_shows_means_and_intervals_within_what_accuracy_can_be():
@@ -194,8 +177,7 @@ def end_run(folder, config):
 
 
 def rows_of(path):
-    with open(path, newline="") as file:
-        return {row["arm"]: row for row in csv.DictReader(file)}
+    return {row["arm"]: row for row in read(path)}
 
 
 @pytest.fixture
@@ -290,10 +272,8 @@ def test_equal_time_trains_again_with_other_epochs_and_moved_milestones(
         (tmp_path / arms[-1]).write_text(yaml.safe_dump(settings | extra))
     options = ["--seeds", "1", "--jobs", "2", "--equal-time", "--set", "lr=0.01"]
     compare.main([*arms, *options, "--output-dir", "out"])
-    assert [launch.title for launch in launched] == [
-        *("base, seed 0", "alone, seed 0"),
-        "alone-1epochs, seed 0",  # one worker takes four times as long
-    ]
+    titles = [launch.title for launch in launched]  # one worker takes four times as long
+    assert titles == ["base, seed 0", "alone, seed 0", "alone-1epochs, seed 0"]
     made = parse_config(train.Config, launched[-1].flags)
     assert (made.epochs, made.lr_milestones, made.lr) == (1, (), 0.01)
     rows = {name: rows_of(tmp_path / f"out/{name}.csv") for name in ("arms", "equal_time")}
@@ -310,8 +290,8 @@ def test_equal_time_trains_again_with_other_epochs_and_moved_milestones(
     row = rows["arms"]["base"]
     assert row["command"].startswith("python -m dbsl.compare *.yaml --seeds 1")
     assert all(row[name] for name in ("device", "torch", "timm", "precision", "date"))
-    with open(tmp_path / "out/arms_curves.csv", newline="") as file:
-        assert [row["arm"] for row in csv.DictReader(file)] == ["base"] * 4 + ["alone"] * 4
+    curves = read(tmp_path / "out/arms_curves.csv")
+    assert [row["arm"] for row in curves] == ["base"] * 4 + ["alone"] * 4
 
 
 @pytest.mark.parametrize(

@@ -60,13 +60,8 @@ def test_the_images_are_those_of_timms_own_pipeline(photos):
     given = {"scale": (0.3, 0.9), "vflip": 0.5, "grayscale_prob": 0.3}
     data = load(photos, augment_kwargs=(*kwargs, "train_interpolation=bicubic"))
     transform = replace(data.transform(16, "timm", 3), mean=(0.0,) * 3, std=(1 / 255,) * 3)
-    theirs = timm.data.create_transform(
-        16,
-        is_training=True,
-        use_prefetcher=True,
-        **given | {"color_jitter": 0.3},
-        interpolation="bicubic",
-    )
+    how = {"is_training": True, "use_prefetcher": True, "interpolation": "bicubic"}
+    theirs = timm.data.create_transform(16, **given, **how, color_jitter=0.3)
     images = images_of(data.train, transform).permute(0, 2, 3, 1)
     for number, image in enumerate(images):
         # Anything may have been drawn before: the seed of the sample is what counts.

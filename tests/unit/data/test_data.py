@@ -193,10 +193,9 @@ def test_label_column_is_found(change, column):
     assert columns_of(features, label_column="coarse") == ("image", "coarse")
 
 
-TEXT, STRUCT = (
-    datasets.Value("string"),
-    {"bytes": datasets.Value("string"), "path": datasets.Value("string")},
-)
+TEXT = datasets.Value("string")
+STRUCT = {"bytes": TEXT, "path": TEXT}
+LISTS = {"image": STRUCT, "label": datasets.List(datasets.Value("int64"))}
 TWO = {"left": datasets.Image(), "right": datasets.Image()}
 
 
@@ -209,11 +208,7 @@ TWO = {"left": datasets.Image(), "right": datasets.Image()}
         ({"i": datasets.Image(), "t": TEXT}, {}, r"label_column must be one of \['t'\], got None"),
         (TWO, {}, r"image_column must be one of .*'right'\], got None"),
         (TWO, {"image_column": "right"}, r"whole numbers or text, got columns 'left' \(PIL"),
-        (
-            {"image": STRUCT, "label": datasets.List(datasets.Value("int64"))},
-            {},
-            r"whole numbers or text, got columns 'image' \(dict\), 'label' \(list\)$",
-        ),
+        (LISTS, {}, r"whole numbers or text, got columns 'image' \(dict\), 'label' \(list\)$"),
         ({"t": TEXT}, {}, r"dataset must have a column of images, got columns 't' \(string\)"),
     ],
 )
@@ -301,9 +296,8 @@ def test_classes_that_are_not_evaluated_are_named_in_one_line(tmp_path, caplog):
     names = list("abcde")
     tables = {"train": of_classes(names, list(range(5))), "validation": of_classes(names, [0, 1])}
     load(save(tmp_path / "set", **tables))
-    assert [record.message for record in caplog.records] == [
-        "classes without an evaluation image: c, d, e"
-    ]
+    (record,) = caplog.records
+    assert record.message == "classes without an evaluation image: c, d, e"
 
 
 # --- what pyarrow and pandas write, without the types of `datasets`
@@ -342,9 +336,8 @@ def test_images_without_the_types_of_datasets_are_read_and_nulls_left_out(tmp_pa
 @pytest.mark.parametrize("missing", [None, -1])
 def test_load_data_split_without_labels_is_left_out(tmp_path, caplog, missing):
     train = make_table([flat_image(0)] * 10)
-    test = datasets.Dataset.from_dict(
-        {"image": [flat_image(0)] * 2, "label": [0, missing]}, features=train.features
-    )
+    columns = {"image": [flat_image(0)] * 2, "label": [0, missing]}
+    test = datasets.Dataset.from_dict(columns, features=train.features)
     data = load(save(tmp_path / "set", train=train, test=test))
     assert data.eval_split == "a fifth of train"
     assert "split 'test'" in caplog.text

@@ -357,9 +357,8 @@ def test_a_bad_image_is_left_out_and_one_that_lies_elsewhere_is_not_read(shards,
     folder = tmp_path / "bad"
     folder.mkdir()
     schema = pyarrow.parquet.read_schema(file)
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist(rows, schema), folder / "train.parquet", row_group_size=GROUP
-    )
+    table = pyarrow.Table.from_pylist(rows, schema)
+    pyarrow.parquet.write_table(table, folder / "train.parquet", row_group_size=GROUP)
     data = load(folder, holdout=0.25, max_bad_images=2)
     for source in (data.train, data.evaluation):
         read_all(source, 16)

@@ -238,10 +238,8 @@ def test_random_boxes_are_distributed_as_those_of_torchvision(size):
     left, top, right, bottom = found.T
     for first, last, side in ((left, right, size[0]), (top, bottom, size[1])):
         assert ((first >= 0) & (first < last) & (last <= side)).all()
-    crop, image = (
-        v2.RandomResizedCrop(8, transforms.AREA, transforms.RATIO),
-        torch.zeros(3, size[1], size[0]),
-    )
+    crop = v2.RandomResizedCrop(8, transforms.AREA, transforms.RATIO)
+    image = torch.zeros(3, size[1], size[0])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         drawn = [crop.make_params([image]) for _ in range(count)]

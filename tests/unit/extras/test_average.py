@@ -41,21 +41,17 @@ def test_statistics_are_measured_on_the_same_images_in_batches_of_one_size(
 
 
 def as_run(model, images, batch_size, transform=None):
-    return SimpleNamespace(
-        model=model,
-        data=SimpleNamespace(train=images, transform=lambda *_: transform),
-        config=SimpleNamespace(seed=0, resolutions=(4,)),
-        statistics_batch=batch_size,
-    )
+    data = SimpleNamespace(train=images, transform=lambda *_: transform)
+    config = SimpleNamespace(seed=0, resolutions=(4,))
+    return SimpleNamespace(model=model, data=data, config=config, statistics_batch=batch_size)
 
 
 def _recomputed(rank, world_size, model):
     """Return a model's statistics, recomputed from 60 random images of 4 px."""
     pixels = np.random.default_rng(0).integers(256, size=(60, 4, 4, 3), dtype=np.uint8)
     images = PixelStore(torch.from_numpy(pixels), torch.zeros(60, dtype=torch.int64))
-    accelerator = SimpleNamespace(
-        autocast=nullcontext, process_index=rank, num_processes=world_size, reduce=_mean
-    )
+    place = {"process_index": rank, "num_processes": world_size}
+    accelerator = SimpleNamespace(autocast=nullcontext, reduce=_mean, **place)
     weights = FlatWeights(model)
     transform = Transform(4, "none", False, (0.5,) * 3, (0.5,) * 3, 0)
     run = as_run(model, images, 10, transform)
@@ -92,10 +88,8 @@ def test_without_batch_norm_no_image_is_read_nor_anybody_waited_for():
 def test_a_run_that_is_made_longer_without_an_average_has_none(tmp_path):
     run(tmp_path / "run", epochs=1, ema_decay=0.5)
     run(tmp_path / "run", epochs=2, resume=str(tmp_path / "run"), allow_config_change=True)
-    assert sorted(p.name for p in (tmp_path / "run").glob("model*.safetensors")) == [
-        "model.safetensors",
-        "model_best.safetensors",
-    ]
+    left = {path.name for path in (tmp_path / "run").glob("model*.safetensors")}
+    assert left == {"model.safetensors", "model_best.safetensors"}
 
 
 def test_averaged_weights_are_evaluated_beside_the_raw_and_change_no_bit_of_them(tmp_path):

@@ -116,9 +116,8 @@ def test_trackers_are_those_that_accelerate_knows_and_that_are_installed(monkeyp
             tracker_names(given)
 
 
-def test_a_tracker_gets_settings_rows_pictures_and_a_table_over_thousandths_of_an_epoch(
-    folder, recorder
-):
+@pytest.mark.usefixtures("recorder")
+def test_a_tracker_gets_settings_rows_pictures_and_a_table_over_thousandths_of_an_epoch(folder):
     rows = [step(1, 0.25, 1.5, kd=0.5), *epoch(), EVAL, NOISE, {"event": "lost", "worker": 1}]
     shown = show(folder, "mlflow", rows=rows)
     (tracker,) = (own.tracker for own in shown._shown)
@@ -142,9 +141,8 @@ def test_a_tracker_gets_settings_rows_pictures_and_a_table_over_thousandths_of_a
     assert tracker.pictures == ["plots/plan"] * 2
 
 
-def test_a_resumed_run_goes_on_in_the_charts_of_before_and_shows_nothing_twice(
-    folder, recorder, monkeypatch
-):
+@pytest.mark.usefixtures("recorder")
+def test_a_resumed_run_goes_on_in_the_charts_of_before_and_shows_nothing_twice(folder, monkeypatch):
     before = [PLAN, *epoch()]
     shown = show(folder, "mlflow", before=before, state={"trackers": {"mlflow": ""}})
     (tracker,) = (own.tracker for own in shown._shown)
@@ -160,10 +158,7 @@ def test_tensorboard_forgets_what_a_killed_session_showed_after_its_checkpoint(f
     first.close(None)
     time.sleep(0.01)
     changed = [row | {"loss": 5.0} if row["event"] == "round" else row for row in epoch(1)]
-    state, kept = (
-        {"trackers": {"tensorboard": ""}},
-        [PLAN, *epoch(), step(0, 0.25, 3.0) | {"epoch": 1}],
-    )
+    state, kept = {"trackers": {"tensorboard": ""}}, [PLAN, *epoch(), steps[0]]
     second = show(folder, "tensorboard", before=kept, state=state, rows=changed)
     second.close(None)
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
@@ -175,9 +170,8 @@ def test_tensorboard_forgets_what_a_killed_session_showed_after_its_checkpoint(f
     assert "resolutions: 24,32" in hparams.read_text()
 
 
-def test_wandb_without_a_login_runs_offline_and_says_how_to_upload(
-    folder, no_login, capsys, monkeypatch
-):
+@pytest.mark.usefixtures("no_login")
+def test_wandb_without_a_login_runs_offline_and_says_how_to_upload(folder, capsys, monkeypatch):
     monkeypatch.chdir(folder.parent)
     shown = show(folder, "wandb", rows=[*epoch(), EVAL])
     (said,) = capsys.readouterr().out.splitlines()
@@ -268,9 +262,8 @@ def test_wandb_hides_figures_of_single_workers_and_draws_all_in_one_chart(folder
     _, values = wandb.records[-2]
     assert {"all steps: loss", "all steps: kd", "all workers: share"} <= values.keys()
     assert "all workers: samples" not in values
-    assert sorted(values["all steps: loss"].table.data) == [
-        *([0.25, "worker 0", 2.0], [0.25, "worker 1", 3.0], [0.5, "worker 1", 4.0]),
-    ]
+    points = [[0.25, "worker 0", 2.0], [0.25, "worker 1", 3.0], [0.5, "worker 1", 4.0]]
+    assert sorted(values["all steps: loss"].table.data) == points
 
 
 def test_wandb_charts_of_all_workers_come_ever_more_seldom_and_stay_small(

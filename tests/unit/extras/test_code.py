@@ -28,9 +28,8 @@ def script(tmp_path, monkeypatch):
     return path
 
 
-def test_code_is_the_script_what_it_imports_and_dbsl_but_nothing_that_is_installed(
-    script, monkeypatch
-):
+@pytest.mark.usefixtures("script")
+def test_code_is_the_script_what_it_imports_and_dbsl_but_nothing_that_is_installed(monkeypatch):
     found = read_code()
     assert script_of(found.sums) == "mine.py"
     assert found.files["mine.py"] == b"import losses\n"
@@ -79,9 +78,8 @@ def test_a_checkout_leaves_its_commit_and_its_changes_and_others_nothing(
     monkeypatch.setattr(code, "git_diff", GIT_DIFF)
     (folder := tmp_path / "run").mkdir()
     KeptCode().write(folder, read_code())
-    assert KeptCode.in_words(folder).endswith(
-        f"at git {commit.decode()} with the changes in `code/git.diff`"
-    )
+    words = f"at git {commit.decode()} with the changes in `code/git.diff`"
+    assert KeptCode.in_words(folder).endswith(words)
     monkeypatch.setenv("PATH", "")
     assert GIT_DIFF() == b""  # no git
 
@@ -90,9 +88,8 @@ def test_a_resumed_run_says_which_code_has_changed_and_the_card_has_both(
     tmp_path, monkeypatch, capsys
 ):
     folder, warning = tmp_path / "run", "warning: code has changed since the run began"
-    monkeypatch.delitem(
-        sys.modules, "dbsl_train_script", raising=False
-    )  # the script by another name
+    # The script by another name.
+    monkeypatch.delitem(sys.modules, "dbsl_train_script", raising=False)
     run(folder, epochs=1)
     assert (folder / "code/train.py").exists()
     run(folder, epochs=2, resume=str(folder))

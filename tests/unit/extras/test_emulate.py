@@ -7,7 +7,7 @@ from dbsl.cluster.formats import joint_messages
 from dbsl.config.settings import FLOAT32, Wire
 from dbsl.extras.emulate import EmulatedLink, Emulation, parse_disturb, parse_slowdown
 from dbsl.model import load_model
-from tests.helpers import rows, run, slow
+from tests.helpers import rows, run, short
 
 GB = 1e9 / 8  # bytes a second of 1 Gbit/s
 
@@ -90,19 +90,12 @@ def outcome(folder):
     return (folder / "model.safetensors").read_bytes(), time_s, *spent
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        {"rounds_per_epoch": 2, "large_batch_size": (10,)},
-        {"sync": "asp"},
-        {"sync": "step"},
-        {"sync": "step", "wire": "powersgd:2:3"},
-        pytest.param({"merge": "delta"}, marks=slow),
-        pytest.param({"push": "gradients"}, marks=slow),
-        pytest.param({"sync": "ssp"}, marks=slow),
-    ],
-    ids=lambda mode: " ".join(map(str, mode.values())),
-)
+MODES = [{"rounds_per_epoch": 2, "large_batch_size": (10,)}, {"sync": "asp"}, {"sync": "step"}]
+MODES += [{"sync": "step", "wire": "powersgd:2:3"}]
+RARE = [{"merge": "delta"}, {"push": "gradients"}, {"sync": "ssp"}]
+
+
+@pytest.mark.parametrize("mode", short(MODES + RARE, *MODES), ids=str)
 def test_a_link_takes_virtual_time_that_counts_as_waiting_and_no_weights_change(tmp_path, mode):
     run(tmp_path / "free", **SETTINGS, **mode)
     run(tmp_path / "link", **SETTINGS, **mode, link_gbps=0.01, link_ms=1.0)
@@ -122,8 +115,7 @@ def test_a_link_takes_virtual_time_that_counts_as_waiting_and_no_weights_change(
         steps = sum(row["steps"] for row in rows(tmp_path / "link", "round")) // 2
         model = load_model(tmp_path / "link")
         shapes = [p.shape for p in model.parameters()]
-        messages = 3 * [joint_messages(FLOAT32, shapes)] + (steps - 3) * [
-            joint_messages(Wire("powersgd", 2), shapes)
-        ]
+        first, low = (joint_messages(wire, shapes) for wire in (FLOAT32, Wire("powersgd", 2)))
+        messages = 3 * [first] + (steps - 3) * [low]
         cost_s = sum(EmulatedLink(0.01, 1.0).all_reduce_s(size, 2) for m in messages for size in m)
         assert link_s - free_s == pytest.approx(cost_s, rel=1e-6)

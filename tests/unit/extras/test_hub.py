@@ -5,14 +5,11 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import yaml
-from accelerate.state import AcceleratorState
 from huggingface_hub.utils import filter_repo_objects
 
-import train
 from dbsl.base.errors import SettingError
-from dbsl.config.parse import parse_config
 from dbsl.model import load_model
-from tests.helpers import run
+from tests.helpers import run, train_by
 
 
 @pytest.fixture
@@ -54,9 +51,7 @@ def push(tmp_path, **settings):
 
 def push_again(hub, tmp_path):
     """Resume a finished run to push it, and see it pushed."""
-    AcceleratorState._reset_state(True)
-    again = ["--resume", str(tmp_path / "run"), "--push-to-hub", "someone/model"]
-    train.main(parse_config(train.Config, again))
+    train_by("--resume", str(tmp_path / "run"), "--push-to-hub", "someone/model")
     assert hub.files["model.safetensors"] == (tmp_path / "run/model.safetensors").read_bytes()
 
 

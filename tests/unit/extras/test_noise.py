@@ -8,16 +8,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dbsl.extras.noise import (
-    NoiseAverage,
-    NoiseProbe,
-    NoiseScale,
-    choose_probe,
-    noise_summary,
-    pairs_of,
-    probe_interval,
-    separate,
-)
+import dbsl.extras.noise
+from dbsl.extras.noise import NoiseAverage, NoiseProbe, noise_summary, pairs_of, separate
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.solve import PlanRules, plan_dual_batch
 from dbsl.plan.types import RoundReport, TimeModel, Turn
@@ -174,7 +166,7 @@ def chosen(large, sync="bsp", processes=1, device="cpu"):
         sampler=SimpleNamespace(least=1),
         config=SimpleNamespace(sync=sync),
     )
-    return choose_probe(run, processes)
+    return dbsl.extras.noise.choose_probe(run, processes)
 
 
 def test_gradients_are_joined_of_workers_at_the_same_weights_in_one_process():
@@ -209,10 +201,8 @@ def test_joined_gradients_count_by_batch_over_weight():
             parameter.grad = torch.randn_like(parameter)
         found = probed(probe, size, worker=worker, weight=weight)
         own = torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])
-        torch.testing.assert_close(
-            found["micro_square" if worker == 2 else "gradient_square"],
-            own.square().sum() / weight**2,
-        )
+        name = "micro_square" if worker == 2 else "gradient_square"
+        torch.testing.assert_close(found[name], own.square().sum() / weight**2)
         total += own * size / weight
     torch.testing.assert_close(found["gradient_square"], (total / 15).square().sum())
 
@@ -321,7 +311,7 @@ def test_joint_gradients_are_of_the_whole_batch_once_they_are_summed():
 @pytest.mark.parametrize("steps", [1, 3, 10, 30, 100])
 def test_extra_passes_stay_within_their_share(steps, launch_s):
     model = TimeModel(0.01, 0.05)
-    every = probe_interval(model, 64, steps, 2, launch_s)
+    every = dbsl.extras.noise.probe_interval(model, 64, steps, 2, launch_s)
     round_s, extra_s = steps * model.time(64, 1), max(model.time(16, 1), launch_s)
     assert extra_s / (every * round_s) <= 0.015
     assert every == 1 or extra_s / ((every - 1) * round_s) > 0.015
@@ -337,7 +327,7 @@ def test_workers_take_turns():
 
 def test_a_run_whose_noise_scale_is_known_says_it_next_to_its_batch():
     plan = plan_dual_batch(4000, 4, 0, 16, TimeModel(1e-3, 0.02))
-    scale = NoiseScale(100.0, 80.0, 130.0, 1.0, 100.0, 50)
+    scale = dbsl.extras.noise.NoiseScale(100.0, 80.0, 130.0, 1.0, 100.0, 50)
     advice = noise_summary(scale, plan)["noise_advice"]
     assert advice == "gradient noise scale 100 (95 %: 80 to 130); B_L is 16"
     assert "80 or more" in noise_summary(replace(scale, high=math.inf), plan)["noise_advice"]

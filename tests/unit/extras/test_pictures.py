@@ -10,14 +10,7 @@ from PIL import Image
 
 from dbsl.base.files import save_figure
 from dbsl.extras import pictures
-from dbsl.extras.pictures import (
-    MAX_LINES,
-    curves_figure,
-    timeline_figure,
-    worker_figure,
-    worker_marks,
-    worker_values,
-)
+from dbsl.extras.pictures import MAX_LINES, curves_figure, timeline_figure, worker_values
 from dbsl.log.rows import plan_row, read_metrics
 from dbsl.plan.solve import TimeModel, plan_dual_batch, plan_steps
 from dbsl.plan.stages import make_stages
@@ -283,7 +276,7 @@ def test_joint_steps_of_workers_before_are_neither_a_workers_share_nor_nobodys()
     _, values = worker_values(rows)
     assert values["nobody"].tolist() == [0, 0]
     assert np.nansum(values["share"], axis=0).tolist() == pytest.approx([100, 50])
-    labels = worker_figure(rows).axes[1].get_legend_handles_labels()[1]
+    labels = pictures.worker_figure(rows).axes[1].get_legend_handles_labels()[1]
     assert "nobody" not in labels
 
 
@@ -298,8 +291,8 @@ def test_samples_that_nobody_trained_on_and_lost_workers_are_seen():
     rows.append({"event": "joined", "worker": 1, "epoch": 7})
     _, values = worker_values(rows)
     assert values["share"][0, :5].tolist() == [25] * 5
-    assert worker_marks(rows) == [("lost", 1, 6), ("joined", 1, 8)]
-    axes = worker_figure(rows).axes[1]
+    assert pictures.worker_marks(rows) == [("lost", 1, 6), ("joined", 1, 8)]
+    axes = pictures.worker_figure(rows).axes[1]
     assert [bar.get_height() for bar in axes.patches] == pytest.approx([0, 0, 0, 0, 0, 20, 20, 0])
     named = [text.get_text() for text in axes.get_legend().get_texts()]
     assert sorted(named) == ["joined", "lost", "nobody"]
@@ -308,7 +301,7 @@ def test_samples_that_nobody_trained_on_and_lost_workers_are_seen():
 @pytest.mark.parametrize("workers", [1, 2, MAX_LINES, MAX_LINES + 1])
 def test_every_worker_has_a_line_or_all_have_a_range(workers):
     """In simulated runs, which have computing twice: measured, and on the cluster's clock."""
-    figure = worker_figure([row | {"virtual_time_s": 1.0} for row in rounds(workers, 3)])
+    figure = pictures.worker_figure([row | {"virtual_time_s": 1.0} for row in rounds(workers, 3)])
     assert len(figure.axes) == (5 if workers > 1 else 2)
     for axes in figure.axes:
         planned = [line.get_ydata().tolist() for line in axes.lines if line.get_linestyle() == ":"]

@@ -11,27 +11,14 @@ from safetensors.torch import load_file, save_model
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dbsl import (
-    PlanRules,
-    Rounds,
-    SettingError,
-    TimeModel,
-    UnevenBatchSampler,
-    mean_scale,
-    measure_step,
-    plan_dual_batch,
-    split_batch,
-)
+import dbsl
+from dbsl import PlanRules, Rounds, SettingError, TimeModel, UnevenBatchSampler, split_batch
 from dbsl.library.watch import Watch
 
 
 def samplers(samples, sizes, **kwargs):
-    return [
-        UnevenBatchSampler(
-            samples, local_batch_sizes=sizes, rank=rank, num_replicas=len(sizes), **kwargs
-        )
-        for rank in range(len(sizes))
-    ]
+    how = {"local_batch_sizes": sizes, "num_replicas": len(sizes), **kwargs}
+    return [UnevenBatchSampler(samples, rank=rank, **how) for rank in range(len(sizes))]
 
 
 def train(group, epoch, steps=None, ahead=0):
@@ -61,16 +48,9 @@ def runs(draw):
     sizes = st.lists(st.integers(1, 9), min_size=1, max_size=5)
     first, second = draw(sizes), draw(sizes)
     samples = draw(st.integers(max(len(first), len(second)), 150))
-    return {
-        "samples": samples,
-        "first": first,
-        "second": second,
-        "epoch": draw(st.integers(0, 3)),
-        "stop": draw(st.integers(0, 12)),
-        "ahead": draw(st.integers(0, 6)),
-        "seed": draw(st.integers(0, 5)),
-        "shuffle": draw(st.booleans()),
-    }
+    run = {"samples": samples, "first": first, "second": second, "epoch": draw(st.integers(0, 3))}
+    run |= {"stop": draw(st.integers(0, 12)), "ahead": draw(st.integers(0, 6))}
+    return run | {"seed": draw(st.integers(0, 5)), "shuffle": draw(st.booleans())}
 
 
 @settings(max_examples=1000, deadline=None)
@@ -95,12 +75,9 @@ def test_each_sample_is_met_once_by_whoever_resumes(run):
     assert sorted(trained) == list(range(run["samples"]))
     assert all(batch for joint in before + after for batch, _ in joint)
     alone = train(samplers(run["samples"], [sum(run["first"])], **fixed), run["epoch"])
-    assert (
-        trained[: sum(len(b) for j in before for b, _ in j)]
-        == [i for joint in alone for batch, _ in joint for i in batch][
-            : sum(len(b) for j in before for b, _ in j)
-        ]
-    )
+    order = [i for joint in alone for batch, _ in joint for i in batch]
+    count = sum(len(batch) for joint in before for batch, _ in joint)
+    assert trained[:count] == order[:count]
 
 
 @settings(max_examples=100, deadline=None)
@@ -231,12 +208,12 @@ def test_an_iterators_own_state_is_what_was_drawn():
         (lambda: PlanRules(small_batch_size=10.5), "small_batch_size must be an integer, got 10.5"),
         (lambda: PlanRules(rounding="x"), "rounding must be round or truncate, got x"),
         (lambda: PlanRules(least=-3), "least must be at least 1, got -3"),
-        (lambda: plan_dual_batch(99, 2, 1, 9.5, TimeModel(1, 1)), "must be integers, got 9.5"),
+        (lambda: dbsl.plan_dual_batch(99, 2, 1, 9.5, TimeModel(1, 1)), "must be integers, got 9.5"),
         (lambda: watch_twice(), "watch must be called once"),
         (lambda: rounds().__enter__().load_state_dict({}), "must be loaded before `with`"),
-        (lambda: measure_step(print, 8), "batch_sizes must be integers that ascend"),
-        (lambda: measure_step(print, [8.5, 9]), "batch_sizes must be integers that ascend"),
-        (lambda: measure_step(print, [8], seconds=float("nan")), "seconds must be .* got nan"),
+        (lambda: dbsl.measure_step(print, 8), "batch_sizes must be integers that ascend"),
+        (lambda: dbsl.measure_step(print, [8.5, 9]), "batch_sizes must be integers that ascend"),
+        (lambda: dbsl.measure_step(print, [8], seconds=float("nan")), "seconds must be .* got nan"),
         (lambda: rounds(outer=0.7), r"outer must be .* got 0.7"),
         (lambda: rounds(outer=(0.7, 1.0)), r"momentum in \[0, 1\)"),
         (lambda: rounds(every=0), "every must be .* got 0"),
@@ -259,7 +236,7 @@ def test_a_process_group_that_is_still_to_come_is_asked_for(monkeypatch):
     model = nn.Linear(1, 1)
     for use in (
         lambda: UnevenBatchSampler(10, 4),
-        lambda: mean_scale(3),
+        lambda: dbsl.mean_scale(3),
         lambda: Rounds(model, torch.optim.SGD(model.parameters())),
     ):
         with pytest.raises(SettingError, match=r"process group must be there first .*SIZE=2"):
@@ -296,9 +273,8 @@ def test_a_model_inside_rounds_is_saved_as_any_other_and_may_move(tmp_path):
         used.step()
         save_model(model, tmp_path / "model.safetensors")
         saved = load_file(tmp_path / "model.safetensors")
-        assert {n: t.tolist() for n, t in saved.items()} == {
-            n: t.tolist() for n, t in model.state_dict().items()
-        }
+        own = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+        assert {name: tensor.tolist() for name, tensor in saved.items()} == own
         model.double()[0] = nn.Linear(3, 4).double()  # what is read is what the model has
         with torch.no_grad():
             model[0].weight.fill_(2)
@@ -349,9 +325,8 @@ def test_scale_twice_for_a_batch_and_for_another_batch_are_errors():
         sampler.scale(5)
     batches = iter(sampler)
     next(batches)
-    with pytest.raises(
-        SettingError, match=r"count must be 5, as planned for batch 0 of rank 1, got 3"
-    ):
+    message = "count must be 5, as planned for batch 0 of rank 1, got 3"
+    with pytest.raises(SettingError, match=message):
         sampler.scale(3)
     sampler.scale(5)
     with pytest.raises(SettingError, match="got another call after 1 batches"):
@@ -376,12 +351,17 @@ def test_what_is_forgotten_is_warned_of():
         next(iter(sampler))
 
 
+def resumed(samples, size, epoch=0, steps=None, **options):
+    """Return a sampler that has trained an epoch, or some steps of it, and one with its state."""
+    (sampler,), (other,) = (samplers(samples, [size], **options) for _ in range(2))
+    train([sampler], epoch, steps=steps)
+    other.load_state_dict(sampler.state_dict())
+    return sampler, other
+
+
 @pytest.mark.parametrize("looks", [1, 3])
 def test_a_look_at_a_batch_trains_on_nothing(looks):
-    (sampler,) = samplers(20, [4])
-    train([sampler], 0, steps=2)
-    (other,) = samplers(20, [4])
-    other.load_state_dict(sampler.state_dict())
+    sampler, other = resumed(20, 4, steps=2)
     for _ in range(looks):
         next(iter(other))  # for a summary of the model
     assert other.state_dict() == sampler.state_dict()
@@ -390,10 +370,7 @@ def test_a_look_at_a_batch_trains_on_nothing(looks):
 
 
 def test_a_look_by_a_loader_that_draws_ahead_trains_on_nothing():
-    (sampler,) = samplers(20, [4])
-    train([sampler], 0, steps=3)
-    (other,) = samplers(20, [4])
-    other.load_state_dict(sampler.state_dict())
+    _, other = resumed(20, 4, steps=3)
     loader = DataLoader(range(20), batch_sampler=other, num_workers=1, prefetch_factor=4)
     next(iter(loader))
     other.set_epoch(0)
@@ -444,21 +421,14 @@ def test_sizes_are_within_limits_and_numbers_of_numpy_are_those_of_python(tmp_pa
 
 
 def test_leaving_the_loaded_epoch_is_warned_of():
-    (sampler,) = samplers(20, [4])
-    train([sampler], 2, steps=2)
-    state = sampler.state_dict()
-    (other,) = samplers(20, [4])
-    other.load_state_dict(state)
+    _, other = resumed(20, 4, epoch=2, steps=2)
     with pytest.warns(UserWarning, match=r"set_epoch\(0\) leaves epoch 2"):
         other.set_epoch(0)
     assert len(list(other)) == 5
 
 
 def test_an_epoch_that_is_resumed_has_the_length_of_what_is_left():
-    (sampler,) = samplers(70, [10])
-    train([sampler], 0, steps=4)
-    (other,) = samplers(70, [10])
-    other.load_state_dict(sampler.state_dict())
+    _, other = resumed(70, 10, steps=4)
     loader = DataLoader(range(70), batch_sampler=other)
     assert len(loader) == 7, "a schedule asks for that of a whole epoch"
     other.set_epoch(0)
@@ -472,10 +442,7 @@ def test_an_epoch_that_is_resumed_has_the_length_of_what_is_left():
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_state_of_an_epochs_last_batch_leaves_nothing_to_warn_of(drop_last):
-    group = samplers(22, [4], drop_last=drop_last)
-    train(group, 0)
-    (other,) = samplers(22, [4], drop_last=drop_last)
-    other.load_state_dict(group[0].state_dict())
+    _, other = resumed(22, 4, drop_last=drop_last)
     assert list(other) == []
     other.set_epoch(1)
     assert len(list(zip(range(2), other, strict=False))) == 2
@@ -493,12 +460,12 @@ def test_a_state_of_other_data_is_refused():
 
 
 def test_a_mean_over_nothing_is_refused_and_announced_counts_are_held_to():
-    assert mean_scale(7) == 1.0
+    assert dbsl.mean_scale(7) == 1.0
     with pytest.raises(SettingError, match="count must be at least 1 on every process"):
-        mean_scale(0)
+        dbsl.mean_scale(0)
     with pytest.raises(SettingError, match="count must be at least 1 on every process"):
-        mean_scale(math.inf)
-    assert type(mean_scale(torch.tensor([7]))) is float
-    assert mean_scale(7, ahead=5) == 1.0
+        dbsl.mean_scale(math.inf)
+    assert type(dbsl.mean_scale(torch.tensor([7]))) is float
+    assert dbsl.mean_scale(7, ahead=5) == 1.0
     with pytest.raises(SettingError, match="count must be 5, announced by ahead, got 6"):
-        mean_scale(6)
+        dbsl.mean_scale(6)

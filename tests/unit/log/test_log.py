@@ -104,9 +104,8 @@ def rows(tmp_path):
 
 def report_of(worker, epoch=0, round_=0, **values):
     usual = {"resolution": 24, "local_batch_size": 8, "samples": 10, "steps": 2, "time_s": 0.5}
-    return RoundReport(
-        worker, epoch, round_, **{**usual, "loss": 1.0, "merge_weight": 1.0, **values}
-    )
+    usual |= {"loss": 1.0, "merge_weight": 1.0}
+    return RoundReport(worker, epoch, round_, **usual | values)
 
 
 def play(log, plans=PLANS, *, epochs=(0, 1), evaluate=(1,), virtual=None, stages=STAGES):
@@ -172,12 +171,15 @@ def test_other_processes_write_and_print_nothing(tmp_path, make_log, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_metrics_of_your_own_are_plain_numbers():
+def test_metrics_of_your_own_are_plain_numbers_with_names_that_no_field_has():
     more = {"f1": np.float32(0.5), "count": torch.tensor(3)}
     found = Evaluation(0.5, 1.0, 10, 8, more=more).more
     assert [(type(value), value) for value in found.values()] == [(float, 0.5), (int, 3)]
     with pytest.raises(ValueError, match="auc in more of Evaluation must be a number, got unset"):
         Evaluation(0.5, 1.0, 10, 8, more={"auc": None})
+    for name in ("accuracy", "ema_loss", "epoch"):
+        with pytest.raises(ValueError, match=f"more of Evaluation .* got '{name}', which "):
+            Evaluation(0.5, 1.0, 10, 32, more={name: 0.25})
 
 
 def test_rows_of_others_stay_where_they_are_written(tmp_path, make_log):
@@ -376,10 +378,8 @@ def test_pushes_become_one_round_a_worker_and_epoch(make_log, rows):
                 log.round(report_of(worker, 0, number, loss=float(number), staleness=number))
         log.epoch_end(0, train_time_s=1.0)
     rounds = rows("round")
-    assert [(r["worker"], r["round"], r["samples"], r["steps"]) for r in rounds] == [
-        (0, 0, 30, 6),
-        (1, 0, 30, 6),
-    ]
+    counts = [(r["worker"], r["round"], r["samples"], r["steps"]) for r in rounds]
+    assert counts == [(0, 0, 30, 6), (1, 0, 30, 6)]
     assert (rounds[0]["loss"], rounds[0]["time_s"], rounds[0]["staleness"]) == (1.0, 1.5, 1.0)
     assert set(rounds[0]) == ROUND_KEYS
 

@@ -24,16 +24,9 @@ def planner_of(config, samples, large):
     models = {8: TimeModel.of(PLANNED, workers)}
     known = KnownWorkers(models, {8: [large] * workers}, measured=False)
     maker = PlanMaker(config, known, samples, 1)
-    return Planner(
-        {8: maker.first(8, print)},
-        lambda epoch: 8,
-        models,
-        members=Members(workers, rounds),
-        balance=config.balance,
-        every=config.balance_every or rounds,
-        maker=maker,
-        sampler=TurnSampler(config, samples, rounds, 1),
-    )
+    how = {"balance": config.balance, "every": config.balance_every or rounds, "maker": maker}
+    how |= {"members": Members(workers, rounds), "sampler": TurnSampler(config, samples, rounds, 1)}
+    return Planner({8: maker.first(8, print)}, lambda epoch: 8, models, **how)
 
 
 def joint_planner(balance, every=1):
@@ -53,9 +46,8 @@ def measure(planner, epoch, noise=lambda: 1.0, true=TRUE, round_=0):
 
 def imbalance(plan, true=TRUE):
     """Slowest over mean step time, with the workers' true speeds."""
-    times = [
-        m.slope * w.local_batch_size + m.intercept for m, w in zip(true, plan.workers, strict=True)
-    ]
+    pairs = zip(true, plan.workers, strict=True)
+    times = [model.slope * w.local_batch_size + model.intercept for model, w in pairs]
     return max(times) / np.mean(times)
 
 

@@ -3,15 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsl.plan.sampler import (
-    EpochSampler,
-    Part,
-    StepSampler,
-    _permutation,
-    evaluation_batch_size,
-    evaluation_batches,
-    micro_parts,
-)
+import dbsl.plan.sampler
+from dbsl.plan.sampler import EpochSampler, Part, StepSampler, _permutation, micro_parts
 
 
 @given(st.integers(1, 60), st.integers(1, 70), st.integers(1, 2), st.floats(0.1, 1))
@@ -87,7 +80,7 @@ def test_evaluation_counts_each_sample_once_over_all_ranks(samples, batch_size, 
     batches = [
         batch
         for rank in range(world_size)
-        for batch in evaluation_batches(samples, batch_size, rank, world_size)
+        for batch in dbsl.plan.sampler.evaluation_batches(samples, batch_size, rank, world_size)
     ]
     assert sorted(i for batch in batches for i in batch) == list(range(samples))
     assert all(1 <= len(batch) <= batch_size for batch in batches)
@@ -107,7 +100,7 @@ def test_evaluation_counts_each_sample_once_over_all_ranks(samples, batch_size, 
 def test_evaluation_takes_many_images_at_once_on_cuda_where_training_does(
     given, device, largest, size
 ):
-    assert evaluation_batch_size(given, device, largest) == size
+    assert dbsl.plan.sampler.evaluation_batch_size(given, device, largest) == size
 
 
 @pytest.mark.parametrize("samples", [12, 13])

@@ -11,6 +11,8 @@ from dbsl.plan.text import format_plan
 from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, RoundReport, StepLine, TimeModel, join_reports
 from dbsl.run.prepare import count_workers, settle_islands
 
+TWO_EACH = {"worker_processes": (2,)}
+
 
 def settled(processes, nodes=(), **settings):
     config = RunConfig(resolutions=(8,), **settings)
@@ -40,14 +42,10 @@ def test_processes_go_to_workers_by_one_number_by_a_list_or_by_their_machine():
             {"worker_processes": (2, 3), "dedicated_server": True},
             "must add up to the 4 processes less the dedicated server, got 2,3",
         ),
-        (4, {"worker_processes": (2,), "workers": 4}, "workers must equal those of worker_proc"),
-        (4, {"worker_processes": (2,), "sync": "step"}, "it joins all processes in each step, got"),
-        (4, {"worker_processes": (2,), "push": "gradients"}, "push must be weights with several"),
-        (
-            4,
-            {"worker_processes": (2,), "large_batch_size": "auto"},
-            "size must not be auto with se",
-        ),
+        (4, TWO_EACH | {"workers": 4}, "workers must equal those of worker_proc"),
+        (4, TWO_EACH | {"sync": "step"}, "it joins all processes in each step, got"),
+        (4, TWO_EACH | {"push": "gradients"}, "push must be weights with several"),
+        (4, TWO_EACH | {"large_batch_size": "auto"}, "size must not be auto with se"),
         (1, {"worker_processes": (1, 1), "workers": 3}, "workers must equal those of worker_pro"),
         (1, {"worker_processes": "node"}, "must be numbers in one process, got node"),
     ],

@@ -4,16 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dbsl.plan.stages
 from dbsl.config.settings import RunConfig
 from dbsl.plan.solve import TimeModel, plan_dual_batch
-from dbsl.plan.stages import (
-    default_milestones,
-    default_resolutions,
-    learning_rate_at,
-    make_stages,
-    stage_at,
-    unused_resolutions,
-)
+from dbsl.plan.stages import default_milestones, default_resolutions, learning_rate_at, make_stages
 from dbsl.plan.text import format_run
 
 
@@ -34,7 +28,7 @@ def rows(stages):
 def test_a_resolution_without_an_epoch_is_named_with_the_reason(schedule, epochs, message):
     milestones = default_milestones(epochs)
     stages = make_stages(epochs, [32, 48], schedule=schedule, milestones=milestones)
-    assert unused_resolutions(stages, [32, 48], schedule) == message
+    assert dbsl.plan.stages.unused_resolutions(stages, [32, 48], schedule) == message
     plans = {r: plan_dual_batch(400, 4, 1, 50, TimeModel(1e-3, 0.02)) for r in (32, 48)}
     assert ("32 px: no epoch\n" in format_run(stages, plans, 1)) == (message is not None)
 
@@ -63,13 +57,12 @@ def test_progressive_climbs_once_and_is_cut_by_milestones():
 def test_stages_cover_each_epoch_once_and_end_at_the_final_resolution(
     epochs, resolutions, kind, data
 ):
-    milestones = sorted(
-        data.draw(st.sets(st.integers(1, max(1, epochs - 1)), max_size=3)) - {epochs}
-    )
+    drawn = data.draw(st.sets(st.integers(1, max(1, epochs - 1)), max_size=3))
+    milestones = sorted(drawn - {epochs})
     stages = make_stages(epochs, resolutions, schedule=kind, milestones=milestones)
     assert [e for s in stages for e in s.epochs] == list(range(epochs))
     assert stages[-1].resolution == resolutions[-1]
-    assert all(e in stage_at(stages, e).epochs for e in range(epochs))
+    assert all(e in dbsl.plan.stages.stage_at(stages, e).epochs for e in range(epochs))
     for stage in stages:  # low to high inside a learning-rate stage
         same = [s.resolution for s in stages if s.index == stage.index]
         assert same == sorted(same)

@@ -49,7 +49,6 @@ def test_the_plan_of_one_worker_speaks_of_no_others():
     ],
 )
 def test_a_plan_of_joint_steps_tells_the_samples_that_its_steps_have(samples, drop_last, words):
-    plan = plan_steps(
-        samples, (16, 48), [TimeModel(1e-3, 0.02)] * 2, PlanRules(drop_last=drop_last)
-    )
+    models, rules = [TimeModel(1e-3, 0.02)] * 2, PlanRules(drop_last=drop_last)
+    plan = plan_steps(samples, (16, 48), models, rules)
     assert words in comparison(plan)

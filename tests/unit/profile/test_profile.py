@@ -19,16 +19,7 @@ from dbsl.profile import timing as profile
 from dbsl.profile.cache import Profiler, cache_file, write_profiles
 from dbsl.profile.fit import fit_time_model, measure_step_times
 from dbsl.profile.memory import GIB, MemoryModel, PeakMemory, confirm_batch, give_back
-from dbsl.profile.timing import (
-    NO_OPTIMIZER,
-    Setup,
-    StepSpec,
-    TrainingStep,
-    batch_sizes_to_measure,
-    fit_profile,
-    profile_memory,
-    profile_steps,
-)
+from dbsl.profile.timing import NO_OPTIMIZER, StepSpec, fit_profile, profile_memory, profile_steps
 from dbsl.run.prepare import prepare
 from dbsl.run.workers import Measurements, _reserve_bytes, largest_auto_batch, make_profiler
 from dbsl.tools import profile as command
@@ -64,12 +55,12 @@ def noting(sizes):
 
 
 def setup_of(model, accelerator, **changes):
-    return replace(Setup.of("test_resnet", model, 3, accelerator), **changes)
+    return replace(profile.Setup.of("test_resnet", model, 3, accelerator), **changes)
 
 
 def step_of(model, accelerator, setup=None, **ways):
     spec = StepSpec(setup_of(model, accelerator, **setup or {}), model, accelerator, **ways)
-    return TrainingStep(spec, 16)
+    return profile.TrainingStep(spec, 16)
 
 
 def test_fit_recovers_a_line_weighs_relative_errors_and_never_starts_below_zero():
@@ -129,7 +120,7 @@ def test_processes_of_one_machine_keep_their_times_apart(profiler, monkeypatch):
     [(64, [4, 8, 16, 32, 64]), (500, [31, 62, 125, 250, 500]), (3, [2, 3]), (1, [1])],
 )
 def test_measured_sizes_are_geometric_up_to_the_large_batch(large, sizes):
-    assert batch_sizes_to_measure(large) == sizes
+    assert profile.batch_sizes_to_measure(large) == sizes
 
 
 @pytest.fixture
@@ -473,10 +464,8 @@ def test_kept_times_that_no_line_fits_are_measured_again_and_the_better_ones_sta
         fit_profile(32, sizes, [1.0, t, 1.0, t, 1.0], [0.0] * 5, MEMORY) for t in (3.0, fresh)
     )
     write_profiles(cache_file(profiler.setup), profiler.setup, {32: kept})
-    counted = []
-    monkeypatch.setattr(
-        "dbsl.profile.cache.profile_steps", lambda *_, **__: counted.append(1) or new
-    )
+    counted, target = [], "dbsl.profile.cache.profile_steps"
+    monkeypatch.setattr(target, lambda *_, **__: counted.append(1) or new)
     better = min(kept, new, key=lambda each: each.largest_error)
     assert kept.misses
     assert profiler().profile(32, 64).times_s == better.times_s
@@ -524,9 +513,8 @@ def test_profile_of_another_device_or_without_the_resolution_is_refused(profiler
     path = tmp_path / "profile.json"
     profiles = {32: profiler().profile(32, 64)}
     write_profiles(path, replace(profiler.setup, device="NVIDIA H200"), profiles)
-    with pytest.raises(
-        ValueError, match=r"profile must be of this run's device .*, got 'NVIDIA H200'"
-    ):
+    message = "profile must be of this run's device .*, got 'NVIDIA H200'"
+    with pytest.raises(ValueError, match=message):
         profiler(file=path)
     write_profiles(path, profiler.setup, profiles)
     assert profiler(file=path).profile(32, 64) == profiles[32]

@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 
 import pytest
 import yaml
-from accelerate.state import AcceleratorState
 
 import dbsl.open
 from dbsl.base.errors import RunStopped
@@ -16,19 +15,11 @@ from dbsl.config.fields import JOINT, NODES, PROCESSES, UNLIKE, sources
 from dbsl.config.parse import parse_config
 from dbsl.plan.types import TimeModel
 from dbsl.profile.timing import fit_profile
-from tests.helpers import TINY, fingerprint, run
-from train import Config, main
+from tests.helpers import TINY, fingerprint, run, train_by
+from train import Config
 
-SETTINGS = {
-    "resolutions": (16, 32),
-    "epochs": 3,
-    "slope": None,
-    "intercept": None,
-    "cpu_threads": None,
-    "small_ratio": 0.25,
-    "profile_seconds": 0.1,
-    "checkpoint_every": 1,
-}
+SETTINGS = {"resolutions": (16, 32), "epochs": 3, "small_ratio": 0.25, "profile_seconds": 0.1}
+SETTINGS |= {"slope": None, "intercept": None, "cpu_threads": None, "checkpoint_every": 1}
 GIVEN = {name: value for name, value in (TINY | SETTINGS).items() if value is not None}
 
 
@@ -65,9 +56,8 @@ def planned(tmp_path, monkeypatch):
         raise RunStopped
 
     def plan(*flags):
-        AcceleratorState._reset_state(True)
         with pytest.raises(RunStopped):
-            main(parse_config(Config, [*flags, "--output-dir", str(tmp_path / "again")]))
+            train_by(*flags, "--output-dir", str(tmp_path / "again"))
         return runs.pop()
 
     monkeypatch.setattr(dbsl.open, "connect", stop)
@@ -86,9 +76,8 @@ def read(folder):
 def test_config_yaml_keeps_what_was_given_and_what_was_found_apart(folder):
     written = read(folder)
     resolved = written.pop("resolved")
-    assert {k: tuple(v) if isinstance(v, list) else v for k, v in written.items()}.items() >= (
-        GIVEN.items()
-    )
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in written.items()}
+    assert values.items() >= GIVEN.items()
     assert set(written) <= {field.name for field in fields(Config)}
     assert not {"workers", "small_workers", "slope", "lr_milestones"} & set(written)
     assert written["mixed_precision"] == "auto"
@@ -101,7 +90,7 @@ def test_config_yaml_keeps_what_was_given_and_what_was_found_apart(folder):
 
 def test_the_file_as_it_is_repeats_the_run_to_the_bit(folder, tmp_path):
     again = tmp_path / "again"
-    main(parsed(folder / "config.yaml", "--output-dir", str(again)))
+    train_by("--config", str(folder / "config.yaml"), "--output-dir", str(again))
     assert (again / "config.yaml").read_text() == (folder / "config.yaml").read_text()
     assert fingerprint(again) == fingerprint(folder)
 
@@ -168,7 +157,7 @@ def test_a_precision_that_was_given_is_not_the_launchers_to_move(given):
 def test_a_run_is_made_longer_without_consent(folder, tmp_path, capsys):
     longer = tmp_path / "longer"
     shutil.copytree(folder, longer)
-    main(parse_config(Config, ["--resume", str(longer), "--epochs", "7"]))
+    train_by("--resume", str(longer), "--epochs", "7")
     said = capsys.readouterr().out
     assert "epochs 3 -> 7" in said
     assert "lr_milestones 2 -> 4,6 (not given: it follows epochs)" in said
@@ -177,9 +166,8 @@ def test_a_run_is_made_longer_without_consent(folder, tmp_path, capsys):
     assert rates == pytest.approx([0.02, 0.02, 0.004, 0.02, 0.004, 0.004, 0.0008])
     assert read(longer)["resolved"]["lr_milestones"] == [4, 6]
     (longer / "summary.json").unlink()
-    AcceleratorState._reset_state(True)
     with pytest.raises(ValueError, match=r"epochs must be above the 7 that are complete, got 6"):
-        main(parse_config(Config, ["--resume", str(longer), "--epochs", "6"]))
+        train_by("--resume", str(longer), "--epochs", "6")
 
 
 def test_a_file_without_findings_has_its_settings_as_given(tmp_path):

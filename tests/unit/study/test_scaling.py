@@ -7,15 +7,9 @@ import tarfile
 import numpy as np
 import pytest
 
+from dbsl.tools.study import scaling
 from dbsl.tools.study.report import rates_figure, steps_figure, write_report
-from dbsl.tools.study.scaling import (
-    Result,
-    Trial,
-    critical_batch,
-    edges,
-    find_knees,
-    steps_to_result,
-)
+from dbsl.tools.study.scaling import Trial, critical_batch, edges, find_knees, steps_to_result
 from dbsl.tools.study.store import read_workloads, write_study, write_trial
 
 STUDY = """{"batch_size": %d, "dataset": "cifar_10", "early_stopping": false, "model": "resnet_8",
@@ -30,13 +24,8 @@ def write_by_hand(folder, number, status, errors, learning_rate=0.3):
     own.mkdir(parents=True)
     rows = [f"{100 * k},1.5,1.25,{error}\n" for k, error in enumerate(errors, 1)]
     (own / "measurements.csv").write_text(HEADER + "0,2.3,2.3,0.9\n" + "".join(rows))
-    metadata = {
-        "_internal_trial_id": number,
-        "parameters": {"learning_rate": learning_rate},
-        "status": status,
-        "steps": 100 * len(errors),
-        "trial_id": number,
-    }
+    metadata = {"_internal_trial_id": number, "trial_id": number, "status": status}
+    metadata |= {"parameters": {"learning_rate": learning_rate}, "steps": 100 * len(errors)}
     (own / "metadata.json").write_text(json.dumps(metadata))
 
 
@@ -207,7 +196,7 @@ def test_trials_that_ended_at_a_goal_say_nothing_about_another(workload, tmp_pat
 def test_pictures_show_what_was_computed():
     def result(size, steps):
         parameters = {"learning_rate": 0.01 * size, "momentum": 0.9}
-        return Result(size, steps, Trial(1, "COMPLETE", steps, parameters, {}))
+        return scaling.Result(size, steps, Trial(1, "COMPLETE", steps, parameters, {}))
 
     own = [result(8, 1000), result(16, 500), result(32, 300), result(64, 290), result(128, 280)]
     (axes,) = steps_figure({"w": own}, {"w": 0.3}).axes

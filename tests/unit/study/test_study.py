@@ -36,18 +36,9 @@ from dbsl.tools.study.trials import (
 )
 from tests.helpers import Forked, refused, rows, run, wait_until, write_shards
 
-TINY = {
-    "batch_sizes": "16,32",
-    "goal_error": 0.8,
-    "trials": 3,
-    "optimizers": "sgd,momentum",
-    "model": "test_resnet",
-    "train_samples": 64,
-    "eval_samples": 40,
-    "max_steps": 6,
-    "mixed_precision": "no",
-    "cpu_threads": 1,
-}
+TINY = {"batch_sizes": "16,32", "goal_error": 0.8, "trials": 3, "optimizers": "sgd,momentum"}
+TINY |= {"model": "test_resnet", "train_samples": 64, "eval_samples": 40, "max_steps": 6}
+TINY |= {"mixed_precision": "no", "cpu_threads": 1}
 
 
 def flags(folder, **changes):
@@ -186,17 +177,15 @@ def test_points_fill_every_range_evenly_and_repeat():
     assert momenta.max() <= 0.99
     assert np.histogram(np.log(1 - momenta), bins=8)[0].min() >= 6
     for values in given:
-        assert values["learning_rate"] == pytest.approx(
-            values["effective_learning_rate"] * (1 - values["momentum"])
-        )
+        rate = values["effective_learning_rate"] * (1 - values["momentum"])
+        assert values["learning_rate"] == pytest.approx(rate)
         assert 50 <= values["learning_rate_decay_steps"] <= 200
         assert values["weight_decay"] == 5e-4
 
 
 def test_points_are_those_of_studies_that_optuna_searched():
-    (point, *_) = search_points(
-        RANGES | {"weight_decay": Range(0, 0, "LOG_SCALE")}, 2, 123456789012
-    )
+    ranges = RANGES | {"weight_decay": Range(0, 0, "LOG_SCALE")}
+    (point, *_) = search_points(ranges, 2, 123456789012)
     known = [0.326030877, 0.826246616, 0.155853248, 0.737200552]
     assert sorted(point.values()) == pytest.approx(sorted([0.0, *known]))
 
@@ -333,6 +322,7 @@ def test_plot_reads_a_study_again(tmp_path, unbroken, capsys):
 
 GOAL = "--goal-error 0.3"
 SMALL = f"{GOAL} --model test_resnet --train-samples 64 --eval-samples 40 --mixed-precision no"
+NORMALISED = "--resolution 8 --model resnet18"  # its last maps are one pixel
 
 
 @pytest.mark.parametrize(
@@ -348,10 +338,7 @@ SMALL = f"{GOAL} --model test_resnet --train-samples 64 --eval-samples 40 --mixe
         ("--plot", "plot must name a folder or an archive, got none"),
         ("--plot nowhere", "folder must have a study.json in it or below, got nowhere"),
         (f"{SMALL} --batch-sizes 16,65", "batch_sizes must be in [1, 64], got 65"),
-        (
-            f"{SMALL} --batch-sizes 1,16 --resolution 8 --model resnet18",
-            "batch_sizes must be at least 2, got 1",
-        ),
+        (f"{SMALL} {NORMALISED} --batch-sizes 1,16", "batch_sizes must be at least 2, got 1"),
     ],
 )
 def test_bad_input_is_one_line(arguments, message, capsys, monkeypatch, tmp_path):
