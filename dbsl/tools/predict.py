@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from PIL import Image
@@ -117,17 +117,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         top = [(names[place], p) for place, p in zip(places, values.tolist(), strict=True)]
         shown = os.fsencode(file).decode(errors="replace")  # not every file's name is text
         rows += [{"file": shown, "class": name, "probability": p} for name, p in top]
-        print(_line(shown, top, as_json=arguments.json), flush=True)
+        text = f"{shown}  " + ", ".join(f"{name} {100 * p:.1f} %" for name, p in top)
+        row = json.dumps({"file": shown, "classes": dict(top)}) if arguments.json else text
+        print(row, flush=True)
     if arguments.csv and rows:
         write_table(arguments.csv, rows)
     return status if rows else 1
-
-
-def _line(file: str, top: Sequence[tuple[str, float]], *, as_json: bool) -> str:
-    if as_json:
-        row: dict[str, Any] = {"file": file, "classes": dict(top)}
-        return json.dumps(row)
-    return f"{file}  " + ", ".join(f"{name} {100 * p:.1f} %" for name, p in top)
 
 
 if __name__ == "__main__":
