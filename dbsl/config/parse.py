@@ -311,15 +311,12 @@ def yaml_to_argv(settings: Mapping[str, Any]) -> list[str]:
     """Return settings as flags: ``{lr: 0.1, nesterov: false}`` is ``--lr 0.1 --no-nesterov``."""
     flags: list[str] = []
     for name, value in settings.items():
-        flag = str(name).replace("_", "-")
-        if value is None:
-            continue
         if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
+            flags.append(_flag(str(name) if value else f"no_{name}"))
         elif isinstance(value, (list, tuple)):
-            flags += [f"--{flag}", *map(str, value)]
-        else:
-            flags += [f"--{flag}", str(value)]
+            flags += [_flag(str(name)), *map(str, value)]
+        elif value is not None:
+            flags += [_flag(str(name)), str(value)]
     return flags
 
 
