@@ -151,11 +151,9 @@ def join_optimizers(
     if isinstance(built, torch.optim.Optimizer):
         return built
     several = built if isinstance(built, Sequence) else ()
-    if not several or not all(isinstance(one, torch.optim.Optimizer) for one in several):
-        raise SettingError(
-            "optimizer must build an optimizer of torch or a sequence of them, got "
-            f"{type(built).__name__}"
-        )
+    right = several and all(isinstance(one, torch.optim.Optimizer) for one in several)
+    text = "optimizer must build an optimizer of torch or a sequence of them"
+    refuse([(not right, text, type(built).__name__)])
     try:
         return JoinedOptimizer(built)
     except ValueError as error:  # a parameter in two of them

@@ -27,9 +27,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_availa
 from accelerate.utils import LoggerType
 from PIL import Image
 
-from dbsl.base.errors import SettingError
 from dbsl.base.machine import answers
-from dbsl.config.fields import Role
+from dbsl.config.fields import Role, refuse
 from dbsl.config.hooks import Extra, Row
 from dbsl.config.settings import RunConfig
 from dbsl.log import rows as log_rows
@@ -311,16 +310,11 @@ def tracker_names(report_to: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(report_to.replace(" ", "").split(",")))
     if names in (("none",), ("all",)):
         return installed if names == ("all",) else ()
+    text = f"report_to must be none, all or trackers ({', '.join(known)}) with commas between"
+    missing = "report_to must name an installed tracker"
     for name in names:
-        if name not in known:
-            raise SettingError(
-                f"report_to must be none, all or trackers ({', '.join(known)}) with commas "
-                f"between, got {name!r}"
-            )
-        if name not in installed:
-            raise SettingError(
-                f"report_to must name an installed tracker, got {name!r} (pip install {name})"
-            )
+        refuse([(name not in known, text, repr(name))])
+        refuse([(name not in installed, missing, f"{name!r} (pip install {name})")])
     return names
 
 

@@ -120,11 +120,10 @@ class StudyConfig(
 
     def budget(self, batch_size: int, train_samples: int) -> int:
         """Return the steps that a trial may take at a batch size."""
-        examples = self.max_examples
-        if self.max_steps is None and examples is None:
-            examples = 40 * train_samples
-        limits = [self.max_steps, None if examples is None else max(1, examples // batch_size)]
-        return min(limit for limit in limits if limit is not None)
+        if self.max_steps is not None and self.max_examples is None:
+            return self.max_steps
+        steps = max(1, (self.max_examples or 40 * train_samples) // batch_size)
+        return min(steps, self.max_steps or steps)
 
     def ranges(self, optimizer: str) -> dict[str, Range]:
         """Return what is searched for an optimizer, by the names that parameters have.
