@@ -93,11 +93,7 @@ def build_model(
 
 
 def _create(
-    name: str,
-    resolutions: Sequence[int],
-    seed: int,
-    settings: Mapping[str, Any],
-    **args: Any,
+    name: str, resolutions: Sequence[int], seed: int, settings: Mapping[str, Any], **args: Any
 ) -> nn.Module:
     """Create a model of a known name, with what Vision Transformers alone know or without it."""
     if ":" not in name and not timm.is_model(name):

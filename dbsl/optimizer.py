@@ -76,12 +76,7 @@ def default_learning_rate(optimizer: str) -> float:
 
 
 def build_optimizer(
-    name: str,
-    model: nn.Module,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    **settings: Any,
+    name: str, model: nn.Module, lr: float, momentum: float, weight_decay: float, **settings: Any
 ) -> torch.optim.Optimizer:
     """Return a timm optimizer; biases and norms are left out of weight decay, as timm does.
 

@@ -184,7 +184,8 @@ def _value(name: str, field: dataclasses.Field, hint: Any, given: list[Any]) -> 
     if hint is bool or field.metadata == POSITIONAL:
         return last if hint is bool else tuple(last)
     text = (",".join if _is_list(hint) else " ".join)(last)
-    if text == UNSET and field.default is not dataclasses.MISSING and not _takes_none(hint):
+    takes_none = types.NoneType in (hint, *typing.get_args(hint))
+    if text == UNSET and field.default is not dataclasses.MISSING and not takes_none:
         return field.default
     if field.metadata == PAIRS:
         return tuple(pair for pair in _BETWEEN_PAIRS.split(text) if pair)
@@ -197,10 +198,6 @@ def _value(name: str, field: dataclasses.Field, hint: Any, given: list[Any]) -> 
     except (KeyError, ValueError):
         shown = repr(text) if last else "nothing"
         raise SettingError(f"{_flag(name)} must be {described(hint)[0]}, got {shown}") from None
-
-
-def _takes_none(hint: Any) -> bool:
-    return types.NoneType in (hint, *typing.get_args(hint))
 
 
 def _is_list(hint: Any) -> bool:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from dbsl.base.errors import one_line_errors
 from dbsl.config.fields import check_fields, refuse
 from dbsl.config.parse import parse_flags
 from dbsl.config.settings import Rounding, UpdateFactor
@@ -72,8 +71,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(asdict(plan), indent=2))
     else:
         print(f"{format_plan(plan)}\n\n{timeline(plan, arguments.rounds_per_epoch)}")
-
-
-if __name__ == "__main__":
-    with one_line_errors():
-        main()

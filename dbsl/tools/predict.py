@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 from PIL import Image
 
-from dbsl.base.errors import SettingError, one_line_errors
+from dbsl.base.errors import SettingError
 from dbsl.base.files import check_output, write_table
 from dbsl.base.machine import lazy_import
 from dbsl.data.transforms import upright
@@ -123,8 +123,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.csv and rows:
         write_table(arguments.csv, rows)
     return status if rows else 1
-
-
-if __name__ == "__main__":
-    with one_line_errors():
-        raise SystemExit(main())

@@ -117,7 +117,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit = arguments.memory_limit and arguments.memory_limit * GIB
         print("\n".join(profile.describe(limit) for profile in profiles.values()))
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

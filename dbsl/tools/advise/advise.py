@@ -18,7 +18,7 @@ import numpy as np
 import yaml
 from accelerate import Accelerator
 
-from dbsl.base.errors import SettingError, duration, one_line_errors, px
+from dbsl.base.errors import SettingError, duration, px
 from dbsl.base.files import check_output, save_figure
 from dbsl.base.machine import lazy_import
 from dbsl.cluster.formats import numbers_of, trained_shapes
@@ -263,8 +263,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     tell(ways, RunConfig(), 0.0, facts, as_json=arguments.json)
     if arguments.output:
         save_figure(ways_figure(ways), arguments.output)
-
-
-if __name__ == "__main__":
-    with one_line_errors():
-        main()

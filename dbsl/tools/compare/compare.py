@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from dbsl.base.errors import SettingError, as_given, one_line_errors, plural
+from dbsl.base.errors import SettingError, as_given, plural
 from dbsl.base.files import write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.config import parse
@@ -375,8 +375,3 @@ def _as_number(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text.lower()
-
-
-if __name__ == "__main__":
-    with one_line_errors():
-        main()

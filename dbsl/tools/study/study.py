@@ -23,7 +23,7 @@ import torch
 import yaml
 from filelock import FileLock
 
-from dbsl.base.errors import EXIT_STOPPED, RunStopped, SettingError, as_given, one_line_errors
+from dbsl.base.errors import EXIT_STOPPED, RunStopped, SettingError, as_given
 from dbsl.base.files import write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.base.seeds import stream_seed
@@ -381,8 +381,3 @@ def _studies(config: StudyConfig) -> dict[str, tuple[str, int]]:
 def _folder_of(config: StudyConfig, folder: Path, optimizer: str, batch_size: int) -> Path:
     model = config.model.replace("/", "--")
     return folder / store.dataset_name(config.dataset) / model / optimizer / str(batch_size)
-
-
-if __name__ == "__main__":
-    with one_line_errors():
-        main()
