@@ -439,11 +439,9 @@ def same_classes(found: Iterable[tuple[Path | str, datasets.Features]]) -> datas
         first = first or features
         for column, feature in features.items():
             names, those = (getattr(f, "names", None) for f in (feature, first.get(column)))
-            if names and those and names != those:
-                raise SettingError(
-                    "all files of a split must have the same classes in the same order, got others "
-                    f"in column {column!r} of {file}"
-                )
+            other = names and those and names != those
+            text = "all files of a split must have the same classes in the same order"
+            refuse([(other, text, f"others in column {column!r} of {file}")])
     return first
 
 

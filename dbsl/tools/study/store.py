@@ -68,11 +68,9 @@ def read_workloads(roots: Iterable[Path]) -> dict[str, list[Study]]:
     for root in roots:
         for study in _read_root(root):
             sizes = workloads.setdefault(study.workload, {})
-            if study.batch_size in sizes:
-                raise SettingError(
-                    f"a workload must have one study of each batch size, got {study.workload} "
-                    f"at {study.batch_size} a second time in {root}"
-                )
+            shown = f"{study.workload} at {study.batch_size} a second time in {root}"
+            text = "a workload must have one study of each batch size"
+            refuse([(study.batch_size in sizes, text, shown)])
             sizes[study.batch_size] = study
     return {name: [sizes[b] for b in sorted(sizes)] for name, sizes in sorted(workloads.items())}
 

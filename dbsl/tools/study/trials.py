@@ -239,11 +239,6 @@ class Range:
     high: float
     scale: str  # LINEAR_SCALE, LOG_SCALE, or REVERSE_LOG_SCALE: 1 - value on a log scale
 
-    @property
-    def is_fixed(self) -> bool:
-        """Whether there is nothing to search."""
-        return self.low == self.high
-
     def value(self, share: float) -> float:
         """Return the value at a share, in [0, 1), of the range on its scale."""
         if self.scale == "LINEAR_SCALE":
@@ -257,8 +252,8 @@ class Range:
 
 def search_points(ranges: Mapping[str, Range], count: int, seed: int) -> list[dict[str, float]]:
     """Return the first `count` points of a sequence that fills all ranges evenly."""
-    searched = [name for name, own in ranges.items() if not own.is_fixed]
-    fixed = {name: own.low for name, own in ranges.items() if own.is_fixed}
+    searched = [name for name, own in ranges.items() if own.low < own.high]
+    fixed = {name: own.low for name, own in ranges.items() if own.low == own.high}
     if not searched:
         return [fixed] * count
     sobol = qmc.Sobol(len(searched), scramble=True, seed=seed % 2**32)
@@ -291,5 +286,5 @@ def search_entries(ranges: Mapping[str, Range]) -> dict[str, dict[str, Any]]:
             "fixed_bounds": ["min"] * (own.low == 0) + ["max"] * (own.high == 1),
         }
         for name, own in ranges.items()
-        if not own.is_fixed
+        if own.low < own.high
     }
