@@ -1,6 +1,6 @@
 """``python -m dbsl.advise``: dbsl/tools/advise."""
 
 if __name__ == "__main__":
-    import runpy
+    from dbsl.base.errors import run_tool
 
-    runpy.run_module("dbsl.tools.advise.advise", run_name="__main__", alter_sys=True)
+    run_tool("advise.advise")

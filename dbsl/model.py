@@ -93,11 +93,7 @@ def build_model(
 
 
 def _create(
-    name: str,
-    resolutions: Sequence[int],
-    seed: int,
-    settings: Mapping[str, Any],
-    **args: Any,
+    name: str, resolutions: Sequence[int], seed: int, settings: Mapping[str, Any], **args: Any
 ) -> nn.Module:
     """Create a model of a known name, with what Vision Transformers alone know or without it."""
     if ":" not in name and not timm.is_model(name):
@@ -277,7 +273,7 @@ def try_out(
         if inputs[0].numel() == inputs[0].shape[0] * inputs[0].shape[1]:
             least = 2
 
-    hooks = [norm.register_forward_pre_hook(look) for norm in _batch_norms(model)]
+    hooks = [norm.register_forward_pre_hook(look) for norm in batch_norms(model)]
     scores = model.eval()(inputs)
     model.train(training)
     for hook in hooks:
@@ -292,7 +288,8 @@ def try_out(
     return least
 
 
-def _batch_norms(model: nn.Module) -> Iterator[nn.Module]:
+def batch_norms(model: nn.Module) -> Iterator[nn.Module]:
+    """Return a model's layers of batch norm."""
     return (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
 
 
@@ -304,7 +301,7 @@ def join_batch_norm(model: nn.Module) -> nn.Module:
 
 def has_batch_norm(model: nn.Module) -> bool:
     """Whether the model normalises what it trains on by the batch: layers that are not frozen."""
-    return any(all(p.requires_grad for p in norm.parameters()) for norm in _batch_norms(model))
+    return any(all(p.requires_grad for p in norm.parameters()) for norm in batch_norms(model))
 
 
 def set_training(model: nn.Module) -> None:

@@ -13,18 +13,9 @@ import torch
 
 from dbsl.base.errors import NothingLeft, SettingError, SyncError, join_the_others
 from dbsl.base.machine import check_installed, threads_of_process
+from dbsl.checkpoint import resume
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.disk import MODEL_FILE, Found, newest, reading_checkpoint
-from dbsl.checkpoint.resume import (
-    Resumed,
-    adapt_to_processes,
-    check_joining,
-    find_checkpoint,
-    is_finished,
-    read_resumed,
-    take_over_folder,
-    without_effect,
-)
 from dbsl.cluster.launch import RunningJob, find_running_job
 from dbsl.cluster.merges import MergeRule
 from dbsl.cluster.wire import wait_for_all
@@ -144,7 +135,7 @@ class _Opening:
         return prepare(config, self.accelerator, self.loss_function, self.replaced, self.extras)
 
     def start(
-        self, run: Run, folder: Path, resumed: Resumed | None, job: RunningJob | None = None
+        self, run: Run, folder: Path, resumed: resume.Resumed | None, job: RunningJob | None = None
     ) -> Session:
         """Build the cluster and the stepper, and bring them to where a resumed run was."""
         accelerator, merge, sums = self.accelerator, self.replaced.merge, self.code.sums
@@ -195,9 +186,9 @@ class _Opening:
             config = replace(config, **found_out)
             precision = config.mixed_precision
             self.accelerator = start_joining_accelerator(rank, job.processes, precision)
-            check_joining(job.settings, config, but=sources(type(config)), code=self.code)
+            resume.check_joining(job.settings, config, but=sources(type(config)), code=self.code)
             run = self.prepare(config)
-            check_joining(job.settings, run.config)
+            resume.check_joining(job.settings, run.config)
         except SettingError as error:  # every process of a launch meets it, and this one is alone
             raise SyncError(f"rank {rank} cannot join the running job: {error}") from error
         with self.stopping:
@@ -223,10 +214,10 @@ class _Opening:
         config = replace(self.config, **found_out)
         config = extras.first(Extra.config, config, accelerator) or config
         config = settle_islands(config, processes, nodes_of(accelerator))
-        found = find_checkpoint(config, accelerator)
-        if found and is_finished(found, config):  # what could not be done at its end is done now
-            folder = found.run_folder
-            if changes := without_effect(folder, self.given):
+        found = resume.find_checkpoint(config, accelerator)
+        if found and resume.is_finished(found, config):
+            folder = found.run_folder  # what could not be done at its end is done now
+            if changes := resume.without_effect(folder, self.given):
                 accelerator.print(f"warning: without effect on a finished run: {changes}")
             accelerator.print(f"{folder} is finished: nothing to resume")
             extras.each(Extra.check, config, accelerator)
@@ -236,7 +227,7 @@ class _Opening:
             return
         if found is None:
             check_effects(config, processes)
-        now = adapt_to_processes(config, found, processes, self.given)
+        now = resume.adapt_to_processes(config, found, processes, self.given)
         given = _given_now(self.given, config, now)
         extras.each(Extra.check, now, accelerator)
         if now.plan_only:
@@ -262,13 +253,13 @@ class _Opening:
             resolved = found_by(given, run.config, accelerator.num_processes)
             run = replace(run, config=replace(run.config, resolved=resolved))
             with self.stopping:
-                resumed = read_resumed(found, run, accelerator) if found else None
+                resumed = resume.read_resumed(found, run, accelerator) if found else None
                 session = self.start(run, folder.path, resumed)
                 # All has been read, and fits: from here on the folder is written.
                 if accelerator.is_main_process:
                     run.extras.each(Extra.write, folder.path, self.code)
                 if found:
-                    take_over_folder(found, run, accelerator)
+                    resume.take_over_folder(found, run, accelerator)
                     wait_for_all()  # a worker without turns left saves at once
                 folder.write_settings(given, run)
                 with reading_checkpoint(resumed and resumed.folder):

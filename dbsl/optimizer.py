@@ -76,12 +76,7 @@ def default_learning_rate(optimizer: str) -> float:
 
 
 def build_optimizer(
-    name: str,
-    model: nn.Module,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    **settings: Any,
+    name: str, model: nn.Module, lr: float, momentum: float, weight_decay: float, **settings: Any
 ) -> torch.optim.Optimizer:
     """Return a timm optimizer; biases and norms are left out of weight decay, as timm does.
 
@@ -151,11 +146,9 @@ def join_optimizers(
     if isinstance(built, torch.optim.Optimizer):
         return built
     several = built if isinstance(built, Sequence) else ()
-    if not several or not all(isinstance(one, torch.optim.Optimizer) for one in several):
-        raise SettingError(
-            "optimizer must build an optimizer of torch or a sequence of them, got "
-            f"{type(built).__name__}"
-        )
+    right = several and all(isinstance(one, torch.optim.Optimizer) for one in several)
+    text = "optimizer must build an optimizer of torch or a sequence of them"
+    refuse([(not right, text, type(built).__name__)])
     try:
         return JoinedOptimizer(built)
     except ValueError as error:  # a parameter in two of them

@@ -1,6 +1,6 @@
 """``python -m dbsl.report RUN``: dbsl/tools/report.py."""
 
 if __name__ == "__main__":
-    import runpy
+    from dbsl.base.errors import run_tool
 
-    runpy.run_module("dbsl.tools.report", run_name="__main__", alter_sys=True)
+    run_tool("report")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import math
 import os
@@ -113,6 +114,13 @@ def one_line_errors() -> Iterator[None]:
         printed = not isinstance(error, SettingError) or _first_on_machine()
         status = EXIT_DIVERGED if isinstance(error, DivergedError) else EXIT_REFUSED
         _end(f"error: {error}", status, printed=printed)
+
+
+def run_tool(name: str) -> None:
+    """Run a command of dbsl/tools, which no module imports."""
+    with one_line_errors():
+        if status := importlib.import_module(f"dbsl.tools.{name}").main():
+            raise SystemExit(status)
 
 
 def _show_fault(error: Exception) -> None:

@@ -184,7 +184,8 @@ def _value(name: str, field: dataclasses.Field, hint: Any, given: list[Any]) -> 
     if hint is bool or field.metadata == POSITIONAL:
         return last if hint is bool else tuple(last)
     text = (",".join if _is_list(hint) else " ".join)(last)
-    if text == UNSET and field.default is not dataclasses.MISSING and not _takes_none(hint):
+    takes_none = types.NoneType in (hint, *typing.get_args(hint))
+    if text == UNSET and field.default is not dataclasses.MISSING and not takes_none:
         return field.default
     if field.metadata == PAIRS:
         return tuple(pair for pair in _BETWEEN_PAIRS.split(text) if pair)
@@ -197,10 +198,6 @@ def _value(name: str, field: dataclasses.Field, hint: Any, given: list[Any]) -> 
     except (KeyError, ValueError):
         shown = repr(text) if last else "nothing"
         raise SettingError(f"{_flag(name)} must be {described(hint)[0]}, got {shown}") from None
-
-
-def _takes_none(hint: Any) -> bool:
-    return types.NoneType in (hint, *typing.get_args(hint))
 
 
 def _is_list(hint: Any) -> bool:
@@ -311,15 +308,12 @@ def yaml_to_argv(settings: Mapping[str, Any]) -> list[str]:
     """Return settings as flags: ``{lr: 0.1, nesterov: false}`` is ``--lr 0.1 --no-nesterov``."""
     flags: list[str] = []
     for name, value in settings.items():
-        flag = str(name).replace("_", "-")
-        if value is None:
-            continue
         if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
+            flags.append(_flag(str(name) if value else f"no_{name}"))
         elif isinstance(value, (list, tuple)):
-            flags += [f"--{flag}", *map(str, value)]
-        else:
-            flags += [f"--{flag}", str(value)]
+            flags += [_flag(str(name)), *map(str, value)]
+        elif value is not None:
+            flags += [_flag(str(name)), str(value)]
     return flags
 
 

@@ -44,7 +44,6 @@ UpdateFactor = Literal["data", "sqrt", "none"]
 Sync = Literal["bsp", "ssp", "asp", "step"]
 Schedule = Literal["cyclic", "progressive", "fixed"]
 LrSchedule = Literal["step", "cosine", "poly"]
-LrScaling = Literal["none", "sqrt", "linear"]
 ResetMomentum = Literal["never", "stage", "round"]
 Balance = Literal["none", "dynamic", "dbs"]
 ClipMode = Literal["norm", "value", "agc"]  # timm's names
@@ -143,8 +142,7 @@ class TrainingConfig(ImageConfig):
     # processes that take each worker's steps together: one number for all workers, one for each
     # (8,8,2), or node: a worker has all processes of its machine; unset: one
     worker_processes: Annotated[
-        tuple[Annotated[int, Within(1, 65536)], ...] | Literal["node"] | None,
-        Role.FREE | Role.PLAN,
+        tuple[Annotated[int, Within(1, 65536)], ...] | Literal["node"] | None, Role.FREE | Role.PLAN
     ] = None
     # share of workers on the small batch, in [0, 1]; rounded to whole workers, at least one if
     # above 0: 0.1 of 4 workers is one of them, 25 percent
@@ -297,7 +295,7 @@ class TrainingConfig(ImageConfig):
     # the remaining run (poly)
     lr_schedule: LrSchedule = "step"
     # scale a worker's learning rate by batch / large batch (linear), or its square root (sqrt)
-    lr_scaling: Annotated[LrScaling, _NO_JOINTLY] = "none"
+    lr_scaling: Annotated[Literal["none", "sqrt", "linear"], _NO_JOINTLY] = "none"
     # epochs after which a new stage begins and, with --lr-schedule step, the learning rate falls;
     # unset: 4/7 and 6/7 of the run
     lr_milestones: Annotated[tuple[int, ...] | None, Derived("epochs")] = None

@@ -145,7 +145,11 @@ def load_data(config: ImageConfig, seed: int = 0, device: torch.device | str = "
         logger.warning("classes without an evaluation image: %s", listed(unmet))
     splits = (train, evaluation)
     side = _common_side(splits, streams and streams.first_images)
-    decoded = None if streams else _decode_splits(splits, side, config.max_bad_images)
+    decoded = None  # each split's pixels, uint8 [N, S, S, 3], where they are for a store
+    size = 3 * (side or 0) ** 2 * sum(map(len, splits))  # bytes
+    if not streams and 0 < size <= STORE_BYTES and side <= _STORE_UP_TO:
+        found = [decode_cached(split, side, config.max_bad_images) for split in splits]
+        decoded = None if None in found else found
     workers = config.loader_workers
     workers = min(8, cores_of_process()) if workers is None else workers
     load = streams.source if streams else ImageLoader
@@ -231,17 +235,6 @@ def _common_side(
         sizes |= {image.size for image in seen if not isinstance(image, str)}
     width, height = sizes.pop() if len(sizes) == 1 else (None, 0)
     return width if width == height else None
-
-
-def _decode_splits(
-    splits: Sequence[ImageSplit], side: int | None, max_bad: int
-) -> list[Decoded] | None:
-    """Return each split's pixels, uint8 [N, S, S, 3], or None if they are not for a store."""
-    count = sum(map(len, splits))
-    if side is None or side > _STORE_UP_TO or count * side * side * 3 > STORE_BYTES:
-        return None
-    found = [decode_cached(split, side, max_bad) for split in splits]
-    return None if None in found else found
 
 
 def _channel_statistics(pixels: np.ndarray | None) -> Statistics:
@@ -446,11 +439,9 @@ def same_classes(found: Iterable[tuple[Path | str, datasets.Features]]) -> datas
         first = first or features
         for column, feature in features.items():
             names, those = (getattr(f, "names", None) for f in (feature, first.get(column)))
-            if names and those and names != those:
-                raise SettingError(
-                    "all files of a split must have the same classes in the same order, got others "
-                    f"in column {column!r} of {file}"
-                )
+            other = names and those and names != those
+            text = "all files of a split must have the same classes in the same order"
+            refuse([(other, text, f"others in column {column!r} of {file}")])
     return first
 
 

@@ -14,14 +14,14 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from dbsl.base.seeds import generator, stream_seed
 from dbsl.cluster.weights import FlatWeights, uncompiled
 from dbsl.config.fields import Within
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import RunConfig
-from dbsl.model import EMA, set_training
+from dbsl.model import EMA, batch_norms, set_training
 from dbsl.plan.sampler import Order
 from dbsl.plan.types import EpochEnd
 from dbsl.run.evaluation import Evaluation
@@ -144,8 +144,7 @@ def recompute_statistics(
     model, images, seed = run.model, run.data.train, run.config.seed
     before = model.training
     set_training(model)  # statistics of frozen layers stay
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    norms = [norm for norm in norms if norm.training and norm.track_running_stats]
+    norms = [own for own in batch_norms(model) if own.training and own.track_running_stats]
     model.train(before)
     if not norms:
         return

@@ -27,19 +27,11 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_availa
 from accelerate.utils import LoggerType
 from PIL import Image
 
-from dbsl.base.errors import SettingError
 from dbsl.base.machine import answers
-from dbsl.config.fields import Role
+from dbsl.config.fields import Role, refuse
 from dbsl.config.hooks import Extra, Row
 from dbsl.config.settings import RunConfig
-from dbsl.log.rows import (
-    PLAN_TOTALS,
-    figures_of,
-    last_learning_rate,
-    of_workers,
-    report_from_row,
-    together,
-)
+from dbsl.log import rows as log_rows
 from dbsl.plan.types import RESERVED
 from dbsl.run.folder import settings_in
 
@@ -122,9 +114,9 @@ class Charts(Extra):
     def row(self, row: Row) -> None:
         event = row["event"]
         if event == "plan":
-            self._totals[row["resolution"]] = {name: row[name] for name in PLAN_TOTALS}
+            self._totals[row["resolution"]] = {name: row[name] for name in log_rows.PLAN_TOTALS}
         elif event == "step":
-            values = {name: row[name] for name in _STEP} | figures_of(row)
+            values = {name: row[name] for name in _STEP} | log_rows.figures_of(row)
             self._workers("steps", {row["worker"]: values}, row["epoch"] + row["progress"])
         elif event == "round":
             self._rounds[row["epoch"]].append(row)
@@ -136,16 +128,16 @@ class Charts(Extra):
             self._log({f"{event}/{n}": v for n, v in values.items()} | spent, row["epoch"] + 1)
 
     def _epoch(self, row: Row) -> None:
-        reports = [report_from_row(own) for own in self._rounds.pop(row["epoch"], [])]
+        reports = [log_rows.report_from_row(own) for own in self._rounds.pop(row["epoch"], [])]
         self._epochs = row["epoch"] + 1
-        workers = of_workers(sorted(reports, key=lambda report: report.worker))
+        workers = log_rows.of_workers(sorted(reports, key=lambda report: report.worker))
         times = {n: v for n, v in row.items() if n.endswith("_time_s") and n[:8] != "workers_"}
         values = {
-            "loss": together(reports)["loss"],
-            "learning_rate": last_learning_rate(reports),
+            "loss": log_rows.together(reports)["loss"],
+            "learning_rate": log_rows.last_learning_rate(reports),
             "resolution": row["resolution"],
             "images_per_s": row["images_per_s"],
-            **{name: value for name, value in figures_of(row).items() if name not in times},
+            **{n: v for n, v in log_rows.figures_of(row).items() if n not in times},
         }
         totals = self._totals.get(row["resolution"], {})
         shown = {f"train/{name}": value for name, value in values.items()}
@@ -318,16 +310,11 @@ def tracker_names(report_to: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(report_to.replace(" ", "").split(",")))
     if names in (("none",), ("all",)):
         return installed if names == ("all",) else ()
+    text = f"report_to must be none, all or trackers ({', '.join(known)}) with commas between"
+    missing = "report_to must name an installed tracker"
     for name in names:
-        if name not in known:
-            raise SettingError(
-                f"report_to must be none, all or trackers ({', '.join(known)}) with commas "
-                f"between, got {name!r}"
-            )
-        if name not in installed:
-            raise SettingError(
-                f"report_to must name an installed tracker, got {name!r} (pip install {name})"
-            )
+        refuse([(name not in known, text, repr(name))])
+        refuse([(name not in installed, missing, f"{name!r} (pip install {name})")])
     return names
 
 

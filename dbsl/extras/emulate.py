@@ -67,11 +67,9 @@ class Emulate(Extra):
         """Refuse what is for simulated workers in several processes."""
         if accelerator.num_processes > 1:
             real = "with several processes, whose times and network are real"
-            noise, gbps = config.time_noise, config.link_gbps
-            refuse([(noise, f"time_noise must be 0 {real}", noise)])
-            refuse([(gbps, f"link_gbps must be unset {real}", gbps)])
-            gbps = config.inner_link_gbps
-            refuse([(gbps, f"inner_link_gbps must be unset {real}", gbps)])
+            off = {"time_noise": 0, "link_gbps": "unset", "inner_link_gbps": "unset"}
+            given = {name: getattr(config, name) for name in off}
+            refuse((value, f"{n} must be {off[n]} {real}", value) for n, value in given.items())
 
     def machine(self, config: EmulateSettings) -> Emulation:
         link = (config.link_gbps, config.link_ms, config.link_overlap)
@@ -183,10 +181,8 @@ def parse_slowdown(values: Sequence[str], workers: int) -> dict[int, float]:
     factors: dict[int, float] = {}
     for value in values:
         found = re.fullmatch(f"{_COUNT}:{_NUMBER}", str(value))
-        if not found:
-            raise SettingError(
-                f"slowdown must be worker:factor (in YAML in quotes), such as 0:2.0, got {value}"
-            )
+        text = "slowdown must be worker:factor (in YAML in quotes), such as 0:2.0"
+        refuse([(not found, text, value)])
         worker, factor = int(found[1]), float(found[2])
         if worker >= workers:
             raise SettingError(f"slowdown must name a worker in [0, {workers - 1}], got {worker}")
@@ -200,18 +196,13 @@ def parse_slowdown(values: Sequence[str], workers: int) -> dict[int, float]:
 def parse_disturb(value: str) -> Disturbance:
     """Return the disturbance of ``PROBABILITY:SHORTEST-LONGEST[:FACTOR]``, say ``0.1:4-20``."""
     form = re.fullmatch(f"{_NUMBER}:{_COUNT}(?:-{_COUNT})?(?::{_NUMBER})?", value)
-    if not form:
-        raise SettingError(
-            "disturb must be probability:epochs[:factor], such as 0.1:4-20 or 0.1:4-20:3, "
-            f"got {value}"
-        )
+    text = "disturb must be probability:epochs[:factor], such as 0.1:4-20 or 0.1:4-20:3"
+    refuse([(not form, text, value)])
     share, shortest, longest, factor = form.groups()
     found = Disturbance(float(share), int(shortest), int(longest or shortest), float(factor or 2))
-    if not (0 <= found.probability <= 1 and 1 <= found.shortest <= found.longest):
-        raise SettingError(
-            "disturb must have a probability in [0, 1] and ascending numbers of epochs from 1 on, "
-            f"got {value}"
-        )
+    right = 0 <= found.probability <= 1 and 1 <= found.shortest <= found.longest
+    text = "disturb must have a probability in [0, 1] and ascending numbers of epochs from 1 on"
+    refuse([(not right, text, value)])
     Within(1).check("disturb factor", found.factor)
     return found
 

@@ -23,13 +23,7 @@ from dbsl.base.machine import lazy_import
 from dbsl.config.hooks import Extra, Row
 from dbsl.log.rows import read_metrics, report_from_row, together
 from dbsl.plan.stages import Stage
-from dbsl.plan.text import (
-    MAX_ROWS,
-    comparison,
-    epoch_spans,
-    total_times_s,
-    worker_rows,
-)
+from dbsl.plan.text import MAX_ROWS, comparison, epoch_spans, total_times_s, worker_rows
 from dbsl.plan.types import Plan, RoundReport, plan_from_plain
 from dbsl.run.evaluation import further_sets
 from dbsl.run.folder import settings_in

@@ -47,13 +47,9 @@ def measure_step(
     """Measure ``step(batch_size)``: a forward and backward pass and the optimizer's step.
 
     Processes that train together measure at the same time, each by itself: `step` must not wait
-    for another. The device is synchronised. It ends when every median is known to 2 % or when
-    `seconds` are up, after two turns at least.
-
-    Args:
-        step: Takes one step of that many samples.
-        batch_sizes: Samples of the steps, ascending; two or more tell a fixed part from the rest.
-        seconds: To spend at most, about.
+    for another. The device is synchronised. Sizes ascend; two or more tell a fixed part from the
+    rest. It ends when every median is known to 2 % or when about `seconds` are up, after two turns
+    at least.
     """
     sizes = np.asarray(batch_sizes).tolist()
     whole = isinstance(sizes, list) and sizes and all(isinstance(size, int) for size in sizes)
@@ -79,11 +75,8 @@ def split_batch(
 ) -> BatchSplit:
     """Split a joint batch over processes with these step times so that all are done together.
 
-    Args:
-        global_batch_size: Samples over all processes.
-        time_models: Step time of each process, as `measure_step` fits it.
-        limits: Samples that each process can hold at most; None: no limit.
-        least: Samples that each process gets at least.
+    The times are as `measure_step` fits them. `limits` are samples that each process can hold at
+    most (None: no limit), and `least` those that it gets at least.
     """
     right = not isinstance(time_models, TimeModel) and all(
         model.slope > 0 and model.intercept >= 0 for model in time_models
@@ -98,12 +91,7 @@ def split_batch(
     short = most.shape != (count,) or most.dtype.kind not in "iu" or (most < least).any()
     of_each = f"limits must be one integer for each of {count} processes, at least {least}"
     of_all = f"global_batch_size must be an integer of at least {least * count}"
-    refuse(
-        [
-            (few, of_all, global_batch_size),
-            (short, of_each, str(limits)),
-        ]
-    )
+    refuse([(few, of_all, global_batch_size), (short, of_each, str(limits))])
     model = TimeModel.of(time_models, count)
     sizes = balanced_sizes(global_batch_size, model, most, least)
     equal = np.full(len(sizes), global_batch_size / len(sizes))

@@ -182,13 +182,9 @@ class UnevenBatchSampler:
         """Return n * count / B, by which the mean loss of this process's next batch is multiplied.
 
         Call it once for each batch, in their order. B are the samples of all processes in this
-        step, or in the `accumulate` steps of this window: do not divide by `accumulate` as well.
-
-        Args:
-            count: Samples of the batch.
-
-        Raises:
-            SettingError: If `count` is not what is planned, or no batch is left that was drawn.
+        step, or in the `accumulate` steps of this window: do not divide by `accumulate` as well. It
+        is a `SettingError` if `count`, the batch's samples, is not what is planned, or if no batch
+        is left that was drawn.
         """
         epoch = self._iterator
         if epoch is None or not epoch.ahead:
@@ -446,14 +442,10 @@ def mean_scale(
     process calls. With `accumulate` batches a step, pass each process's count of all of them, and
     weight the batches of a step by their share of it.
 
-    Args:
-        count: Tokens or pixels that this process's loss is the mean of, at least 1.
-        group: The data-parallel processes; None: all.
-        ahead: Count of the next call, whose all-reduce begins now: that call returns at once.
-
-    Raises:
-        SettingError: On every process where a count is below 1, and where it is not the one that
-            `ahead` announced.
+    `count` are the tokens or pixels that this process's loss is the mean of, at least 1, and
+    `ahead` those of the next call, whose all-reduce begins now: that call returns at once. `group`
+    are the data-parallel processes; None: all. It is a `SettingError` on every process if a count
+    is below 1, and where it is not the one that `ahead` announced.
     """
     begun = _AHEAD.pop(group, None)
     if begun is not None and begun[0] != count:

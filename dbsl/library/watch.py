@@ -23,12 +23,7 @@ SHARDED = FSDPModule, FullyShardedDataParallel
 
 
 class Watch:
-    """Measures every pass of a model for which gradients are on, several forward passes as one.
-
-    Attributes:
-        samples: Samples of the batch under way; set by whoever knows them.
-        called: Whether the model was ever called with gradients on.
-    """
+    """Measures every pass of a model for which gradients are on, several forward passes as one."""
 
     def __init__(self, model: nn.Module) -> None:
         # DDP's own module, also where it is compiled.
@@ -38,7 +33,8 @@ class Watch:
                 "watch needs a model whose parameters are whole: FSDP waits for other processes "
                 "inside both passes, set local_batch_sizes instead"
             )
-        self.samples, self.called = 0, False
+        self.samples = 0  # of the batch under way; set by whoever knows them
+        self.called = False  # whether the model was ever called with gradients on
         self._cuda = any(parameter.is_cuda for parameter in inner.parameters())
         self._began: Any = None
         self._ending = False

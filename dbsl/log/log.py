@@ -27,19 +27,7 @@ from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.weights import names_of
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import RunConfig
-from dbsl.log import rows
-from dbsl.log.lines import (
-    Display,
-    evaluation_in_words,
-    membership_in_words,
-    missed_times,
-    plan_changes,
-    print_run,
-    refusal,
-    result_in_words,
-    speed_in_words,
-    times_in_words,
-)
+from dbsl.log import lines, rows
 from dbsl.model import has_batch_norm
 from dbsl.plan.types import (
     NO_FAULT,
@@ -82,7 +70,7 @@ def start_log(
 ) -> RunLog:
     """Print what the run will do, and return its log; see `RunLog`."""
     begin = min(state["so_far"]["epochs"] if state else 0, session.config.epochs - 1)
-    print_run(session.run, session.folder, session.accelerator, begin=begin)
+    lines.print_run(session.run, session.folder, session.accelerator, begin=begin)
     return RunLog(session, state, handover)
 
 
@@ -148,13 +136,13 @@ class RunLog:
     def _steps_of(self, plan: Plan) -> int:
         return sum(plan.workers[worker].steps for worker in self._counted)
 
-    def _begin_display(self) -> Display:
+    def _begin_display(self) -> lines.Display:
         config, done = self._config, self._session.progress.steps
         steps = [self._steps_of(self._plan_at(epoch)) for epoch in range(config.epochs)]
         under_way = chain(*self._rounds.values())
         done += sum(report.steps for report in under_way if report.worker in self._counted)
         done += sum(steps[: self._so_far.epochs])
-        return Display(sum(steps), done, config, self._unit, self._loss)
+        return lines.Display(sum(steps), done, config, self._unit, self._loss)
 
     def write(self, event: str, row: Mapping[str, Any]) -> None:
         """Append a row to metrics.jsonl, its epochs counted from 0; extras get it."""
@@ -247,7 +235,7 @@ class RunLog:
         self.meter.hear(report)
         if report.fault != NO_FAULT:  # without: another report of the joint steps says why
             precision = str(self._session.accelerator.mixed_precision)
-            self._say(refusal(report, self._config, precision, names_of(self._run.model)))
+            self._say(lines.refusal(report, self._config, precision, names_of(self._run.model)))
         report = replace(report, lines=())
         if self._config.push != "gradients":  # else by epoch and worker, at its end
             clock = rows.given_values({"virtual_time_s": virtual_time_s})
@@ -271,7 +259,7 @@ class RunLog:
             getattr(self._so_far, f"{event}_workers").append(change.worker)
             self._so_far.lost_samples += change.samples if event == "lost" else 0
             self.write(event, asdict(change))
-            self._say(membership_in_words(change))
+            self._say(lines.membership_in_words(change))
 
     def plan(self, epoch: int, round_: int, plan: Plan) -> None:
         """Record the plan in force in a round, if it is another than before."""
@@ -298,7 +286,7 @@ class RunLog:
         self._display.expect(epochs * (self._steps_of(plan) - self._steps_of(before)))
         self.write("plan", rows.plan_row(stage, plan) | {"from_epoch": epoch})
         where = px(resolution, " at ")
-        self._say(f"from epoch {epoch + 1} on{where}: {plan_changes(before, plan)}")
+        self._say(f"from epoch {epoch + 1} on{where}: {lines.plan_changes(before, plan)}")
 
     def epoch_end(
         self,
@@ -346,9 +334,9 @@ class RunLog:
         epochs = config.epochs
         self._say(
             f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}  {px(resolution, after='  ')}"
-            f"lr {rate:.3g}{loss}{evaluation_in_words(evaluation, self._eval_loss)}  "
-            f"{speed_in_words(speed, self._unit)}"
-            f"{times_in_words([values['time_s'] for values in workers.values()])}"
+            f"lr {rate:.3g}{loss}{lines.evaluation_in_words(evaluation, self._eval_loss)}  "
+            f"{lines.speed_in_words(speed, self._unit)}"
+            f"{lines.times_in_words([values['time_s'] for values in workers.values()])}"
         )
         self._warn(epoch, workers, evaluation, found["loss"])
         self._display.pause()
@@ -363,7 +351,7 @@ class RunLog:
         run, config, so_far = self._run, self._config, self._so_far
         # Plans that follow measured times, and workers slowed on purpose, are not warned of.
         expected = run.known.measured and config.balance == "none" and not run.machine.slows
-        if expected and epoch == _JUDGED_EPOCH and (warning := missed_times(workers)):
+        if expected and epoch == _JUDGED_EPOCH and (warning := lines.missed_times(workers)):
             self._say(warning)
         if evaluation is not None and evaluation.samples < self._evaluated:
             left_out, self._evaluated = self._evaluated - evaluation.samples, evaluation.samples
@@ -436,7 +424,7 @@ class RunLog:
         write_text(self.folder / "summary.json", text + "\n")
         if "noise_advice" in values:
             self._say(values["noise_advice"])
-        result = result_in_words(values, self._unit, self._eval_loss)
+        result = lines.result_in_words(values, self._unit, self._eval_loss)
         self._say(f"{result}; all of it in {self.folder}")
         self._run.extras.each(Extra.end, self.folder)
 

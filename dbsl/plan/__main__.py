@@ -1,6 +1,6 @@
 """``python -m dbsl.plan``: dbsl/tools/plan.py."""
 
 if __name__ == "__main__":
-    import runpy
+    from dbsl.base.errors import run_tool
 
-    runpy.run_module("dbsl.tools.plan", run_name="__main__", alter_sys=True)
+    run_tool("plan")

@@ -19,16 +19,9 @@ import numpy as np
 from dbsl.base.errors import SettingError, px
 from dbsl.config.fields import refuse
 from dbsl.config.settings import Balance, RunConfig, takes_joint_steps
+from dbsl.plan import machines
 from dbsl.plan.ledger import Ledger, Members, TurnSampler
-from dbsl.plan.machines import (
-    KnownWorkers,
-    SpeedEstimate,
-    balanced_sizes,
-    bounded_split,
-    check_global_batch,
-    largest_remainder,
-    steps_in_shares,
-)
+from dbsl.plan.machines import KnownWorkers, SpeedEstimate
 from dbsl.plan.solve import PlanRules, merge_weights, plan_dual_batch, plan_steps, rows_of
 from dbsl.plan.types import (
     Handover,
@@ -337,7 +330,7 @@ class PlanMaker:
             total = self._total(resolution)
             lowest = self._rules.lowest(total, len(active))
             limits = self._limits(resolution)[active]
-            sizes = balanced_sizes(total, models, limits, lowest)
+            sizes = machines.balanced_sizes(total, models, limits, lowest)
             plan = plan_steps(self._samples, sizes, models, self._rules)
         else:
             plan, _ = self._rounds(resolution, models, active, measured=True)
@@ -356,13 +349,13 @@ class PlanMaker:
         if (total := plan.global_batch_size) is not None:
             limits = self._limits(resolution)[active]
             lowest = np.minimum(rules.lowest(total, workers), limits)
-            sizes = bounded_split(total, proportions, lowest, limits)
+            sizes = machines.bounded_split(total, proportions, lowest, limits)
             return self._of_all(plan_steps(self._samples, sizes, models, rules), active)
         planned = [plan.workers[worker] for worker in active]
         lowest = min(rules.rounds * rules.least, plan.samples // workers)
-        shares = bounded_split(plan.samples, proportions, lowest, plan.samples)
+        shares = machines.bounded_split(plan.samples, proportions, lowest, plan.samples)
         sizes = np.minimum([w.local_batch_size for w in planned], shares // rules.rounds)
-        steps = steps_in_shares(shares, sizes, rules.rounds)
+        steps = machines.steps_in_shares(shares, sizes, rules.rounds)
         weights = merge_weights(shares / shares.max(), rules.factor)
         times, simplified_s = models.time(shares, steps), shares * models.sample_time(sizes)
         small = np.array([worker.small for worker in planned])
@@ -418,13 +411,13 @@ class PlanMaker:
         if resolution in self._by_hand:
             return np.array(self._by_hand[resolution])
         total, limits = self._total(resolution), self._limits(resolution)
-        check_global_batch(total, limits, self._least)
+        machines.check_global_batch(total, limits, self._least)
         text = f"global_batch_size must be at most the {self._samples} training samples"
         refuse([(total > self._samples, text, total)])
         if model.equal and total <= int(limits.min()) * workers:
-            return largest_remainder(np.ones(workers), total)
+            return machines.largest_remainder(np.ones(workers), total)
         lowest = max(self._least, min(self._rules.lowest(total, workers), int(limits.min())))
-        return balanced_sizes(total, model, limits, lowest)
+        return machines.balanced_sizes(total, model, limits, lowest)
 
     def _total(self, resolution: int) -> int:
         by_hand = sum(self._by_hand.get(resolution, ()))

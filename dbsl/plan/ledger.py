@@ -233,13 +233,14 @@ def left_of_epochs(
         ranges = left.setdefault(turn.epoch, [])
         for worker in turn.workers:
             ranges += sampler.sampler(segment).places(worker, turn.round)
-    return {epoch: _joined(ranges) for epoch, ranges in left.items()}
+    return {epoch: joined(ranges) for epoch, ranges in left.items()}
 
 
-def _joined(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    joined: list[tuple[int, int]] = []
+def joined(ranges: Sequence[tuple[int, int]]) -> Ranges:
+    """Return ranges in order, those that follow each other as one."""
+    found: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
-        if joined and joined[-1][1] == begin:
-            begin, _ = joined.pop()
-        joined.append((begin, end))
-    return tuple(joined)
+        if found and found[-1][1] == begin:
+            begin, _ = found.pop()
+        found.append((begin, end))
+    return tuple(found)

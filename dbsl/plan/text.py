@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from dbsl.base.errors import duration, plural, px
+from dbsl.plan.ledger import joined
 from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.stages import Stage
 from dbsl.plan.types import Plan, WorkerPlan
@@ -39,12 +40,7 @@ def worker_rows(
 
 def epoch_spans(stages: Sequence[Stage]) -> str:
     """Return the epochs of these stages in words, counted from 1: ``epochs 1-40, 81-100``."""
-    spans: list[list[int]] = []
-    for stage in stages:
-        if spans and spans[-1][1] == stage.first_epoch:
-            spans[-1][1] = stage.end_epoch
-        else:
-            spans.append([stage.first_epoch, stage.end_epoch])
+    spans = joined([(stage.first_epoch, stage.end_epoch) for stage in stages])
     texts = [str(end) if end == start + 1 else f"{start + 1}-{end}" for start, end in spans]
     if len(texts) > 6:
         texts[5:] = ["…"]

@@ -1,6 +1,6 @@
 """``python -m dbsl.profile``: dbsl/tools/profile.py."""
 
 if __name__ == "__main__":
-    import runpy
+    from dbsl.base.errors import run_tool
 
-    runpy.run_module("dbsl.tools.profile", run_name="__main__", alter_sys=True)
+    run_tool("profile")

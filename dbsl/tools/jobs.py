@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -25,7 +26,6 @@ from dbsl.run.folder import holder_of
 from dbsl.run.stopping import Stopping
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
-_NAME = "dbsl_train_script"  # what the imported script is called
 _END_PATIENCE_S = 120.0  # for runs that were asked to stop: a step and a checkpoint
 
 
@@ -88,8 +88,8 @@ def launch_all(
 @cache
 def _script() -> ModuleType:
     """Return train.py, which stands outside of the package, as a module."""
-    spec = importlib.util.spec_from_file_location(_NAME, SCRIPT)
-    module = sys.modules[_NAME] = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location("dbsl_train_script", SCRIPT)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -109,7 +109,6 @@ class _Runs:
         for slot in range(jobs):
             self._slots.put(slot)
         self._lock, self._over = threading.Lock(), threading.Event()
-        self._devices = torch.cuda.device_count()
 
     def end(self) -> None:
         """Ask all processes to stop, and begin no more."""
@@ -139,8 +138,7 @@ class _Runs:
                     self._on_finished()
                     return 0
                 print(f"run {number}/{self._total}: {launch.title}", flush=True)
-                device = slot % self._devices if self._devices > 1 else None
-                process = _start(launch, device, log=self._log)
+                process = _start(launch, slot, log=self._log)
                 self._running.add(process)
             status = process.wait()
             if status == EXIT_DIVERGED and is_finished(launch.folder):
@@ -164,13 +162,16 @@ def has_checkpoint(folder: Path) -> bool:
     return any((folder / CHECKPOINTS).glob("*/*"))
 
 
-def seeing(device: int) -> dict[str, str]:
-    """Return the environment in which a process has one of this process's CUDA devices alone."""
+def of_one_device(number: int) -> dict[str, str]:
+    """Return the environment of one of several processes, to which CUDA devices are dealt out."""
+    if (devices := torch.cuda.device_count()) < 2:
+        return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # a scheduler's choice, say
-    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[device] if visible else str(device)}
+    names = visible.split(",") if visible else list(map(str, range(devices)))
+    return {"CUDA_VISIBLE_DEVICES": names[number % devices]}
 
 
-def _start(launch: Launch, device: int | None, *, log: bool) -> subprocess.Popen:
+def _start(launch: Launch, slot: int, *, log: bool) -> subprocess.Popen:
     folder = launch.folder
     if holder := holder_of(folder):
         raise SettingError(f"runs_dir must have no run under way, got {folder}, in use by {holder}")
@@ -179,11 +180,8 @@ def _start(launch: Launch, device: int | None, *, log: bool) -> subprocess.Popen
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(SCRIPT), *launch.flags]
     command += ["--output-dir", str(folder), "--resume", "auto"]
-    environment = os.environ | launch.environment | ({} if device is None else seeing(device))
-    # In a session of its own: Ctrl-C reaches this process alone, which asks them to stop.
-    if not log:
-        return subprocess.Popen(command, env=environment, start_new_session=True)
-    with open(f"{folder}.log", "a", encoding="utf-8") as out:
-        return subprocess.Popen(
-            command, env=environment, start_new_session=True, stdout=out, stderr=out
-        )
+    environment = os.environ | launch.environment | of_one_device(slot)
+    with open(f"{folder}.log", "a", encoding="utf-8") if log else nullcontext() as out:
+        # In a session of its own: Ctrl-C reaches this process alone, which asks them to stop.
+        how = {"start_new_session": True, "stdout": out, "stderr": out}
+        return subprocess.Popen(command, env=environment, **how)

@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from dbsl.base.errors import SettingError, one_line_errors
-from dbsl.config.fields import check_fields
+from dbsl.config.fields import check_fields, refuse
 from dbsl.config.parse import parse_flags
 from dbsl.config.settings import Rounding, UpdateFactor
 from dbsl.plan.solve import PlanRules, plan_dual_batch
@@ -50,10 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     slopes, floors = arguments.slope, arguments.floor
     floors = floors * len(slopes) if len(floors) == 1 else floors
     for name, values in (("intercept", arguments.intercept), ("floor", floors)):
-        if len(values) != len(slopes):
-            raise SettingError(
-                f"{name} must have as many values as slope ({len(slopes)}), got {len(values)}"
-            )
+        text = f"{name} must have as many values as slope ({len(slopes)})"
+        refuse([(len(values) != len(slopes), text, len(values))])
     plan = plan_dual_batch(
         arguments.samples,
         arguments.workers,
@@ -74,8 +71,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(asdict(plan), indent=2))
     else:
         print(f"{format_plan(plan)}\n\n{timeline(plan, arguments.rounds_per_epoch)}")
-
-
-if __name__ == "__main__":
-    with one_line_errors():
-        main()

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from PIL import Image
 
-from dbsl.base.errors import SettingError, one_line_errors
+from dbsl.base.errors import SettingError
 from dbsl.base.files import check_output, write_table
 from dbsl.base.machine import lazy_import
 from dbsl.data.transforms import upright
@@ -117,19 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         top = [(names[place], p) for place, p in zip(places, values.tolist(), strict=True)]
         shown = os.fsencode(file).decode(errors="replace")  # not every file's name is text
         rows += [{"file": shown, "class": name, "probability": p} for name, p in top]
-        print(_line(shown, top, as_json=arguments.json), flush=True)
+        text = f"{shown}  " + ", ".join(f"{name} {100 * p:.1f} %" for name, p in top)
+        row = json.dumps({"file": shown, "classes": dict(top)}) if arguments.json else text
+        print(row, flush=True)
     if arguments.csv and rows:
         write_table(arguments.csv, rows)
     return status if rows else 1
-
-
-def _line(file: str, top: Sequence[tuple[str, float]], *, as_json: bool) -> str:
-    if as_json:
-        row: dict[str, Any] = {"file": file, "classes": dict(top)}
-        return json.dumps(row)
-    return f"{file}  " + ", ".join(f"{name} {100 * p:.1f} %" for name, p in top)
-
-
-if __name__ == "__main__":
-    with one_line_errors():
-        raise SystemExit(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -13,7 +12,6 @@ from typing import Annotated
 
 import torch
 
-from dbsl.base.errors import SettingError
 from dbsl.base.files import check_output
 from dbsl.base.machine import threads_of_process
 from dbsl.config.fields import Count, Positive, Within, check_fields
@@ -72,52 +70,43 @@ class _Arguments:
             Within(2, self.large_batch_size).check("held_out", self.held_out)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``python -m dbsl.profile`` and return the exit status."""
-    try:
-        arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.profile")
-        torch.set_num_threads(arguments.cpu_threads or threads_of_process())
-        accelerator = start_accelerator(arguments.mixed_precision, _TIMEOUT_S)
-        name, sides, classes = arguments.model, arguments.resolutions, arguments.num_classes
-        model = build_model(name, classes, sides)
-        model.to(accelerator.device, memory_format=torch.channels_last)
-        example = partial(image_batch, classes=classes, device=accelerator.device)
-        check_sides(name, model, SimpleNamespace(num_classes=classes, example=example), sides)
-        setup = replace(
-            Setup.of(name, model, classes, accelerator),
-            optimizer=arguments.optimizer,
-            momentum=arguments.momentum > 0,
-            weight_decay=arguments.weight_decay > 0,
-            compile=arguments.compile,
-            clip=arguments.clip_mode,
-            micro_batch=arguments.micro_batch_size,
-        )
-        profiler = Profiler(
-            StepSpec(setup, model, accelerator),
-            seconds=arguments.profile_seconds / len(arguments.resolutions),
-            refresh=arguments.profile_refresh,
-        )
-        profiles = {
-            r: profiler.profile(r, arguments.large_batch_size, arguments.held_out)
-            for r in arguments.resolutions
-        }
-        if arguments.memory_limit is not None:
-            for profile in profiles.values():
-                if profile.memory is not None:
-                    profile.memory.largest_batch(arguments.memory_limit * GIB)
-        if arguments.output:
-            write_profiles(arguments.output, setup, profiles)
-    except (SettingError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run ``python -m dbsl.profile``."""
+    arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.profile")
+    torch.set_num_threads(arguments.cpu_threads or threads_of_process())
+    accelerator = start_accelerator(arguments.mixed_precision, _TIMEOUT_S)
+    name, sides, classes = arguments.model, arguments.resolutions, arguments.num_classes
+    model = build_model(name, classes, sides)
+    model.to(accelerator.device, memory_format=torch.channels_last)
+    example = partial(image_batch, classes=classes, device=accelerator.device)
+    check_sides(name, model, SimpleNamespace(num_classes=classes, example=example), sides)
+    setup = replace(
+        Setup.of(name, model, classes, accelerator),
+        optimizer=arguments.optimizer,
+        momentum=arguments.momentum > 0,
+        weight_decay=arguments.weight_decay > 0,
+        compile=arguments.compile,
+        clip=arguments.clip_mode,
+        micro_batch=arguments.micro_batch_size,
+    )
+    profiler = Profiler(
+        StepSpec(setup, model, accelerator),
+        seconds=arguments.profile_seconds / len(arguments.resolutions),
+        refresh=arguments.profile_refresh,
+    )
+    profiles = {
+        r: profiler.profile(r, arguments.large_batch_size, arguments.held_out)
+        for r in arguments.resolutions
+    }
+    if arguments.memory_limit is not None:
+        for profile in profiles.values():
+            if profile.memory is not None:
+                profile.memory.largest_batch(arguments.memory_limit * GIB)
+    if arguments.output:
+        write_profiles(arguments.output, setup, profiles)
     if arguments.json:
         print(json.dumps({f"{r} px": asdict(p) for r, p in profiles.items()}, indent=2))
     else:
         print(f"{arguments.model} on {setup.device}, precision {setup.precision}")
         limit = arguments.memory_limit and arguments.memory_limit * GIB
         print("\n".join(profile.describe(limit) for profile in profiles.values()))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -10,7 +10,7 @@ from dataclasses import fields, make_dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from dbsl.base.errors import SettingError, one_line_errors
+from dbsl.base.errors import SettingError
 from dbsl.config.fields import refuse
 from dbsl.config.hooks import Extra, Extras, settings_of_extras
 from dbsl.config.parse import read_settings
@@ -49,8 +49,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--report-to", help="comma-separated trackers to send the run to")
     arguments = parser.parse_args(argv)
     report(arguments.run, arguments.report_to)
-
-
-if __name__ == "__main__":
-    with one_line_errors():
-        main()

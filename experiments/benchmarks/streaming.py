@@ -50,7 +50,7 @@ from dbsl.config.image_settings import ImageConfig
 from dbsl.data import images
 from dbsl.data.dataset import Data, load_data
 from dbsl.data.transforms import Transform
-from dbsl.extras.streaming.blocks import Blocks
+from dbsl.extras.streaming import Blocks
 from dbsl.extras.streaming.groups import GroupCache
 from dbsl.extras.streaming.shards import ShardedSplit
 from dbsl.plan.sampler import EpochSampler

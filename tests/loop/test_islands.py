@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import dbsl.checkpoint.resume
 import dbsl.cluster.alive
 import dbsl.open
 import train as train_script
@@ -399,7 +400,7 @@ def test_a_run_that_is_finished_early_ends_for_all_and_goes_on(tmp_path, monkeyp
         patch.setattr(train_script, "end_epoch", ends)
         end_ranks(start(folder, 3, act=slowly(), **settings))
     assert helpers.summary_of(folder)["epochs"] == 2
-    take_over = dbsl.open.take_over_folder
+    take_over = dbsl.checkpoint.resume.take_over_folder
 
     def takes_its_time(*arguments):
         if torch.distributed.get_rank() == 0:  # rank 2 may have no turn left, and saves at once
@@ -407,7 +408,7 @@ def test_a_run_that_is_finished_early_ends_for_all_and_goes_on(tmp_path, monkeyp
         take_over(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(dbsl.open, "take_over_folder", takes_its_time)
+        patch.setattr(dbsl.checkpoint.resume, "take_over_folder", takes_its_time)
         end_ranks(start(folder, 3, **settings))
     assert samples_by_epoch(folder, 4) == [96] * 4
     assert (folder / "checkpoints/epoch-0004/rank-00002.safetensors").exists()

@@ -28,18 +28,10 @@ from tqdm import tqdm
 from dbsl.base.errors import RunStopped, SettingError, in_line
 from dbsl.base.files import describe, write_text
 from dbsl.base.machine import connect_store, lower_priority, remember, restarts
-from dbsl.checkpoint.disk import (
-    LATE,
-    MANIFEST,
-    CheckpointError,
-    Found,
-    Manifest,
-    checkpoints_in,
-    read_manifest,
-    shard_names,
-)
+from dbsl.checkpoint import disk
+from dbsl.checkpoint.disk import Found
 from dbsl.cluster.wire import refused_by_all, share_text
-from dbsl.config.fields import Excludes, Role
+from dbsl.config.fields import Excludes, Role, refuse
 from dbsl.config.hooks import Extra, Row
 from dbsl.config.parse import RUN_FOLDER
 from dbsl.config.settings import CHECKPOINTS, RunConfig, is_url
@@ -86,10 +78,8 @@ class MirrorSettings(RunConfig):
                 )
             if not (parts.netloc + parts.path).strip("/"):
                 raise SettingError(f"{name} must name a folder at the URL, got {url}")
-        if self.mirror not in (None, "none") and not is_url(self.mirror):
-            raise SettingError(
-                f"mirror must be a URL such as s3://bucket/runs/x, or none, got {self.mirror}"
-            )
+        no_url = self.mirror not in (None, "none") and not is_url(self.mirror)
+        refuse([(no_url, "mirror must be a URL such as s3://bucket/runs/x, or none", self.mirror)])
         if is_url(self.resume) and (self.eval_only or self.plan_only):
             what = "eval_only" if self.eval_only else "plan_only"
             raise SettingError(f"resume must be a run folder with {what}, got {self.resume}")
@@ -270,7 +260,7 @@ class Mirror(Extra):
             self._over = True
             return
         while True:
-            local = [found.folder for found in checkpoints_in(self._folder)]
+            local = [found.folder for found in disk.checkpoints_in(self._folder)]
             missing = next((folder for folder in local if not self._has(folder)), None)
             own = self._put_results(own)
             if missing is None:
@@ -285,7 +275,7 @@ class Mirror(Extra):
         if listing is None:
             return False
         with suppress(FileNotFoundError):  # removed just now
-            return listing.files.get(MANIFEST) == describe(folder / MANIFEST)
+            return listing.files.get(disk.MANIFEST) == describe(folder / disk.MANIFEST)
         return True
 
     def _put_checkpoint(self, folder: Path, began: float) -> None:
@@ -294,9 +284,9 @@ class Mirror(Extra):
         try:
             manifest = self._with_late_shards(folder, began)
             # A shard that comes only now is left out, with its sums.
-            sums = [(folder / name).with_suffix(LATE) for name in manifest.files]
+            sums = [(folder / name).with_suffix(disk.LATE) for name in manifest.files]
             listed = manifest.files | {path.name: describe(path) for path in sums if path.exists()}
-            files = {name: folder / name for name in (*listed, MANIFEST)}
+            files = {name: folder / name for name in (*listed, disk.MANIFEST)}
             with tempfile.TemporaryDirectory() as scratch:
                 for name in NEEDED:  # they may change meanwhile
                     files[f"{RUN}/{name}"] = Path(shutil.copy(self._folder / name, scratch))
@@ -304,17 +294,17 @@ class Mirror(Extra):
                 # One of that name may be of before the run went back.
                 self._bucket.remove_file(there, LISTING)
                 self._bucket.put(there, files, Listing(self._own.run, listed, manifest.sequence))
-        except (FileNotFoundError, CheckpointError):
-            if (folder / MANIFEST).exists():  # else it was removed, and there is a newer one
+        except (FileNotFoundError, disk.CheckpointError):
+            if (folder / disk.MANIFEST).exists():  # else it was removed, and there is a newer one
                 raise
         finally:
             self.uploading = None
 
-    def _with_late_shards(self, folder: Path, began: float) -> Manifest:
+    def _with_late_shards(self, folder: Path, began: float) -> disk.Manifest:
         """Return a manifest once the shards are there that are to be waited for."""
         while True:
-            manifest = read_manifest(folder)
-            late = {shard_names(rank)[0] for rank in self.saving(manifest.sequence)}
+            manifest = disk.read_manifest(folder)
+            late = {disk.shard_names(rank)[0] for rank in self.saving(manifest.sequence)}
             patience = _LAST_SHARDS_S if self._ending else _SHARDS_S
             if late <= manifest.files.keys() or time.monotonic() - began > patience:
                 return manifest
@@ -419,7 +409,7 @@ def _pull(url: str, config: RunConfig, say: Callable[[str], Any]) -> str:
 
 
 def _get_checkpoint(bucket: Bucket, name: str, listing: Listing, into: Path) -> None:
-    needed = {MANIFEST, *(f"{RUN}/{file}" for file in NEEDED)}
+    needed = {disk.MANIFEST, *(f"{RUN}/{file}" for file in NEEDED)}
     bucket.get(f"{CHECKPOINTS}/{name}", listing, {*listing.files} | needed, into / name)
     os.replace(into / name / RUN, into / RUN)
     (into / RUN / CHECKPOINTS).mkdir()

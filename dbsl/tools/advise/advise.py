@@ -12,13 +12,13 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import yaml
 from accelerate import Accelerator
 
-from dbsl.base.errors import SettingError, duration, one_line_errors, px
+from dbsl.base.errors import SettingError, duration, px
 from dbsl.base.files import check_output, save_figure
 from dbsl.base.machine import lazy_import
 from dbsl.cluster.formats import numbers_of, trained_shapes
@@ -33,9 +33,6 @@ from dbsl.tools.advise.ways import Measured, Way, advise, ways_of
 
 emulate, figures = lazy_import("dbsl.extras.emulate"), lazy_import("matplotlib.figure")
 measuring = lazy_import("dbsl.tools.advise.measure")  # needs extras
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 T = TypeVar("T")
 
@@ -121,7 +118,7 @@ def tell(
     print(f"advised: {taken.name} ({why})\n  {taken.flags(given)}")
 
 
-def ways_figure(ways: Sequence[Way]) -> Figure:
+def ways_figure(ways: Sequence[Way]) -> figures.Figure:
     """Return a bar for each way: what of an epoch is computing, exchange and waiting."""
     from dbsl.extras.pictures import IDLE, LARGE, SMALL
 
@@ -167,16 +164,6 @@ class Link:
     overlap: Share = 0.0
 
 
-def _check_numbers(row: Machine | Link) -> None:
-    """Refuse what is no number, a whole one where things are counted, and one out of bounds."""
-    for name, value in vars(row).items():
-        whole = name in ("gpus", "count")
-        right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-        text = f"{name} must be a {'whole ' * whole}number"
-        refuse([(not right, text, value)])
-    check_fields(row)
-
-
 @dataclass(frozen=True)
 class _Arguments:
     """Predict an epoch of each way of training on the machines of a file, and advise one."""
@@ -218,7 +205,12 @@ def _entry(kind: type[T], name: str, given: Any) -> T:
     """Return the machine or the link that an entry of the file describes."""
     first, *others = (field.name for field in fields(kind))
     _check_keys(name, given, (first,), others)
-    _check_numbers(made := kind(**given))
+    made = kind(**given)
+    for own, value in vars(made).items():
+        whole = own in ("gpus", "count")
+        right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+        refuse([(not right, f"{own} must be a {'whole ' * whole}number", value)])
+    check_fields(made)
     return made
 
 
@@ -271,8 +263,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     tell(ways, RunConfig(), 0.0, facts, as_json=arguments.json)
     if arguments.output:
         save_figure(ways_figure(ways), arguments.output)
-
-
-if __name__ == "__main__":
-    with one_line_errors():
-        main()

@@ -210,7 +210,7 @@ class Bench:
             return {}
         how = (resolution, sizes, count, way, found.planned[resolution], rounds)
         again = joint and most_s > 2 * rounds * round_s
-        rows = self._rounds(partial(self._short, *how), real=True, again=again)
+        rows = self._rounds(partial(self._short, *how), again=again)
         if joint:
             return {way.key: float(rows[:, 1].mean() - step_s)}
         beyond_s = rows[:, 0] + rows[:, 3]
@@ -300,16 +300,14 @@ class Bench:
             extras=Extras(),
         )
 
-    def _rounds(
-        self, make: Callable[[], Run], *, real: bool = False, again: bool = True
-    ) -> np.ndarray:
-        """Return means over rounds, [processes, 6]; see `_round`.
+    def _rounds(self, make: Callable[[], Run], *, again: bool = True) -> np.ndarray:
+        """Return means over rounds in which the processes meet, [processes, 6]; see `_round`.
 
         With `again` they are taken until both halves of them take as long.
         """
         rounds: list[np.ndarray] = []
         for _ in range(_AGAIN if again else 1):
-            rounds += self._train(make(), real)[1:]
+            rounds += self._train(make(), real=True)[1:]
             give_back(self.accelerator.device)
             spread = _spread(rounds)
             if spread < SPREAD or self._spent() > SECONDS:
@@ -318,7 +316,7 @@ class Bench:
             self.sure = max(self.sure, spread)
         return np.mean(rounds, 0)
 
-    def _train(self, run: Run, real: bool = False) -> list[np.ndarray]:
+    def _train(self, run: Run, *, real: bool = False) -> list[np.ndarray]:
         """Return the seconds of each round; `real`: the processes meet."""
         accelerator = self.accelerator
         cluster, stepper = connect(run, accelerator) if real else self._alone(run)

@@ -88,6 +88,8 @@ class Way:
 
     kind: str  # that `RULES` know
     settings: Mapping[str, Any]
+    wire: str  # what travels
+    rounds: int  # merges of an epoch; of joint steps 1
     plans: Mapping[int, Plan]  # by resolution
     compute_s: tuple[float, ...]  # by worker
     exchange_s: float  # the slowest worker's
@@ -105,16 +107,6 @@ class Way:
         return tuple(0.0 if self.kind == "asp" else most - own for own in self.compute_s)
 
     @property
-    def wire(self) -> str:
-        """What travels."""
-        return self.settings.get("wire", "float32")
-
-    @property
-    def rounds(self) -> int:
-        """Merges of an epoch; of joint steps 1."""
-        return self.settings.get("rounds_per_epoch", 1)
-
-    @property
     def key(self) -> str:
         """What its exchange is known by."""
         return f"{self.kind} {self.wire}"
@@ -122,9 +114,8 @@ class Way:
     @property
     def name(self) -> str:
         """The way in a few words."""
-        return (
-            self.key if self.kind.startswith("step") else f"{self.kind} {self.rounds} {self.wire}"
-        )
+        rounds = "" if self.kind.startswith("step") else f" {self.rounds}"
+        return f"{self.kind}{rounds} {self.wire}"
 
     def flags(self, given: RunConfig) -> str:
         """Return what is to be added to a command with the settings that were given."""
@@ -249,6 +240,8 @@ def _predict(kind: str, settings: dict[str, Any], config: RunConfig, measured: M
     return Way(
         kind=kind,
         settings=settings,
+        wire=own.wire,
+        rounds=own.rounds_per_epoch,
         plans=plans,
         compute_s=tuple(compute_s.tolist()),
         exchange_s=float(exchange_s[slowest]),

@@ -22,19 +22,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from dbsl.base.errors import SettingError, as_given, one_line_errors, plural
+from dbsl.base.errors import SettingError, as_given, plural
 from dbsl.base.files import write_text
 from dbsl.base.machine import threads_of_process
+from dbsl.config import parse
 from dbsl.config.fields import Count, Within, check_fields, refuse
 from dbsl.config.hooks import defaults_of_extras
-from dbsl.config.parse import (
-    POSITIONAL,
-    REPEATED,
-    config_to_yaml,
-    parse_flags,
-    read_settings,
-    yaml_to_argv,
-)
 from dbsl.run.stopping import Stopping
 from dbsl.tools.compare.report import only_writer, read_runs, write_comparison, write_runs
 from dbsl.tools.compare.statistics import ArmRun, equal_time_epochs, read_run
@@ -53,7 +46,7 @@ class CompareConfig:  # every field is a flag, its comment the help
     """Run arms (configs of train.py) with several seeds and compare them."""
 
     # YAML files, configs of train.py; each is an arm
-    arms: tuple[str, ...] = field(metadata=POSITIONAL)
+    arms: tuple[str, ...] = field(metadata=parse.POSITIONAL)
     seeds: Count = 3  # runs of each arm, with seeds first_seed, first_seed + 1, ...
     first_seed: int = 0  # first seed; tune with seeds that you do not report, say 100
     baseline: str | None = None  # arm that the others are compared with; unset: the first
@@ -62,9 +55,9 @@ class CompareConfig:  # every field is a flag, its comment the help
     # train every arm again, with as many epochs as fit into the baseline's time
     equal_time: bool = False
     # setting of all arms as name=value, say dataset=FOLDER; may be repeated
-    set: tuple[str, ...] = field(default=(), metadata=REPEATED)
+    set: tuple[str, ...] = field(default=(), metadata=parse.REPEATED)
     # values of a setting as name=value,value; makes an arm of each; may be repeated
-    vary: tuple[str, ...] = field(default=(), metadata=REPEATED)
+    vary: tuple[str, ...] = field(default=(), metadata=parse.REPEATED)
     jobs: Count = 1  # runs at a time
     # folder of the runs; each is in <folder of the arms>-<arm>-s<seed>
     runs_dir: str = "runs"
@@ -76,11 +69,9 @@ class CompareConfig:  # every field is a flag, its comment the help
         check_fields(self)
         Within(0, 2**63 - self.seeds).check("first_seed", self.first_seed)
         names = [Path(arm).stem for arm in self.arms]
-        if not names or len(set(names)) < len(names):
-            raise SettingError(
-                f"arms must be one or more YAML files with different names, "
-                f"got {', '.join(names) or 'none'}"
-            )
+        alike = not names or len(set(names)) < len(names)
+        text = "arms must be one or more YAML files with different names"
+        refuse([(alike, text, ", ".join(names) or "none")])
         for option in ("set", "vary"):
             for setting in getattr(self, option):
                 if "=" not in setting:
@@ -158,13 +149,13 @@ class Arm:
         # A run that goes on keeps the threads that it began with.
         if "cpu_threads" not in self.settings and jobs > 1 and not has_checkpoint(folder):
             extra["cpu_threads"] = threads_of_process(jobs)
-        return ("--config", str(self.path), *yaml_to_argv(extra))
+        return ("--config", str(self.path), *parse.yaml_to_argv(extra))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the arms that are not finished, and report."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    config = parse_flags(CompareConfig, argv, prog="python -m dbsl.compare")
+    config = parse.parse_flags(CompareConfig, argv, prog="python -m dbsl.compare")
     shared = _as_yaml(_pairs(config.set))
     arms = [
         _read_arm(Path(path), end, {**shared, **values})
@@ -222,7 +213,7 @@ class _Table:
         for folder, (arm, _) in self.lacking.items():
             if not folder.exists():
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                write_text(_note_of(folder), config_to_yaml(arm.settings))
+                write_text(_note_of(folder), parse.config_to_yaml(arm.settings))
         if not self.config.report_only:
             jobs, group = self.config.jobs, self.config.group
             launches = [
@@ -242,7 +233,7 @@ class _Table:
         to_run = [arm for folder, (arm, _) in self.lacking.items() if not is_finished(folder)]
         for arm in {arm.name: arm for arm in to_run}.values():
             try:
-                check_flags(("--config", str(arm.path), *yaml_to_argv(arm.extra)))
+                check_flags(("--config", str(arm.path), *parse.yaml_to_argv(arm.extra)))
             except SettingError as error:
                 raise SettingError(f"{error} (arm {arm.name})") from None
         for folder, (arm, _) in self.lacking.items():
@@ -334,7 +325,7 @@ def _variations(vary: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _read_arm(path: Path, end: str, shared: Mapping[str, Any]) -> Arm:
-    settings = read_settings(path)
+    settings = parse.read_settings(path)
     for name in _OWN:
         if name in settings or name in shared:
             raise SettingError(f"an arm must leave {name} to the comparison, got it in {path}")
@@ -358,7 +349,7 @@ def _check_same(arm: Arm, folder: Path) -> None:
         return
     if not note.exists():
         raise SettingError(f"runs_dir must have only runs of comparisons, got {folder}")
-    made = read_settings(note)
+    made = parse.read_settings(note)
     before, now = _alike(made), _alike(arm.settings)
     for key in sorted({*now, *before}):
         if before.get(key) != now.get(key):
@@ -384,8 +375,3 @@ def _as_number(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text.lower()
-
-
-if __name__ == "__main__":
-    with one_line_errors():
-        main()

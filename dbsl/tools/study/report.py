@@ -17,19 +17,8 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from dbsl.base.errors import SettingError
 from dbsl.base.files import save_figure, write_table, write_text
-from dbsl.tools.study.scaling import (
-    CRITICAL_RULE,
-    EDGE_RULE,
-    OBJECTIVE,
-    PERFECT_RULE,
-    USEFUL_RULE,
-    Result,
-    Study,
-    critical_batch,
-    effective_rate,
-    find_knees,
-    steps_to_result,
-)
+from dbsl.tools.study import scaling
+from dbsl.tools.study.scaling import Result, Study
 
 REPORT, TABLE = "report.json", "results.csv"
 _ENDINGS = {"COMPLETE": "complete", "INCOMPLETE": "cut short", "INFEASIBLE": "diverged"}
@@ -47,7 +36,7 @@ def write_report(
     workloads: Mapping[str, Sequence[Study]],
     folder: Path,
     goal: float | None,
-    objective: str = OBJECTIVE,
+    objective: str = scaling.OBJECTIVE,
     budgets: Budgets = (None, None),
 ) -> str:
     """Write ``report.json``, ``results.csv`` and ``plots/``; return the report for people.
@@ -60,7 +49,7 @@ def write_report(
     for name, studies in workloads.items():
         goals[name] = _goal_of(name, studies, goal)
         found = {
-            study.batch_size: steps_to_result(
+            study.batch_size: scaling.steps_to_result(
                 study, goals[name], objective=objective, step_budget=steps, example_budget=examples
             )
             for study in studies
@@ -76,7 +65,7 @@ def write_report(
             )
         lines += [
             f"warning: at batch {result.batch_size} the best trial's {', '.join(result.at_edge)} "
-            f"lies {EDGE_RULE}: a wider range may give fewer steps"
+            f"lies {scaling.EDGE_RULE}: a wider range may give fewer steps"
             for result in found.values()
             if result and result.at_edge
         ]
@@ -97,16 +86,16 @@ def write_report(
 def _knees(found: Mapping[int, Result | None]) -> dict[str, Any]:
     """Return where a workload's scaling ends, as ``report.json`` has it."""
     reached = {result.batch_size: result.steps for result in found.values() if result}
-    knees = find_knees(reached, found) if reached else None
+    knees = scaling.find_knees(reached, found) if reached else None
     return {
         "steps_to_result": {str(size): steps for size, steps in reached.items()},
         "perfect_scaling_up_to": knees and knees.perfect,
-        "perfect_scaling_rule": PERFECT_RULE,
+        "perfect_scaling_rule": scaling.PERFECT_RULE,
         "useful_batch_size": knees and knees.useful,
-        "useful_rule": USEFUL_RULE,
+        "useful_rule": scaling.USEFUL_RULE,
         "useful_is_seen": knees and knees.is_seen,
-        "critical_batch_size": critical_batch(reached),
-        "critical_rule": CRITICAL_RULE,
+        "critical_batch_size": scaling.critical_batch(reached),
+        "critical_rule": scaling.CRITICAL_RULE,
     }
 
 
@@ -168,18 +157,18 @@ def _describe(
         lines.append(
             f"{result.batch_size:>7} {result.steps:>8} {result.examples:>10} {saved:>6.2f} "
             f"{parameters['learning_rate']:>9.3g} {parameters.get('momentum', 0.0):>9.4g} "
-            f"{effective_rate(parameters):>9.3g}  {trials}"
+            f"{scaling.effective_rate(parameters):>9.3g}  {trials}"
         )
     if not report["steps_to_result"]:
         return [*lines, "no batch size reached the goal: a longer budget, or an easier goal"]
     more = "" if report["useful_is_seen"] else "; the largest tried: more may still be useful"
     lines += [
         "saved: perfect scaling is 1.00; below, a batch costs more samples than the smallest one",
-        f"perfect scaling up to {report['perfect_scaling_up_to']} ({PERFECT_RULE})",
-        f"maximum useful batch {report['useful_batch_size']} ({USEFUL_RULE}){more}",
+        f"perfect scaling up to {report['perfect_scaling_up_to']} ({scaling.PERFECT_RULE})",
+        f"maximum useful batch {report['useful_batch_size']} ({scaling.USEFUL_RULE}){more}",
     ]
     if (critical := report["critical_batch_size"]) is not None:
-        lines.append(f"critical batch {critical:.3g} ({CRITICAL_RULE})")
+        lines.append(f"critical batch {critical:.3g} ({scaling.CRITICAL_RULE})")
     return lines
 
 
@@ -188,7 +177,7 @@ def steps_figure(results: Results, goals: Mapping[str, float]) -> Figure:
     figure, panels = _panels(len(results))
     for axes, (name, own) in zip(panels, results.items(), strict=True):
         sizes, steps = _columns(own)
-        knees = find_knees(dict(zip(sizes.tolist(), steps.tolist(), strict=True)))
+        knees = scaling.find_knees(dict(zip(sizes.tolist(), steps.tolist(), strict=True)))
         first, last = sizes[0], sizes[-1]  # nothing is known beyond these
         # If no larger batch was tried, the end of the gain has not been seen.
         useful = knees.useful if knees.is_seen else last
@@ -208,7 +197,7 @@ def steps_figure(results: Results, goals: Mapping[str, float]) -> Figure:
         axes.legend(fontsize=8, loc="lower left")
     figure.suptitle(
         "Fewest steps to the goal, everything else tuned at each batch size\n"
-        f"perfect scaling up to {PERFECT_RULE}\nno gain from {USEFUL_RULE}",
+        f"perfect scaling up to {scaling.PERFECT_RULE}\nno gain from {scaling.USEFUL_RULE}",
         fontsize=10,
     )
     return figure
@@ -219,7 +208,7 @@ def rates_figure(results: Results) -> Figure:
     figure, panels = _panels(2)
     kinds = (
         ("learning rate", lambda parameters: parameters["learning_rate"]),
-        ("learning rate / (1 - momentum)", effective_rate),
+        ("learning rate / (1 - momentum)", scaling.effective_rate),
     )
     for axes, (label, rate) in zip(panels, kinds, strict=True):
         for (name, own), color in zip(results.items(), cycle(_COLORS)):

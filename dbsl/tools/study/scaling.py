@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dbsl.base.errors import SettingError
+from dbsl.config.fields import refuse
 
 Status = Literal["COMPLETE", "INCOMPLETE", "INFEASIBLE"]
 
@@ -105,11 +106,9 @@ def steps_to_result(
     for trial in sorted(study.trials, key=lambda trial: trial.trial_id):
         if trial.status != "COMPLETE":
             continue
-        if objective not in trial.measurements:
-            raise SettingError(
-                f"objective must be a column of the measurements "
-                f"({', '.join(sorted(set(trial.measurements) - {'step'}))}), got {objective}"
-            )
+        columns = ", ".join(sorted(trial.measurements.keys() - {"step"}))
+        text = f"objective must be a column of the measurements ({columns})"
+        refuse([(objective not in trial.measurements, text, objective)])
         steps = trial.measurements["step"]
         good = steps[(trial.measurements[objective] < goal) & (steps <= budget)]  # NaN is not
         if len(good) and (found is None or good.min() < found[0]):

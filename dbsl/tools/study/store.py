@@ -13,7 +13,6 @@ which the system lifts when the process dies; the next process runs that trial f
 from __future__ import annotations
 
 import csv
-import io
 import itertools
 import json
 import tarfile
@@ -28,7 +27,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from dbsl.base.errors import SettingError, in_line
-from dbsl.base.files import write_text
+from dbsl.base.files import write_table, write_text
 from dbsl.config.fields import refuse
 from dbsl.tools.study.scaling import Status, Study, Trial, reached_at
 
@@ -54,14 +53,10 @@ def write_study(folder: Path, values: Mapping[str, Any]) -> None:
 
 def write_trial(folder: Path, trial: Trial) -> None:
     """Write a trial into its study's folder; without ``metadata.json`` there is no trial."""
-    own = folder / str(trial.trial_id)
-    own.mkdir(parents=True, exist_ok=True)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(trial.measurements)
-    for row in zip(*trial.measurements.values(), strict=True):
-        writer.writerow(f"{value:.7g}" if np.isfinite(value) else "nan" for value in row)
-    write_text(own / MEASUREMENTS, text.getvalue())
+    own, rows = folder / str(trial.trial_id), zip(*trial.measurements.values(), strict=True)
+    texts = ([f"{value:.7g}" if np.isfinite(value) else "nan" for value in row] for row in rows)
+    table = [dict(zip(trial.measurements, row, strict=True)) for row in texts]
+    write_table(own / MEASUREMENTS, table)
     metadata = {name: getattr(trial, name) for name in ("status", "steps", "trial_id")}
     metadata["parameters"] = dict(trial.parameters)
     write_text(own / METADATA, json.dumps(metadata, indent=2, sort_keys=True) + "\n")
@@ -73,11 +68,9 @@ def read_workloads(roots: Iterable[Path]) -> dict[str, list[Study]]:
     for root in roots:
         for study in _read_root(root):
             sizes = workloads.setdefault(study.workload, {})
-            if study.batch_size in sizes:
-                raise SettingError(
-                    f"a workload must have one study of each batch size, got {study.workload} "
-                    f"at {study.batch_size} a second time in {root}"
-                )
+            shown = f"{study.workload} at {study.batch_size} a second time in {root}"
+            text = "a workload must have one study of each batch size"
+            refuse([(study.batch_size in sizes, text, shown)])
             sizes[study.batch_size] = study
     return {name: [sizes[b] for b in sorted(sizes)] for name, sizes in sorted(workloads.items())}
 

@@ -23,7 +23,7 @@ import torch
 import yaml
 from filelock import FileLock
 
-from dbsl.base.errors import EXIT_STOPPED, RunStopped, SettingError, as_given, one_line_errors
+from dbsl.base.errors import EXIT_STOPPED, RunStopped, SettingError, as_given
 from dbsl.base.files import write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.base.seeds import stream_seed
@@ -39,27 +39,11 @@ from dbsl.plan.stages import default_resolutions
 from dbsl.run.accelerator import start_accelerator
 from dbsl.run.folder import LOCK
 from dbsl.run.stopping import Stopping
-from dbsl.tools.jobs import seeing
+from dbsl.tools.jobs import of_one_device
+from dbsl.tools.study import store, trials
 from dbsl.tools.study.report import write_report
 from dbsl.tools.study.scaling import OBJECTIVE, Trial, reached_at
-from dbsl.tools.study.store import (
-    Claim,
-    Claims,
-    dataset_name,
-    read_workloads,
-    write_study,
-    write_trial,
-)
-from dbsl.tools.study.trials import (
-    TIMM_NAMES,
-    Images,
-    ImageTask,
-    Range,
-    run_trial,
-    search_entries,
-    search_points,
-    trial_parameters,
-)
+from dbsl.tools.study.trials import Images, Range
 
 SETTINGS = "study.yaml"
 _PARENT = "DBSL_STUDY_PARENT"  # variable of a process of several: the parent's id
@@ -121,10 +105,8 @@ class StudyConfig(
         refuse([(self.plot in ((), ("",)), "plot must name a folder or an archive", "none")])
         if self.plot is None and self.goal_error is None:
             raise SettingError("goal_error must be given, in (0, 1), got none")
-        if self.plot is None and self.objective != OBJECTIVE:
-            raise SettingError(
-                f"objective must be {OBJECTIVE} except with plot, got {self.objective}"
-            )
+        other = self.plot is None and self.objective != OBJECTIVE
+        refuse([(other, f"objective must be {OBJECTIVE} except with plot", self.objective)])
         for name in ("batch_sizes", "optimizers"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
@@ -138,11 +120,10 @@ class StudyConfig(
 
     def budget(self, batch_size: int, train_samples: int) -> int:
         """Return the steps that a trial may take at a batch size."""
-        examples = self.max_examples
-        if self.max_steps is None and examples is None:
-            examples = 40 * train_samples
-        limits = [self.max_steps, None if examples is None else max(1, examples // batch_size)]
-        return min(limit for limit in limits if limit is not None)
+        if self.max_steps is not None and self.max_examples is None:
+            return self.max_steps
+        steps = max(1, (self.max_examples or 40 * train_samples) // batch_size)
+        return min(steps, self.max_steps or steps)
 
     def ranges(self, optimizer: str) -> dict[str, Range]:
         """Return what is searched for an optimizer, by the names that parameters have.
@@ -176,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _plot(config)
         return
     for optimizer in config.optimizers:
-        if optimizer not in TIMM_NAMES:
+        if optimizer not in trials.TIMM_NAMES:
             check_optimizer(optimizer)
     is_child = _PARENT in os.environ
     threads = config.cpu_threads or threads_of_process(config.processes)
@@ -201,14 +182,14 @@ def main(argv: Sequence[str] | None = None) -> None:
                     raise SystemExit(EXIT_STOPPED) from None
                 raise
     if not is_child:
-        workloads = read_workloads([work.folder / dataset_name(config.dataset)])
+        workloads = store.read_workloads([work.folder / store.dataset_name(config.dataset)])
         print(write_report(workloads, work.folder, config.goal_error))
         if running := work.claims.running():
             print(f"{running} trials still run in other processes; the last one writes the report")
 
 
 def _plot(config: StudyConfig) -> None:
-    workloads = read_workloads([Path(folder) for folder in config.plot])
+    workloads = store.read_workloads([Path(folder) for folder in config.plot])
     folder = Path(config.output_dir or config.plot[0])
     if folder.is_file():
         raise SettingError(f"output_dir must be given with an archive, got {folder} alone")
@@ -223,19 +204,19 @@ class _Work:
     config: StudyConfig
     folder: Path
     images: Images
-    claims: Claims
+    claims: store.Claims
 
-    def run(self, claim: Claim, may_go_on: Callable[[], object]) -> None:
+    def run(self, claim: store.Claim, may_go_on: Callable[[], object]) -> None:
         """Run a trial that this process has taken on, and write it."""
         config, (optimizer, batch_size) = self.config, _studies(self.config)[claim.study]
         budget = config.budget(batch_size, len(self.images.data.train))
         seed = stream_seed(config.seed, f"search {claim.study}")
-        point = search_points(config.ranges(optimizer), config.trials, seed)[claim.trial_id - 1]
-        parameters = trial_parameters(point, budget)
+        points = trials.search_points(config.ranges(optimizer), config.trials, seed)
+        parameters = trials.trial_parameters(points[claim.trial_id - 1], budget)
         seed = stream_seed(config.seed, f"trial {optimizer}", batch_size, claim.trial_id)
         began = time.perf_counter()
-        trial = run_trial(
-            ImageTask(self.images, optimizer, batch_size, parameters, seed),
+        trial = trials.run_trial(
+            trials.ImageTask(self.images, optimizer, batch_size, parameters, seed),
             claim.trial_id,
             parameters,
             budget=budget,
@@ -245,7 +226,7 @@ class _Work:
             early_stopping=config.early_stopping,
             may_go_on=may_go_on,
         )
-        write_trial(_folder_of(config, self.folder, optimizer, batch_size), trial)
+        store.write_trial(_folder_of(config, self.folder, optimizer, batch_size), trial)
         print(
             f"{optimizer}, batch {batch_size}, trial {claim.trial_id}/{config.trials}: "
             f"{_outcome(trial, config.goal_error)}  "
@@ -297,11 +278,8 @@ def _in_processes(
     """Run trials in several processes of this command; all end with this one."""
     one = ["--processes", "1", "--cpu-threads", str(threads)]
     children = []
-    devices = torch.cuda.device_count()
     for index in range(config.processes):
-        environment = os.environ | {_PARENT: str(os.getpid())}
-        if devices > 1:
-            environment |= seeing(index % devices)
+        environment = os.environ | {_PARENT: str(os.getpid())} | of_one_device(index)
         command = [sys.executable, "-m", "dbsl.study", *argv, *one]
         # In a session of its own: Ctrl-C reaches this process alone, which asks them to stop.
         children.append(subprocess.Popen(command, env=environment, start_new_session=True))
@@ -345,24 +323,25 @@ def _load(config: StudyConfig, accelerator: Any) -> Images:
 
 def _open(config: StudyConfig, images: Images) -> _Work:
     """Make a study's folder, or open it again if it is of the same study."""
-    folder = Path(config.output_dir or f"studies/{dataset_name(config.dataset)}-{config.model}")
+    dataset = store.dataset_name(config.dataset)
+    folder = Path(config.output_dir or f"studies/{dataset}-{config.model}")
     studies = _studies(config)
     folders = {name: _folder_of(config, folder, *own) for name, own in studies.items()}
     try:
         _keep_settings(config, folder)
-        claims = Claims(folder, folders, config.trials, config.goal_error)
+        claims = store.Claims(folder, folders, config.trials, config.goal_error)
         for name, (optimizer, batch_size) in studies.items():
             values = {
                 "batch_size": batch_size,
-                "dataset": dataset_name(config.dataset),
+                "dataset": dataset,
                 "early_stopping": config.early_stopping,
                 "goal_error": config.goal_error,
                 "model": config.model,
                 "optimizer": optimizer,
-                "parameter_configs": search_entries(config.ranges(optimizer)),
+                "parameter_configs": trials.search_entries(config.ranges(optimizer)),
                 "train_steps": config.budget(batch_size, len(images.data.train)),
             }
-            write_study(folders[name], values)
+            store.write_study(folders[name], values)
     except OSError as error:
         raise SettingError(
             f"output_dir must be a folder that can be written, got {folder} ({error})"
@@ -387,11 +366,8 @@ def _keep_settings(config: StudyConfig, folder: Path) -> None:
             return
     before, now = read_settings(path), yaml.safe_load(text)
     for name in sorted({*before, *now}):
-        if before.get(name) != now.get(name):
-            raise SettingError(
-                f"{name} must be {before.get(name)} as in {path}, or output_dir another, "
-                f"got {now.get(name)}"
-            )
+        text = f"{name} must be {before.get(name)} as in {path}, or output_dir another"
+        refuse([(before.get(name) != now.get(name), text, str(now.get(name)))])
 
 
 def _studies(config: StudyConfig) -> dict[str, tuple[str, int]]:
@@ -401,9 +377,4 @@ def _studies(config: StudyConfig) -> dict[str, tuple[str, int]]:
 
 def _folder_of(config: StudyConfig, folder: Path, optimizer: str, batch_size: int) -> Path:
     model = config.model.replace("/", "--")
-    return folder / dataset_name(config.dataset) / model / optimizer / str(batch_size)
-
-
-if __name__ == "__main__":
-    with one_line_errors():
-        main()
+    return folder / store.dataset_name(config.dataset) / model / optimizer / str(batch_size)

@@ -1,8 +1,8 @@
 """One training of a study: so many steps at one batch size, measured on the way.
 
-The loop knows a `Task` alone, which takes steps and measures itself. `ImageTask` does so with
-train.py's data, model, optimizer and step. A trial's metaparameters are a point of a scrambled
-Sobol sequence: they depend on the seed, the optimizer and the batch size, not on who runs it.
+The loop has a task take steps and measure itself. `ImageTask` does so with train.py's data, model,
+optimizer and step. A trial's metaparameters are a point of a scrambled Sobol sequence: they depend
+on the seed, the optimizer and the batch size, not on who runs it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,16 +46,6 @@ class Measurement(NamedTuple):
     error: float  # in [0, 1]
 
 
-class Task(Protocol):
-    """A training that can be stopped after any step and measured."""
-
-    def advance(self, rates: list[float]) -> float:
-        """Take a step with each learning rate; return the mean training loss, as a number."""
-
-    def measure(self) -> Measurement:
-        """Evaluate, which changes nothing."""
-
-
 def decayed_rate(step: int, parameters: Mapping[str, float]) -> float:
     """Return the learning rate of a step, counted from 0: it falls in a line, then stays.
 
@@ -79,7 +69,7 @@ def measured_steps(budget: int, spacing: float) -> Iterator[int]:
 
 
 def run_trial(
-    task: Task,
+    task: ImageTask,
     trial_id: int,
     parameters: Mapping[str, float],
     *,
@@ -159,7 +149,7 @@ class ImageTask:
         torch.manual_seed(stream_seed(seed, "dropout"))
 
     def advance(self, rates: list[float]) -> float:
-        """See `Task`."""
+        """Take a step with each learning rate; return the mean training loss, as a number."""
         total = torch.zeros((), device=self._images.accelerator.device)
         per_epoch = self._sampler.steps_per_epoch
         first, last = self._taken, self._taken + len(rates)
@@ -194,7 +184,7 @@ class ImageTask:
 
     @torch.no_grad()
     def measure(self) -> Measurement:
-        """See `Task`."""
+        """Evaluate, which changes nothing."""
         model = self._stepper.model.eval()
         totals = torch.zeros(3, device=self._images.accelerator.device)  # loss, wrong, samples
         for pixels, labels in self._images.evaluation():
@@ -249,11 +239,6 @@ class Range:
     high: float
     scale: str  # LINEAR_SCALE, LOG_SCALE, or REVERSE_LOG_SCALE: 1 - value on a log scale
 
-    @property
-    def is_fixed(self) -> bool:
-        """Whether there is nothing to search."""
-        return self.low == self.high
-
     def value(self, share: float) -> float:
         """Return the value at a share, in [0, 1), of the range on its scale."""
         if self.scale == "LINEAR_SCALE":
@@ -267,8 +252,8 @@ class Range:
 
 def search_points(ranges: Mapping[str, Range], count: int, seed: int) -> list[dict[str, float]]:
     """Return the first `count` points of a sequence that fills all ranges evenly."""
-    searched = [name for name, own in ranges.items() if not own.is_fixed]
-    fixed = {name: own.low for name, own in ranges.items() if own.is_fixed}
+    searched = [name for name, own in ranges.items() if own.low < own.high]
+    fixed = {name: own.low for name, own in ranges.items() if own.low == own.high}
     if not searched:
         return [fixed] * count
     sobol = qmc.Sobol(len(searched), scramble=True, seed=seed % 2**32)
@@ -301,5 +286,5 @@ def search_entries(ranges: Mapping[str, Range]) -> dict[str, dict[str, Any]]:
             "fixed_bounds": ["min"] * (own.low == 0) + ["max"] * (own.high == 1),
         }
         for name, own in ranges.items()
-        if not own.is_fixed
+        if own.low < own.high
     }

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dbsl.config.settings import ROUND_WIRES
 from dbsl.extras.emulate import Emulation, parse_disturb
-from dbsl.extras.streaming.blocks import Blocks
+from dbsl.extras.streaming import Blocks
 from dbsl.plan.types import TimeModel
 
 SYNCS = ("bsp", "ssp", "asp", "step")

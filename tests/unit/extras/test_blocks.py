@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from dbsl.base.seeds import generator
 from dbsl.extras.average import statistics_batches
-from dbsl.extras.streaming.blocks import Blocks
+from dbsl.extras.streaming import Blocks
 from dbsl.plan.sampler import EpochSampler, StepSampler
 
 GROUPS = st.lists(st.integers(1, 9), min_size=1, max_size=30)
