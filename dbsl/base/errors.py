@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -34,6 +35,7 @@ EXIT_REFUSED = 2
 EXIT_DIVERGED = 3
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: not finished, to be run again
 EXIT_INTERRUPTED = 130  # shells use 128 plus the number of SIGINT
+EXIT_UNREAD = 141  # the same with SIGPIPE: the output went to `head`, say
 
 
 class SettingError(ValueError):
@@ -99,6 +101,8 @@ def one_line_errors() -> Iterator[None]:
     except RunStopped as stopped:
         _end(str(stopped), EXIT_STOPPED, printed=os.environ.get("RANK", "0") == "0")
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            os._exit(EXIT_UNREAD)
         if isinstance(error, OSError) and error.errno in _DISK:
             error = SaveError(f"{error.strerror}: {error.filename or 'the run folder'}")
         elif one_of_several() and is_lost_peer(error) and _raised_in_exchange(error):
@@ -114,6 +118,13 @@ def one_line_errors() -> Iterator[None]:
         printed = not isinstance(error, SettingError) or _first_on_machine()
         status = EXIT_DIVERGED if isinstance(error, DivergedError) else EXIT_REFUSED
         _end(f"error: {error}", status, printed=printed)
+
+
+def _is_unread() -> bool:
+    """Return whether standard output is a pipe that nobody reads any longer."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def run_tool(name: str) -> None:

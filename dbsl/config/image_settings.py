@@ -161,7 +161,7 @@ def _of_images(config: ImageConfig) -> Iterator[Refusal]:
     for name in ("aa" if n == "aa" else f"augment_kwargs {n}" for n in given):
         text = f"{name} must go with augment timm, whose setting it is"
         yield config.augment not in (None, "timm"), text, f"augment {config.augment}"
-    for name in config.given_to_augment.keys() & EraseKwargs.__annotations__.keys():
+    for name in (n for n in config.given_to_augment if n in EraseKwargs.__annotations__):
         yield not config.reprob, f"augment_kwargs {name} must go with reprob", "reprob 0"
     hue = given.get("color_jitter", ())[3:]
     yield hue and hue[0] > 0.5, "augment_kwargs color_jitter of hue must be in [0, 0.5]", hue

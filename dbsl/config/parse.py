@@ -149,7 +149,7 @@ def _read_flags(cls: type, flags: Sequence[str], prog: str = "") -> dict[str, An
     known, hints = _flags_of(cls)
     if not {"-h", "--help"}.isdisjoint(flags):
         if os.environ.get("RANK", "0") == "0":
-            print(_help(cls, prog))
+            print(_help(cls, prog), flush=True)
         raise SystemExit(0)
     positional = next((name for name, f in known.items() if f.metadata == POSITIONAL), None)
     found: dict[str, list[Any]] = {positional: [[]]} if positional else {}  # by flag, each time

@@ -79,9 +79,10 @@ def split_batch(
     most (None: no limit), and `least` those that it gets at least.
     """
     right = not isinstance(time_models, TimeModel) and all(
-        model.slope > 0 and model.intercept >= 0 for model in time_models
+        isinstance(model, TimeModel) and model.slope > 0 and model.intercept >= 0
+        for model in time_models
     )
-    must = "time_models must be one or more, with slopes above 0 and intercepts of at least 0"
+    must = "time_models must be one or more TimeModel with slope above 0, intercept of at least 0"
     refuse([(not right or not len(time_models), must, str(time_models))])
     count = len(time_models)
     bad = not isinstance(least, Integral) or least < 1

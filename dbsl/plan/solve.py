@@ -65,7 +65,8 @@ class PlanRules:
         for name, choices in (("factor", UpdateFactor), ("rounding", Rounding)):
             value, among = getattr(self, name), get_args(choices)
             refuse([(value not in among, f"{name} must be {in_words(among)}", value)])
-        refuse([(self.least < 1, "least must be at least 1", self.least)])
+        for name in ("min_batch_size", "least"):
+            refuse([(given[name] < 1, f"{name} must be at least 1", given[name])])
 
     def to_integer(self, value: float) -> int:
         """Return a size as an integer, rounded as the rules say."""
@@ -104,6 +105,9 @@ def plan_dual_batch(
     limits = np.atleast_1d(np.asarray(large_batch_size))
     whole = limits.dtype.kind in "iu"
     refuse([(not whole, "large_batch_size must be integers", str(large_batch_size))])
+    given = {"samples": samples, "workers": workers, "small_workers": small_workers}
+    for name, count in given.items():
+        refuse([(not isinstance(count, Integral), f"{name} must be an integer", count)])
     counts, lowest = (1, workers), limits.min(initial=1)
     own = f"must have 1 value or one per worker ({workers})"
     fewest = f"samples must be at least the number of workers ({workers})"

@@ -17,6 +17,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from dbsl.base.errors import SettingError
 from dbsl.base.files import save_figure, write_table, write_text
+from dbsl.config.fields import refuse
 from dbsl.tools.study import scaling
 from dbsl.tools.study.scaling import Result, Study
 
@@ -47,7 +48,7 @@ def write_report(
     steps, examples = (math.inf if budget is None else budget for budget in budgets)
     lines, rows, report, results, goals = [], [], {}, {}, {}
     for name, studies in workloads.items():
-        goals[name] = _goal_of(name, studies, goal)
+        goals[name] = _goal_of(name, studies, goal, objective)
         found = {
             study.batch_size: scaling.steps_to_result(
                 study, goals[name], objective=objective, step_budget=steps, example_budget=examples
@@ -99,8 +100,12 @@ def _knees(found: Mapping[int, Result | None]) -> dict[str, Any]:
     }
 
 
-def _goal_of(name: str, studies: Sequence[Study], goal: float | None) -> float:
-    if goal is not None and not any(study.ends_at_goal for study in studies):
+def _goal_of(name: str, studies: Sequence[Study], goal: float | None, objective: str) -> float:
+    ended, other = any(study.ends_at_goal for study in studies), objective != scaling.OBJECTIVE
+    left = f"objective must be left out, since trials of {name} ended at their goal"
+    given = f"goal_error must be given with objective {objective}"
+    refuse([(other and ended, left, objective), (other and goal is None, given, goal)])
+    if goal is not None and not ended:
         return goal
     goals = {study.goal for study in studies}
     if len(goals) > 1 or None in goals:

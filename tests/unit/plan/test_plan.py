@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from dbsl.base.errors import EXIT_UNREAD
 from dbsl.config.settings import RunConfig
 from dbsl.plan.follow import PlanMaker
 from dbsl.plan.machines import KnownWorkers, largest_remainder
@@ -368,5 +370,10 @@ def test_planner_from_the_shell_prints_the_promised_json_or_refuses_in_one_line(
     assert [w["local_batch_size"] for w in plan["workers"]] == [205, 205, 205, 500]
     keys = {"local_batch_size", "samples", "steps", "merge_weight", "predicted_time_s"}
     assert all(keys <= set(w) for w in plan["workers"])
+    before, after = os.pipe()
+    os.close(before)  # as `| head` does once it has enough
+    ended = subprocess.run([*command[:3], "--help"], stdout=after, stderr=subprocess.PIPE)
+    os.close(after)
+    assert (ended.returncode, ended.stderr) == (EXIT_UNREAD, b"")
     line = refused(capsys, plan_from_the_shell, [*SHELL, "--small-workers", "5"])
     assert line == "small_workers must be in [0, workers=4], got 5"

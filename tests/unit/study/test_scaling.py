@@ -162,8 +162,10 @@ def test_archive_is_read_as_its_folder_is(workload, tmp_path_factory):
 
 
 def test_report_prints_rules_warnings_and_writes_pictures(workload, tmp_path):
-    with pytest.raises(ValueError, match="goal_error must be given"):
+    with pytest.raises(ValueError, match="goal_error must be given, since"):
         write_report(read_workloads([workload]), tmp_path, None)
+    with pytest.raises(ValueError, match="goal_error must be given with objective val/cross"):
+        write_report(read_workloads([workload]), tmp_path, None, "val/cross_entropy_error")
     text = write_report(read_workloads([workload]), tmp_path / "out", 0.3)
     said = (
         "not reached",
@@ -187,6 +189,9 @@ def test_trials_that_ended_at_a_goal_say_nothing_about_another(workload, tmp_pat
         values = json.loads(path.read_text()) | {"early_stopping": True, "goal_error": 0.3}
         path.write_text(json.dumps(values))
     text = write_report(read_workloads([workload]), tmp_path / "out", 0.25)
+    other = "val/cross_entropy_error"
+    with pytest.raises(ValueError, match="objective must be left out, .* ended at their goal"):
+        write_report(read_workloads([workload]), tmp_path, 2.0, other)
     assert "val/classification_error < 0.3," in text
     assert "its goal is kept, not 0.25" in text
     report = json.loads((tmp_path / "out/report.json").read_text())["cifar_10/resnet_8/sgd"]
