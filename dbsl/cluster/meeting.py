@@ -287,11 +287,7 @@ class BarrierCluster(Cluster):
     """
 
     def __init__(
-        self,
-        *both: Any,
-        delta: Delta | None = None,
-        gathers: bool = False,
-        **common: Any,
+        self, *both: Any, delta: Delta | None = None, gathers: bool = False, **common: Any
     ) -> None:
         super().__init__(*both, **common)
         self._gathers, self._has_global = gathers, False

@@ -13,12 +13,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import (
-    InitProcessGroupKwargs,
-    parse_flag_from_env,
-    patch_environment,
-    reduce,
-)
+from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, patch_environment, reduce
 
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import launched_precision

@@ -25,15 +25,7 @@ from dbsl.loss import Figures, scalars
 from dbsl.model import save_model, set_dropout, set_training
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.stages import Stage
-from dbsl.plan.types import (
-    BAD_LOSS,
-    BAD_WEIGHTS,
-    NO_FAULT,
-    EpochEnd,
-    RoundReport,
-    Segment,
-    Turn,
-)
+from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, NO_FAULT, EpochEnd, RoundReport, Segment, Turn
 from dbsl.run.evaluation import EvaluationSession
 from dbsl.run.stopping import Stopping, Stopwatch
 from dbsl.run.training import ConfigT, Run
