@@ -292,13 +292,13 @@ class Heartbeats:
 
 def end_later(found: str, leaves: threading.Event) -> None:
     """End this process with a line, unless its main thread is faster, and `leaves`."""
-    _later(_END_S, _end, found, leaves)
 
+    def end() -> None:
+        if not leaves.is_set():
+            print(f"error: {found}", file=sys.stderr, flush=True)
+            os._exit(2)
 
-def _end(found: str, leaves: threading.Event) -> None:
-    if not leaves.is_set():
-        print(f"error: {found}", file=sys.stderr, flush=True)
-        os._exit(2)
+    _later(_END_S, end)
 
 
 def _later(seconds: float, call: Callable[..., object], *arguments: Any) -> None:
