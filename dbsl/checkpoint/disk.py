@@ -272,10 +272,9 @@ def newest(
             continue  # before its files are read for their checksums
         try:
             found.check()
+            return found
         except CheckpointError as error:
             warn(f"skipped: {error}")
-            continue
-        return found
     return None
 
 
