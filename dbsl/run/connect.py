@@ -24,7 +24,7 @@ from dbsl.cluster.steps import ComputeTimer, DistributedSteps, PushedGradients, 
 from dbsl.cluster.weights import FlatWeights, compile_in_place
 from dbsl.cluster.wire import CPU, SERVER_RANK
 from dbsl.config.settings import FLOAT32, meets_at_server, wire_of
-from dbsl.model import join_batch_norm, set_dropout
+from dbsl.model import join_batch_norm, set_dropout, set_training
 from dbsl.optimizer import make_clip
 from dbsl.run.folder import SUMS
 from dbsl.run.training import Run, SimulatedTimes
@@ -184,7 +184,7 @@ def make_ready(
         compile_in_place(model, device, sums=run.known.micro_batch_sizes is not None)
     dropout = {stage.resolution: stage.dropout for stage in run.stages}
     began, shapes = time.perf_counter(), 0
-    model.train()
+    set_training(model)
     with weights.kept(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         for resolution, sizes in run.batch_sizes(workers).items():
             set_dropout(model, dropout[resolution])
