@@ -329,7 +329,6 @@ class End:
         return vector
 
     def state_dict(self) -> dict[str, Tensor | None]:
-        """Return what this end knows."""
         return {"pulled": self._pulled, "left": self.rounding.left}
 
     def load_state_dict(self, state: Mapping[str, Tensor | None]) -> None:
