@@ -55,9 +55,10 @@ class Progress:
         It waits for the device, once, and has what was measured as numbers from then on.
         """
         on_device = [name for name, value in self.measured.items() if isinstance(value, Tensor)]
-        # A sum of finite weights does not overflow.
-        tensors = [vector.sum(), *(self.measured[name] for name in on_device), *self.sums.values()]
-        values = iter(torch.cat([t.to(vector).reshape(-1) for t in tensors]).tolist())
+        kind = torch.promote_types(vector.dtype, torch.float32)  # whose sums do not overflow
+        weights = vector.sum(dtype=kind)
+        tensors = [weights, *(self.measured[name] for name in on_device), *self.sums.values()]
+        values = iter(torch.cat([t.to(weights).reshape(-1) for t in tensors]).tolist())
         weights = next(values)
         self.measured |= {name: next(values) for name in on_device}
         sums = {worker: list(islice(values, len(own))) for worker, own in self.sums.items()}
