@@ -260,10 +260,7 @@ class Found:
 
 
 def newest(
-    run_folder: Path,
-    warn: Callable[[str], object] = lambda line: None,
-    *,
-    with_model: bool = False,
+    run_folder: Path, warn: Callable[[str], object] = lambda line: None, *, with_model: bool = False
 ) -> Found | None:
     """Return the newest checkpoint whose files are all as they were written, or None.
 
@@ -275,10 +272,9 @@ def newest(
             continue  # before its files are read for their checksums
         try:
             found.check()
+            return found
         except CheckpointError as error:
             warn(f"skipped: {error}")
-            continue
-        return found
     return None
 
 

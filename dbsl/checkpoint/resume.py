@@ -303,9 +303,9 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             handover = make_handover(saved, _of_all_shards(found, state, config.workers), run)
             if takes_joint_steps(config) and not saved.joint:
                 accelerator.print("warning: optimizers of workers are dropped: all share one now")
-        was = _complete(manifest.config, config)
-        if _drops_remainders(was, config, kept=handover is None):
-            accelerator.print(f"warning: what rounding to {was['wire']} has left is dropped")
+        if _drops_remainders(saved.settings, config, kept=handover is None):
+            wire = saved.settings["wire"]
+            accelerator.print(f"warning: what rounding to {wire} has left is dropped")
     own = {name for name, extra in state["extras"].items() if extra}
     if absent := ", ".join(sorted(own - found_extras().keys())):
         accelerator.print(f"warning: dropped the state of missing extras: {absent}")

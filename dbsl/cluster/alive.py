@@ -26,20 +26,7 @@ from dbsl.base.errors import (
     is_lost_peer,
     reason_of,
 )
-from dbsl.cluster.wire import (
-    CPU,
-    EVER,
-    SERVER_RANK,
-    encode,
-    gather_texts,
-    irecv,
-    isend,
-    pairs_with_server,
-    read_report,
-    read_text,
-    share_from,
-    text_row,
-)
+from dbsl.cluster import wire
 from dbsl.plan.types import Action, RoundReport
 
 _BEAT_S = 0.4
@@ -115,8 +102,8 @@ class Pulse:
             if speaks:
                 pause_s = min(_BEAT_S, self._timeout_s / 4) if self._asks else 0.0
                 last = self._ending.wait(pause_s)
-                row = text_row(_LAST + self._last if last else self._says())
-                isend(row, self._pair, self._TAG).wait(timedelta(seconds=self._limit_s))
+                row = wire.text_row(_LAST + self._last if last else self._says())
+                wire.isend(row, self._pair, self._TAG).wait(timedelta(seconds=self._limit_s))
             else:
                 word = self._hear(self._limit_s)
                 last = word.startswith(_LAST)
@@ -146,11 +133,11 @@ class Pulse:
         )
 
     def _hear(self, limit_s: float) -> str:
-        row = text_row("")
-        irecv(row, self._pair, self._TAG).wait(timedelta(seconds=limit_s))
+        row = wire.text_row("")
+        wire.irecv(row, self._pair, self._TAG).wait(timedelta(seconds=limit_s))
         now = time.monotonic()
         self._heard_at, self._quiet_s = now, now - self._heard_at
-        return read_text(row)
+        return wire.read_text(row)
 
 
 class Heartbeats:
@@ -179,12 +166,12 @@ class Heartbeats:
             self._pulses = {
                 peer: Pulse(
                     *(peer, pair, timeout_s),
-                    asks=self._rank != SERVER_RANK,
+                    asks=self._rank != wire.SERVER_RANK,
                     says=self._word,
                     hears=partial(self._hear, peer),
                     on_lost=partial(self._gone, peer),
                 )
-                for peer, pair in pairs_with_server(timedelta(seconds=timeout_s)).items()
+                for peer, pair in wire.pairs_with_server(timedelta(seconds=timeout_s)).items()
             }
 
     def enter(self) -> None:
@@ -232,7 +219,7 @@ class Heartbeats:
         """Have rank 0 find whose fault it is, and wait until that is known."""
         self._leaves.set()
         self._said = said
-        if self._rank == SERVER_RANK:
+        if self._rank == wire.SERVER_RANK:
             self._hear(self._rank, self._word())
         self._known.wait(_TOLD_S)
 
@@ -242,7 +229,7 @@ class Heartbeats:
     def _hear(self, peer: int, word: str) -> None:
         """Note what another process says: in rank 0 how far it is, elsewhere what rank 0 found."""
         count, _, said = word.partition(" ")
-        if self._rank == SERVER_RANK:
+        if self._rank == wire.SERVER_RANK:
             self._entered[peer] = int(count) if count else math.inf
             if said.startswith(_LOST):
                 _later(NOTICED_S, self._find_hanging, peer, said.removeprefix(_LOST))
@@ -284,7 +271,7 @@ class Heartbeats:
             if self._found:
                 return
             self._found = what
-        for pulse in self._pulses.values() if self._rank == SERVER_RANK else ():
+        for pulse in self._pulses.values() if self._rank == wire.SERVER_RANK else ():
             pulse.end(what)
         self._known.set()
         end_later(what, self._leaves)
@@ -292,13 +279,13 @@ class Heartbeats:
 
 def end_later(found: str, leaves: threading.Event) -> None:
     """End this process with a line, unless its main thread is faster, and `leaves`."""
-    _later(_END_S, _end, found, leaves)
 
+    def end() -> None:
+        if not leaves.is_set():
+            print(f"error: {found}", file=sys.stderr, flush=True)
+            os._exit(2)
 
-def _end(found: str, leaves: threading.Event) -> None:
-    if not leaves.is_set():
-        print(f"error: {found}", file=sys.stderr, flush=True)
-        os._exit(2)
+    _later(_END_S, end)
 
 
 def _later(seconds: float, call: Callable[..., object], *arguments: Any) -> None:
@@ -359,23 +346,23 @@ class ControlGroup:
     def gather_reports(self, report: RoundReport | None) -> list[RoundReport]:
         """Return all processes' reports, by rank, of those that have one (a collective)."""
         self.enter()
-        texts = gather_texts("" if report is None else encode(report), self._group)
-        return [read_report(text) for text in texts if text]
+        texts = wire.gather_texts("" if report is None else wire.encode(report), self._group)
+        return [wire.read_report(text) for text in texts if text]
 
     def share(self, text: str) -> str:
         """Return the first process's text on all processes (a collective)."""
         self.enter()
-        return share_from(0, text, CPU, self._group)
+        return wire.share_from(0, text, wire.CPU, self._group)
 
     def follow(self) -> None:
         """Wait for the first process, which waits for others, for as long as it takes."""
         word = torch.zeros(1)
         if self._group.rank():
-            self._group.recv([word], 0, 0).wait(EVER)
+            self._group.recv([word], 0, 0).wait(wire.EVER)
             return
         for peer in range(1, self._group.size()):
             self._group.send([word], peer, 0).wait()
 
     def gather_saved(self, text: str) -> list[str]:
         """Return the texts of all processes (a collective of their writer threads)."""
-        return gather_texts(text, self._writers)
+        return wire.gather_texts(text, self._writers)

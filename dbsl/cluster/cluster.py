@@ -209,13 +209,13 @@ class Cluster(ABC):
 
     def _ended(self) -> Iterator[EpochEnd]:
         """Yield the epochs that had ended where all meet now, then have the weights of before."""
-        weights = self.weights.vector.clone() if self._finished else None
-        self.telling = bool(self._finished)
+        if not self._finished:
+            return
+        weights, self.telling = self.weights.vector.clone(), True
         for end in self._finished:
             yield replace(end, ended_at=time.perf_counter())
         self.telling = False
-        if weights is not None:
-            self.weights.load(weights)
+        self.weights.load(weights)
 
     def _place(self, worker: int) -> tuple[int, int]:
         """Return the epoch and the round that a worker is in (in the server's process)."""

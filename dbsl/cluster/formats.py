@@ -45,11 +45,9 @@ def joint_messages(wire: Wire, shapes: Sequence[torch.Size]) -> list[int]:
     for rows, columns in _matrices(shapes):
         rank = min(rows, columns, wire.rank)
         if _should_compress(rows, columns, rank, _LEAST_SAVING)[0]:
-            numbers, left, right = (
-                numbers - rows * columns,
-                left + rows * rank,
-                right + columns * rank,
-            )
+            numbers -= rows * columns
+            left += rows * rank
+            right += columns * rank
     return [4 * numbers, 4 * left, 4 * right]
 
 
@@ -249,12 +247,9 @@ class RoundedSum:
         parts = self._workers if self._real and twice else 1
         padding = -len(matrices[0]) % (parts * BLOCK)
         *added, summed = self._roundings
-        rows = torch.cat(
-            [
-                rounding.encode(pad(numbers, (0, padding)).view(parts, -1))
-                for rounding, numbers in zip(added, matrices, strict=True)
-            ]
-        )  # [parts or workers, bytes]
+        padded = [pad(numbers, (0, padding)).view(parts, -1) for numbers in matrices]
+        encoded = [each.encode(numbers) for each, numbers in zip(added, padded, strict=True)]
+        rows = torch.cat(encoded)  # [parts or workers, bytes]
         if self._real:
             dist.all_reduce(rest, group=self._group)
         if twice:
@@ -334,7 +329,6 @@ class End:
         return vector
 
     def state_dict(self) -> dict[str, Tensor | None]:
-        """Return what this end knows."""
         return {"pulled": self._pulled, "left": self.rounding.left}
 
     def load_state_dict(self, state: Mapping[str, Tensor | None]) -> None:

@@ -249,9 +249,7 @@ class Door:
         self._answered: set[tuple[int, int]] = set()
 
     def open(
-        self,
-        is_served: Callable[[int], bool],
-        admit: Callable[[int, dist.ProcessGroup], None],
+        self, is_served: Callable[[int], bool], admit: Callable[[int, dist.ProcessGroup], None]
     ) -> None:
         """Begin to listen, where there is a launcher's store.
 

@@ -153,7 +153,6 @@ class SimulatedCluster(Cluster):
         self._turn: int | None = None  # the worker whose turn it is
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
-        """Yield rounds in the order in which they end, and each epoch's end when it comes."""
         while True:
             while self.server.finished:
                 yield self.server.finished.popleft()
@@ -198,7 +197,6 @@ class SimulatedCluster(Cluster):
             self._ended[worker] = self.time_s
 
     def pull(self, turn: Turn) -> None:
-        """Load the weights that the worker's round started from into the model."""
         (worker,) = turn.workers
         self.weights.load(self._pulled[worker])  # kept: it may stop before a step
 
@@ -206,7 +204,6 @@ class SimulatedCluster(Cluster):
         return self.end(), self.end()
 
     def push(self, reports: Sequence[RoundReport]) -> bool:
-        """Hand the worker's weights, or gradients, to the server; True: they were refused."""
         (report,) = reports
         worker = report.worker
         self._pulled.pop(worker, None)
@@ -287,11 +284,7 @@ class BarrierCluster(Cluster):
     """
 
     def __init__(
-        self,
-        *both: Any,
-        delta: Delta | None = None,
-        gathers: bool = False,
-        **common: Any,
+        self, *both: Any, delta: Delta | None = None, gathers: bool = False, **common: Any
     ) -> None:
         super().__init__(*both, **common)
         self._gathers, self._has_global = gathers, False

@@ -234,7 +234,6 @@ class ServedCluster(MemberCluster):
         return self._announced
 
     def leave(self, sequence: int) -> int:
-        """Stop being served; return the number of the save to take part in."""
         with self._exchange():
             _, sequence, *_ = self._link.ask(Kind.LEAVE)
         self._leaves.set()  # rank 0 may end while this process saves
@@ -311,7 +310,6 @@ class ServingCluster(MemberCluster):
     # --- this process's turns
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
-        """Yield this process's rounds in order, and each epoch's end as it comes."""
         for thread in self._threads:  # not before a resumed run's state is here
             thread.start()
         if self._door is not None:

@@ -252,7 +252,8 @@ class Channel:
             if staged is not chunk:
                 chunk.copy_(staged)
             if check:
-                sums.append(chunk.sum())  # finite ones do not overflow
+                kind = torch.promote_types(chunk.dtype, torch.float32)
+                sums.append(chunk.sum(dtype=kind))  # finite ones do not overflow
         return not sums or bool(torch.stack(sums).sum().isfinite())
 
     def wait(self) -> None:

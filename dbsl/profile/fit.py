@@ -14,15 +14,12 @@ import torch
 from dbsl.plan.types import TimeModel
 
 TOLERANCE = 0.10  # relative error of a prediction up to which the line is said to hold
+_SURE_ENOUGH = 0.02  # standard error of a median time, relative to it
 _SIZES_FOR_A_FLOOR = 4  # a line and a floor are three numbers
 
 
 def measure_step_times(
-    step: Callable[[int], object],
-    batch_sizes: Sequence[int],
-    *,
-    seconds: float,
-    relative_error: float = 0.02,
+    step: Callable[[int], object], batch_sizes: Sequence[int], *, seconds: float
 ) -> tuple[list[float], list[float]]:
     """Return the median seconds of ``step(batch_size)`` for each size, and their relative errors.
 
@@ -52,7 +49,7 @@ def measure_step_times(
         if turn == 1:
             continue
         errors = [_median_error(taken) for taken in samples]
-        if max(errors) < relative_error or time.perf_counter() - began > seconds:
+        if max(errors) < _SURE_ENOUGH or time.perf_counter() - began > seconds:
             return [statistics.median(taken) for taken in samples], errors
 
 

@@ -228,11 +228,7 @@ class TrainingStep:
 
 
 def profile_steps(
-    step: TrainingStep,
-    batch_sizes: Sequence[int],
-    *,
-    seconds: float,
-    held_out: Sequence[int] = (),
+    step: TrainingStep, batch_sizes: Sequence[int], *, seconds: float, held_out: Sequence[int] = ()
 ) -> StepProfile:
     """Measure training steps on this device, and fit time and memory to them.
 

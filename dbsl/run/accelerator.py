@@ -13,12 +13,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import (
-    InitProcessGroupKwargs,
-    parse_flag_from_env,
-    patch_environment,
-    reduce,
-)
+from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, patch_environment, reduce
 
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import launched_precision
@@ -170,8 +165,9 @@ def describe_precision(accelerator: Accelerator) -> str:
     precision = str(accelerator.mixed_precision)
     if precision != "no" or accelerator.device.type != "cuda":
         return precision
-    backends = torch.backends.cudnn, torch.backends.cuda.matmul
-    convolutions, products = ("TF32" if each.allow_tf32 else "float32" for each in backends)
+    # Not by `allow_tf32`, which raises where a script has set one of these.
+    kinds = torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+    convolutions, products = ("TF32" if kind == "tf32" else "float32" for kind in kinds)
     return f"no (convolutions in {convolutions}, matrix products in {products})"
 
 

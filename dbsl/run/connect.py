@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from dbsl.cluster.steps import ComputeTimer, DistributedSteps, PushedGradients, 
 from dbsl.cluster.weights import FlatWeights, compile_in_place
 from dbsl.cluster.wire import CPU, SERVER_RANK
 from dbsl.config.settings import FLOAT32, meets_at_server, wire_of
-from dbsl.model import join_batch_norm, set_dropout
+from dbsl.model import join_batch_norm, set_dropout, set_training
 from dbsl.optimizer import make_clip
 from dbsl.run.folder import SUMS
 from dbsl.run.training import Run, SimulatedTimes
@@ -47,7 +46,7 @@ def connect(
     From here on the model's state is one vector, which workers push and pull. `sums` are those of
     the code (`Code`), which a process that joins later must have.
     """
-    config = run.config
+    config, timeout_s = run.config, run.config.worker_timeout
     alone = not one_of_several()
     rank = 0 if alone else job.rank if job else dist.get_rank()
     own = rank - config.dedicated_server
@@ -62,8 +61,7 @@ def connect(
         server = _server(run, weights, accelerator.device if alone or meets else CPU, merge, alone)
     if config.compile or torch.backends.cudnn.benchmark:  # only now: graphs keep weights' addresses
         make_ready(run, weights, workers, accelerator)
-    timer = ComputeTimer(accelerator.device, None if alone else run.machine)
-    stepper = _stepper(run, weights, timer, workers, accelerator, control, island)
+    stepper = _stepper(run, weights, workers, accelerator, control, island)
     common = {
         "planner": run.planner,
         "epochs": config.epochs,
@@ -76,40 +74,25 @@ def connect(
     }
     if config.sync == "step":
         cluster = JointCluster(weights, **common)
-        if not alone:
-            cluster.finish_round = stepper.finish_round
-        return cluster, stepper
-    if alone:
-        return SimulatedCluster(weights, server, **common), stepper
-    if meets:
+    elif alone:
+        cluster = SimulatedCluster(weights, server, **common)
+    elif meets:
         if config.merge == "delta":
             common["delta"] = choose_rule(config, weights, None)
         common["gathers"] = merge is not None
         cluster = BarrierCluster(weights, server, **common)
     else:
-        cluster = _through_server(run, weights, server, owners, job, sums, common)
-    if island.inside is not None:
+        if job is not None:
+            common["admission"] = admission = job.enter(timeout_s)
+            begins = admission.clock // run.rounds + 1
+            print(f"rank {job.rank} has joined, its share begins in epoch {begins}", flush=True)
+        elif server is not None:
+            settings = asdict(config) | {SUMS: sums or {}}
+            common["door"] = Door(settings, dist.get_world_size(), timeout_s)
+        cluster = through_server(weights, server, timeout_s=timeout_s, owners=owners, **common)
+    if isinstance(stepper, DistributedSteps):
         cluster.finish_round = stepper.finish_round
     return cluster, stepper
-
-
-def _through_server(
-    run: Run,
-    weights: FlatWeights,
-    server: Server | None,
-    owners: Mapping[int, int],
-    job: RunningJob | None,
-    sums: Mapping[str, str] | None,
-    common: dict[str, Any],
-) -> Cluster:
-    config, timeout_s = run.config, run.config.worker_timeout
-    if job is not None:
-        common["admission"] = admission = job.enter(timeout_s)
-        begins = admission.clock // run.rounds + 1
-        print(f"rank {job.rank} has joined, its share begins in epoch {begins}", flush=True)
-    elif server is not None:
-        common["door"] = Door(asdict(config) | {SUMS: sums or {}}, dist.get_world_size(), timeout_s)
-    return through_server(weights, server, timeout_s=timeout_s, owners=owners, **common)
 
 
 def _meet(
@@ -143,8 +126,7 @@ def _server(
     staleness = {"bsp": 0, "ssp": config.staleness, "asp": None}[config.sync]
     common = {"staleness": staleness, "observe": run.planner.observe}
     if config.push == "gradients":
-        build_clip = partial(make_clip, bound=config.clip_grad, mode=config.clip_mode)
-        common["build_clip"] = build_clip
+        common["build_clip"] = partial(make_clip, bound=config.clip_grad, mode=config.clip_mode)
         return GradientServer(run.model, device, run.build_optimizer, members, **common)
     rule, together = choose_rule(config, weights, merge), config.sync == "bsp"
     if alone and together and config.wire != "float32":
@@ -155,13 +137,14 @@ def _server(
 def _stepper(
     run: Run,
     weights: FlatWeights,
-    timer: ComputeTimer,
     workers: tuple[int, ...],
     accelerator: Accelerator,
     control: ControlGroup | None,
     island: Island,
 ) -> Stepper:
     config, model = run.config, run.model
+    # Simulated machines are as slow as they are meant to be in simulated time.
+    timer = ComputeTimer(accelerator.device, run.machine if one_of_several() else None)
     if config.push == "gradients":
         return PushedGradients(model, weights, timer)
     joint, wire = config.sync == "step", wire_of(config)
@@ -201,7 +184,7 @@ def make_ready(
         compile_in_place(model, device, sums=run.known.micro_batch_sizes is not None)
     dropout = {stage.resolution: stage.dropout for stage in run.stages}
     began, shapes = time.perf_counter(), 0
-    model.train()
+    set_training(model)
     with weights.kept(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         for resolution, sizes in run.batch_sizes(workers).items():
             set_dropout(model, dropout[resolution])

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import count
@@ -53,7 +53,7 @@ _NOT_OWN = tuple(
 _MOST = 3  # files that are named
 
 
-class RunFolder:
+class RunFolder(AbstractContextManager):
     """A run's folder, locked on the main process until `release` or the process's end.
 
     The operating system frees the lock of a process that is killed. A folder that this run has made
@@ -96,9 +96,6 @@ class RunFolder:
         said = (pair for pair in asdict(given).items() if pair not in unused)
         settings = {name: value for name, value in said if name not in commands}
         write_text(self.path / "config.yaml", config_to_yaml(settings, run.config.resolved))
-
-    def __enter__(self) -> RunFolder:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()

@@ -53,13 +53,7 @@ from dbsl.plan.ledger import Members, TurnSampler
 from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.sampler import Order
 from dbsl.plan.solve import check_parts, round_half_up
-from dbsl.plan.stages import (
-    Stage,
-    default_milestones,
-    make_stages,
-    stage_at,
-    unused_resolutions,
-)
+from dbsl.plan.stages import Stage, default_milestones, make_stages, stage_at, unused_resolutions
 from dbsl.plan.text import with_notes
 from dbsl.plan.types import Plan
 from dbsl.profile.memory import give_back

@@ -25,15 +25,7 @@ from dbsl.loss import Figures, scalars
 from dbsl.model import save_model, set_dropout, set_training
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.stages import Stage
-from dbsl.plan.types import (
-    BAD_LOSS,
-    BAD_WEIGHTS,
-    NO_FAULT,
-    EpochEnd,
-    RoundReport,
-    Segment,
-    Turn,
-)
+from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, NO_FAULT, EpochEnd, RoundReport, Segment, Turn
 from dbsl.run.evaluation import EvaluationSession
 from dbsl.run.stopping import Stopping, Stopwatch
 from dbsl.run.training import ConfigT, Run
@@ -63,9 +55,10 @@ class Progress:
         It waits for the device, once, and has what was measured as numbers from then on.
         """
         on_device = [name for name, value in self.measured.items() if isinstance(value, Tensor)]
-        # A sum of finite weights does not overflow.
-        tensors = [vector.sum(), *(self.measured[name] for name in on_device), *self.sums.values()]
-        values = iter(torch.cat([t.to(vector).reshape(-1) for t in tensors]).tolist())
+        kind = torch.promote_types(vector.dtype, torch.float32)  # whose sums do not overflow
+        weights = vector.sum(dtype=kind)
+        tensors = [weights, *(self.measured[name] for name in on_device), *self.sums.values()]
+        values = iter(torch.cat([t.to(weights).reshape(-1) for t in tensors]).tolist())
         weights = next(values)
         self.measured |= {name: next(values) for name in on_device}
         sums = {worker: list(islice(values, len(own))) for worker, own in self.sums.items()}

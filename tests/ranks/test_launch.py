@@ -158,6 +158,11 @@ def test_float32_on_cuda_says_what_runs_in_tf32(monkeypatch):
     assert described("cuda") == "no (convolutions in TF32, matrix products in float32)"
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     assert described("cuda") == "no (convolutions in float32, matrix products in float32)"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # as a script may
+    try:
+        assert described("cuda") == "no (convolutions in float32, matrix products in TF32)"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
     assert (described("cpu"), described("cuda", "bf16")) == ("no", "bf16")
 
 

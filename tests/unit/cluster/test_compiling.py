@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from dbsl.cluster.weights import FlatWeights
 from dbsl.data.sources import image_batch
@@ -63,6 +64,14 @@ def test_every_shape_is_met_from_gradients_of_its_own_and_nothing_moves(
     assert torch.equal(weights.vector, before)
     assert torch.equal(torch.get_rng_state(), random)
     assert {p.data_ptr() for p in model.parameters()} == calls[0].places
+
+
+def test_shapes_are_met_in_the_mode_of_training_which_leaves_frozen_modules_alone(accelerator):
+    model, modes = build_model("test_resnet", 3, (16,)), []
+    frozen = next(each for each in model.modules() if isinstance(each, nn.BatchNorm2d))
+    frozen.requires_grad_(False).register_forward_hook(lambda own, *_: modes.append(own.training))
+    make_ready(run_of(model, {4}, compiled=False), FlatWeights(model), (0,), accelerator)
+    assert modes == [False], "a graph in another mode is made again at the first step"
 
 
 @pytest.mark.parametrize("tries", [True, False])

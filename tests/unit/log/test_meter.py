@@ -63,6 +63,13 @@ def without_measured(lines):
     return [{k: v for k, v in x._asdict().items() if k not in MEASURED} for x in lines]
 
 
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_sums_over_a_round_are_exact_beside_weights_of_16_bits(kind):
+    progress = Progress(sums={0: torch.tensor([69001.0])}, measured={"a": torch.tensor(70001.0)})
+    assert progress.read(torch.ones(70000, dtype=kind)) == ({0: [69001.0]}, True)
+    assert progress.measured == {"a": 70001.0}
+
+
 def test_every_so_many_steps_of_a_worker_make_a_line_with_the_mean_since_the_last():
     lines = []
     train(*make_meter(lines), rounds(), Progress())
