@@ -22,8 +22,8 @@ from dbsl.cluster.wire import wait_for_all
 from dbsl.config.complete import found_by, with_resolved
 from dbsl.config.fields import sources
 from dbsl.config.hooks import Extra, Extras
-from dbsl.config.parse import run_folder_of
-from dbsl.config.settings import CHECKPOINTS, RunConfig, check_effects, meets_at_server
+from dbsl.config.parse import is_checkpoint, run_folder_of
+from dbsl.config.settings import RunConfig, check_effects, meets_at_server
 from dbsl.data.sources import TrainingData
 from dbsl.log.lines import print_run
 from dbsl.log.log import check_result, start_log
@@ -155,7 +155,7 @@ class _Opening:
         config, folder = self.config, None
         if config.resume is not None:
             folder = Path(config.resume)
-            if folder.parent.name != CHECKPOINTS:
+            if not is_checkpoint(config.resume):
                 run_folder = run_folder_of(config.resume, config.output_dir)
                 last = newest(run_folder, with_model=True)
                 folder = last.folder if last else run_folder  # a finished one may have none

@@ -29,7 +29,7 @@ from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_text
 from dbsl.config.complete import RESOLVED, follow, is_as_given, set_back, still_true, with_resolved
 from dbsl.config.fields import NODES, PROCESSES, Role, refuse, sources, with_role
 from dbsl.config.hooks import found_extras
-from dbsl.config.parse import parse_config, run_folder_of
+from dbsl.config.parse import is_checkpoint, parse_config, run_folder_of
 from dbsl.config.settings import (
     CHECKPOINTS,
     FLOAT32,
@@ -74,7 +74,7 @@ def find_checkpoint(config: RunConfig, accelerator: Accelerator) -> Found | None
         return None  # auto, at the first start
     resume, name = Path(config.resume), ""
     with refused_by_all(accelerator):
-        if accelerator.is_main_process and resume.parent.name == CHECKPOINTS:
+        if accelerator.is_main_process and is_checkpoint(config.resume):
             Found.at(resume).check()
             name = resume.name
         elif accelerator.is_main_process:

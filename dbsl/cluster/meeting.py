@@ -344,7 +344,8 @@ class BarrierCluster(Cluster):
         self._has_global = state["has_global"]
         if self._pulled is not None and state["pulled"] is None:
             must = "wire and merge must stay as they were in the middle of a round"
-            raise SettingError(f"{must}, got {self.wire}")
+            given = "merge delta" if self._at_server or self._delta else f"wire {self.wire}"
+            raise SettingError(f"{must}, got {given}")
         if self._pulled is not None:
             self._pulled.copy_(state["pulled"])
         if self._rounded is not None and state["rounded"] is not None:

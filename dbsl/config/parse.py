@@ -26,7 +26,7 @@ from dbsl.config.complete import RESOLVED, still_true
 from dbsl.config.fields import PAIRS, PROCESSES, UNSET, described, read_text, sources
 from dbsl.config.hooks import found_extras
 from dbsl.config.image_settings import AugmentKwargs, MixupKwargs
-from dbsl.config.settings import CHECKPOINTS, LrKwargs, RunConfig, is_url
+from dbsl.config.settings import CHECKPOINT, CHECKPOINTS, LrKwargs, RunConfig, is_url
 
 T = TypeVar("T")
 
@@ -342,8 +342,8 @@ def run_folder_of(resume: str, output_dir: str | None) -> Path:
             raise SettingError("resume auto must go with output_dir, the run folder to look into")
         return Path(output_dir)
     folder = Path(resume)
-    if folder.parent.name == CHECKPOINTS:
-        folder = folder.parent.parent
+    if is_checkpoint(resume):
+        folder = (folder if len(folder.parts) > 1 else folder.absolute()).parent.parent
     if not (folder / "config.yaml").is_file():
         got = resume if Path(resume).exists() else f"{resume}, which does not exist"
         raise SettingError(f"resume must be auto, a run folder or a checkpoint in one, got {got}")
@@ -351,6 +351,12 @@ def run_folder_of(resume: str, output_dir: str | None) -> Path:
         must = f"output_dir must be left out or {folder}, where the run continues"
         raise SettingError(f"{must}, got {output_dir}")
     return folder
+
+
+def is_checkpoint(resume: str) -> bool:
+    """Whether `--resume` means a checkpoint in a run folder, and not a run."""
+    folder = Path(resume).absolute()
+    return folder.parent.name == CHECKPOINTS and CHECKPOINT.fullmatch(folder.name) is not None
 
 
 class _Loader(yaml.SafeLoader):

@@ -72,7 +72,8 @@ def know_workers(
         measure = Measurements(config, profiler, accelerator)
     limits, most, micro = None, largest_auto_batch(share), None
     if find_limits:
-        at_most = len(data.train) if shifting else most
+        whole = shifting or (joint and config.global_batch_size is not None)
+        at_most = len(data.train) if whole else most
         limits = measure.largest_batches([at_most] * len(config.resolutions))
     if auto:
         large = [[min(size, most) for size in row] for row in limits]

@@ -20,7 +20,7 @@ from train import Config, evaluate, loss_function, main, train
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run with a part of the training images held out."""
-    folder = tmp_path_factory.mktemp("runs") / "first"
+    folder = tmp_path_factory.mktemp("runs") / "checkpoints/first"  # a run of that folder, too
     run(folder, holdout=0.2, train_samples=40, epochs=2, checkpoint_every=1)
     summary = summary_of(folder)
     accuracy, loss = 100 * summary["final_accuracy"], summary["final_loss"]
@@ -50,6 +50,8 @@ def test_the_weights_of_a_run_or_a_folder_give_the_runs_result_and_nothing_is_wr
     last = finished.folder / "checkpoints/epoch-0002"
     for resume in (finished.folder, last):
         assert evaluated(capsys, resume=str(resume), **same) == by_name
+    monkeypatch.chdir(last.parent)
+    assert evaluated(capsys, resume=last.name, **same) == by_name
     assert contents(finished.folder) == before
     assert list(tmp_path.iterdir()) == []
 

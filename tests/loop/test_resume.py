@@ -251,7 +251,7 @@ def test_a_run_that_keeps_no_checkpoint_is_not_made_longer_by_starting_again(tmp
 def test_a_changed_setting_is_listed_and_needs_consent_if_it_changes_the_training(
     ended, tmp_path, monkeypatch, capsys
 ):
-    folder = shutil.copytree(ended, tmp_path / "run")
+    folder = shutil.copytree(ended, tmp_path / "checkpoints/run")
     again = {**ROUNDS, "resume": str(folder / "checkpoints/epoch-0002"), "lr": 0.01}
     with pytest.raises(ValueError, match=r"allow_config_change must be given .* lr 0.02 -> 0.01$"):
         run(folder, **again, keep_checkpoints=7)
@@ -657,8 +657,9 @@ def test_a_run_that_is_not_there_cannot_be_resumed():
         parse_config(Config, ["--resume", "auto"])
 
 
-def test_resuming_by_folder_keeps_the_runs_settings_and_flags_win(ended):
-    config = parse_config(Config, ["--resume", str(ended), "--report-to", "tensorboard"])
+def test_resuming_by_folder_keeps_the_runs_settings_and_flags_win(ended, tmp_path):
+    folder = shutil.copytree(ended, tmp_path / "checkpoints/run")
+    config = parse_config(Config, ["--resume", str(folder), "--report-to", "tensorboard"])
     assert (config.lr, config.rounds_per_epoch, config.report_to) == (0.02, 2, "tensorboard")
     assert with_resolved(config).workers == 4  # found out by the run, which was given none
 

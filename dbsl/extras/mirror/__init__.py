@@ -33,7 +33,7 @@ from dbsl.checkpoint.disk import Found
 from dbsl.cluster.wire import refused_by_all, share_text
 from dbsl.config.fields import Excludes, Role, refuse
 from dbsl.config.hooks import Extra, Row
-from dbsl.config.parse import RUN_FOLDER
+from dbsl.config.parse import RUN_FOLDER, is_checkpoint
 from dbsl.config.settings import CHECKPOINTS, RunConfig, is_url
 from dbsl.extras.mirror.bucket import (
     LISTING,
@@ -343,7 +343,7 @@ def _claim(
         what = other if others else strange[0]
         raise SettingError(f"mirror must be empty or have this run, got {url}, which has {what}")
     sequence = max(passed_over, found.manifest.sequence if found and found.manifest else 0)
-    by_name = config.resume is not None and Path(config.resume).parent.name == CHECKPOINTS
+    by_name = config.resume is not None and is_checkpoint(config.resume)
     newest = next(iter(there), None)
     if newest and there[newest].sequence > sequence and not by_name:
         raise SettingError(

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from dbsl.base.errors import SettingError, in_line
 from dbsl.base.files import describe
 from dbsl.base.machine import lazy_import
-from dbsl.config.settings import CHECKPOINTS
+from dbsl.config.settings import CHECKPOINT, CHECKPOINTS
 
 fsspec = lazy_import("fsspec")
 
@@ -33,7 +33,6 @@ _TRIES = 4
 _HOPELESS = (PermissionError, FileNotFoundError, ImportError, NotImplementedError)
 _PART = r"[^./\\:][^/\\:]*"
 _FILE = re.compile(rf"({_PART}/)*{_PART}")  # no way out of the folder
-_CHECKPOINT = re.compile(r"(epoch|save)-\d+")
 
 
 class DamagedError(Exception):
@@ -88,7 +87,7 @@ class Bucket:
 
     def checkpoints(self) -> dict[str, Listing | None]:
         """Return the checkpoints, newest first; in front those without a listing."""
-        names = [name for name in self.names(CHECKPOINTS) if _CHECKPOINT.fullmatch(name)]
+        names = [name for name in self.names(CHECKPOINTS) if CHECKPOINT.fullmatch(name)]
         found = {name: self.listing(f"{CHECKPOINTS}/{name}") for name in names}
         order = sorted(found, key=lambda n: found[n].sequence if found[n] else 2**31, reverse=True)
         return {name: found[name] for name in order}

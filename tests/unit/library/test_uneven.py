@@ -199,7 +199,7 @@ def test_an_iterators_own_state_is_what_was_drawn():
         (lambda: samplers(9, [3])[0].set_epoch(-1), "epoch must be an integer of at least 0, got"),
         (lambda: next(iter(DataLoader(range(9), sampler=samplers(9, [3])[0]))), "as batch_sampler"),
         (lambda: split_batch(9, []), "time_models must be one or more"),
-        (lambda: split_batch(9, [TimeModel(1, -1)]), "intercepts of at least 0"),
+        (lambda: split_batch(9, [TimeModel(1, -1)]), "intercept of at least 0"),
         (lambda: split_batch(9, [TimeModel(1, 1)] * 2, limits=[0, 9]), "limits must .* at least 1"),
         (lambda: split_batch(9, [TimeModel(1, 1)] * 2, limits=[9]), "each of 2 processes"),
         (lambda: split_batch(9, [TimeModel(1, 1)] * 2, limits=[9, math.inf]), "one integer for"),

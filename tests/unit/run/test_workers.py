@@ -3,9 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dbsl.config.settings import RunConfig
-from dbsl.run.workers import know_workers
+from dbsl.run.workers import Measurements, know_workers, largest_auto_batch
 from tests.helpers import run
 
 
@@ -38,6 +39,24 @@ def test_a_batch_that_cannot_be_is_refused_before_anything_is_measured(settings,
     data = SimpleNamespace(train=range(200), unit="image")
     with pytest.raises(ValueError, match=message):  # without a model nothing can be measured
         know_workers(config, None, data, SimpleNamespace(num_processes=1), None, least=2)
+
+
+def test_a_joint_batch_is_held_to_memory_and_not_to_the_steps_that_a_round_should_have(monkeypatch):
+    asked, model = [], SimpleNamespace(num_processes=1, device=torch.device("cpu"))
+
+    def found(_, most, **words):
+        asked.extend(most)
+        return [[100, 100]]
+
+    monkeypatch.setattr(Measurements, "__init__", lambda *_: None)
+    monkeypatch.setattr(Measurements, "largest_batches", found)
+    monkeypatch.setattr("dbsl.run.workers.make_profiler", lambda *_: None)
+    settings = {"resolutions": (16,), "workers": 2, "small_workers": 0, "sync": "step"}
+    settings |= {"large_batch_size": "auto", "slope": (0.001,), "intercept": (0.01,)}
+    data = SimpleNamespace(train=range(200), unit="image")
+    for batch in (60, None):
+        know_workers(RunConfig(**settings, global_batch_size=batch), None, data, model, None)
+    assert asked == [200, largest_auto_batch(100)]
 
 
 def test_a_resolution_without_an_epoch_is_measured_for_a_later_resume_and_that_is_said(

@@ -190,7 +190,7 @@ def test_trials_that_ended_at_a_goal_say_nothing_about_another(workload, tmp_pat
         path.write_text(json.dumps(values))
     text = write_report(read_workloads([workload]), tmp_path / "out", 0.25)
     other = "val/cross_entropy_error"
-    with pytest.raises(ValueError, match="objective must be left out, .* ended at their goal"):
+    with pytest.raises(ValueError, match=r"objective must be left out, .* ended at their goal"):
         write_report(read_workloads([workload]), tmp_path, 2.0, other)
     assert "val/classification_error < 0.3," in text
     assert "its goal is kept, not 0.25" in text
