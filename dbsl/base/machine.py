@@ -26,7 +26,7 @@ STORE_PATIENCE = timedelta(seconds=20)
 _THREADS = "OMP_NUM_THREADS"
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # set by torchrun, accelerate
 _ANSWER_S = 3.0  # for an answer of a server, of any kind
-_CONNECT_S = 2.0  # for a connection that is to be there at once
+_CONNECT_S = 6.0  # for a connection that is to be there at once; a slow name server costs 5 s
 _LAZY: list[str] = []  # names of modules that are imported later
 
 
