@@ -161,21 +161,9 @@ def _rank_main(rank, world_size, folder, fn, args):
 
 @pytest.fixture
 def launcher():
-    """A launcher's store, which outlives its processes, and the environment that leads to it.
-
-    A process serves it: a fork of one in which a thread serves may find a lock that it keeps.
-    """
-
-    def serve():
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        print(store.port, flush=True)
-        time.sleep(600)
-
-    server = Forked(serve)
-    wait_until(lambda: server.stdout.endswith("\n"), what="a store")
-    port = int(server.stdout)
-    yield dist.TCPStore("127.0.0.1", port), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    server.kill()
+    """A launcher's store, which outlives its processes, and the environment that leads to it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
 
 
 @pytest.fixture

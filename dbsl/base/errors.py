@@ -27,7 +27,7 @@ _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}  # nob
 # Words of torch's about exchanges that failed.
 _EXCHANGE = ("peer", "timed out", "timeout", "gloo", "nccl", "connection", "socket", "broken pipe")
 
-_SHOWN = timedelta(seconds=2)  # that a rank waits for the traceback of the one that failed first
+_SHOWN = timedelta(seconds=10)  # that a rank waits for the traceback of the one that failed first
 
 _joined = threading.Event()
 
