@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +20,20 @@ if TYPE_CHECKING:
 
 def check_output(setting: str, path: Path) -> None:
     """Raise ``SettingError`` unless a file can be written there; folders above it may be made."""
-    folder = next(folder for folder in path.absolute().parents if folder.exists())
-    fits = path.name and folder.is_dir() and os.access(folder, os.W_OK) and not path.is_dir()
-    if not fits:
+    replaced = path.is_file() or not path.exists()  # no folder, device or pipe
+    if not (path.name and replaced and can_write(path)):
         must = f"{setting} must be a file in a folder that can be written"
         raise SettingError(f"{must}, got {str(path) if path.name else 'none'}")
+
+
+def can_write(path: Path) -> bool:
+    """Return whether a new file can be written there; it tries in the nearest folder."""
+    folder = next(folder for folder in path.resolve().parents if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def write_text(path: Path, text: str) -> None:
@@ -43,13 +53,13 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_text(path, text.getvalue())
+    write_text(path.resolve(), text.getvalue())  # a link stays one
 
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure as a PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_with(path, lambda temporary: figure.savefig(temporary, format="png"))
+    write_with(path.resolve(), lambda temporary: figure.savefig(temporary, format="png"))
 
 
 def write_with(path: Path, write: Callable[[Path], object]) -> None:

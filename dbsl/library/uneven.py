@@ -447,13 +447,7 @@ def mean_scale(
     are the data-parallel processes; None: all. It is a `SettingError` on every process if a count
     is below 1, and where it is not the one that `ahead` announced.
     """
-    begun = _AHEAD.pop(group, None)
-    if begun is not None and begun[0] != count:
-        raise SettingError(
-            f"count must be {begun[0]}, announced by ahead, got {count}: one is announced at a "
-            "time, and none before a loop is left early"
-        )
-    _, counts, work = begun or _add_up(count, group)
+    announced, counts, work = _AHEAD.pop(group, None) or _add_up(count, group)
     if work is not None:
         work.wait()
     if ahead is not None:
@@ -462,14 +456,23 @@ def mean_scale(
     if none:
         raise SettingError(
             "count must be at least 1 on every process: a mean over nothing is NaN, "
-            f"got {count} here"
+            f"got {announced} here"
+        )
+    if announced != count:
+        raise SettingError(
+            f"count must be {announced}, announced by ahead, got {count}: one is announced at a "
+            "time, and none before a loop is left early"
         )
     return world_size(group) * float(count) / total
 
 
 def _add_up(count: int, group: dist.ProcessGroup | None) -> tuple[int, Tensor, dist.Work | None]:
-    fits = 1 <= count < math.inf
-    counts = torch.tensor([float(count), float(not fits)], dtype=torch.float64)
+    try:
+        number = float(count)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    fits = 1 <= number < math.inf
+    counts = torch.tensor([number, float(not fits)], dtype=torch.float64)
     if not dist.is_initialized():
         return count, counts, None
     if "nccl" in dist.get_backend(group):

@@ -308,7 +308,8 @@ class _DualBatch:
         if not small:
             return limits.copy()
         highest = int(limits[:small].max())
-        text = f"small_batch_size must be in [1, large_batch_size={highest}]"
+        name = "min" if self.rules.small_batch_size is None else "small"
+        text = f"{name}_batch_size must be in [1, large_batch_size={highest}]"
         refuse([(not 1 <= batch <= highest, text, batch)])
         if held := int((limits[:small] < batch).sum()):
             self.notes.append(

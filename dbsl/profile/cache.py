@@ -213,4 +213,4 @@ def write_profiles(path: Path, setup: Setup, profiles: Mapping[int, StepProfile]
         "profiles": {str(r): asdict(profiles[r]) for r in sorted(profiles)},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(content, indent=2) + "\n")
+    write_text(path.resolve(), json.dumps(content, indent=2) + "\n")

@@ -1,5 +1,6 @@
 import csv
 import json
+import os
 import re
 import shutil
 
@@ -88,7 +89,7 @@ def test_what_cannot_be_read_is_named_and_the_other_images_are_classified(
         (["{run}", "{images}", "--best", "--ema"], "best must not be given with ema"),
         *(
             (["{run}", "{images}", "--csv", path], "csv must be a file in a folder that")
-            for path in ("{run}/config.json/x.csv", "{empty}", "")
+            for path in ("{run}/config.json/x.csv", "{empty}", "{pipe}", "/proc/x.csv", "")
         ),
         (["{few}", "{images}"], "folder must hold config.json, got {few} ({few}/config.json must"),
     ],
@@ -96,6 +97,8 @@ def test_what_cannot_be_read_is_named_and_the_other_images_are_classified(
 def test_bad_input_is_one_line(run_folder, photographs, tmp_path, flags, message):
     (tmp_path / "empty").mkdir()
     places = {"run": run_folder, "images": photographs, "empty": tmp_path / "empty"}
+    os.mkfifo(tmp_path / "pipe")
+    places["pipe"] = tmp_path / "pipe"
     places["cut"] = shutil.copytree(run_folder, tmp_path / "cut")
     (tmp_path / "cut/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
     places["few"] = shutil.copytree(run_folder, tmp_path / "few")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from dbsl.base.errors import SettingError, as_given, plural
-from dbsl.base.files import write_text
+from dbsl.base.files import can_write, write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.config import parse
 from dbsl.config.fields import Count, Within, check_fields, refuse
@@ -230,6 +230,9 @@ class _Table:
 
     def _check(self) -> None:
         """Refuse what cannot be run or written, before anything is."""
+        output = self.config.output
+        must = "output_dir must be a folder that can be written"
+        refuse([(output.is_file() or not can_write(output / "rows"), must, str(output))])
         to_run = [arm for folder, (arm, _) in self.lacking.items() if not is_finished(folder)]
         for arm in {arm.name: arm for arm in to_run}.values():
             try:

@@ -363,6 +363,12 @@ def meanwhile(monkeypatch):
     return writes
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_trained(arms, tmp_path):
+    with pytest.raises(ValueError, match="output_dir must be a folder that can be written, got /p"):
+        compare.main([*arms, "--seeds", "1", "--output-dir", "/proc/x"])
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("when", ["before", "before a report", "meanwhile"])
 def test_rows_of_other_settings_are_neither_counted_nor_replaced(arms, tmp_path, meanwhile, when):
     output, other = tmp_path / "results/tiny", replace(run_of(0, 0.5), settings="another")

@@ -220,7 +220,13 @@ def test_curves_without_an_evaluation_say_so(metrics):
 
 
 def test_picture_that_cannot_be_drawn_leaves_the_old_one_alone(tmp_path, monkeypatch):
-    path = tmp_path / "curves.png"
+    path, link = tmp_path / "curves.png", tmp_path / "link.png"
+    path.touch()
+    link.symlink_to(path)
+    save_figure(Figure(), link)
+    assert link.is_symlink()
+    assert path.read_bytes().startswith(b"\x89PNG")
+    link.unlink()
     path.write_text("before")
 
     def fail_half_way(figure, file, **_):

@@ -466,8 +466,12 @@ def test_a_mean_over_nothing_is_refused_and_announced_counts_are_held_to():
     assert dbsl.mean_scale(7) == 1.0
     with pytest.raises(SettingError, match="count must be at least 1 on every process"):
         dbsl.mean_scale(0)
-    with pytest.raises(SettingError, match="count must be at least 1 on every process"):
-        dbsl.mean_scale(math.inf)
+    for count in (math.inf, "all", None):
+        with pytest.raises(SettingError, match=f"at least 1 on every process.* got {count} here"):
+            dbsl.mean_scale(count)
+    assert dbsl.mean_scale(7, ahead=-1) == 1.0
+    with pytest.raises(SettingError, match=r"at least 1 on every process.* got -1 here"):
+        dbsl.mean_scale(7)
     assert type(dbsl.mean_scale(torch.tensor([7]))) is float
     assert dbsl.mean_scale(7, ahead=5) == 1.0
     with pytest.raises(SettingError, match="count must be 5, announced by ahead, got 6"):
