@@ -88,9 +88,10 @@ def one_line_errors() -> Iterator[None]:
 
     Status 2: a setting was refused (`SettingError`), a process was lost, data could not be read, or
     a checkpoint could not be written. Status 3: the run diverged. Status 75: the run was asked to
-    stop, and can be resumed. Status 130: Ctrl-C outside of training, or twice in it. Any other
-    error is a fault: it keeps its traceback, and the status is 1. A process among several ends at
-    once either way. On its way out it would otherwise wait for the others, and they for it.
+    stop, and can be resumed. Status 130: Ctrl-C outside of training, or twice in it. Status 141:
+    nobody reads the output any longer. Any other error is a fault: it keeps its traceback, and the
+    status is 1. A process among several ends at once either way. On its way out it would otherwise
+    wait for the others, and they for it.
     """
     if signal.getsignal(signal.SIGINT) is _end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -50,7 +50,7 @@ ClipMode = Literal["norm", "value", "agc"]  # timm's names
 
 _IN_PARTS = ", where each push is part of a step"
 CHECKPOINTS = "checkpoints"  # in a run folder
-CHECKPOINT = re.compile(r"(epoch|save)-\d+")  # in it
+CHECKPOINT = re.compile(r"(epoch|save)-\d+")  # names of the folders in it
 NO_SIDE = 0  # the only resolution of inputs that are no images
 
 

@@ -31,7 +31,6 @@ from torch.utils.data import DataLoader
 from dbsl.base.errors import SettingError, words_of
 from dbsl.base.files import write_with
 from dbsl.base.machine import lazy_import
-from dbsl.config.fields import refuse
 from dbsl.data.sources import Batch, Source, TensorSource
 from dbsl.data.transforms import Transform, cut, to_device, upright
 from dbsl.plan.sampler import Order
@@ -138,9 +137,10 @@ class ImageLoader(Source):
             samples = wanted[decoded.numpy()]
             if errors:
                 note_bad(self.bad, errors, self._max_bad, self._split)
-            none = errors and not len(samples)
-            text = "a batch must have an image that can be decoded"
-            refuse([(none, text, f"{len(wanted)} bad")])
+            if errors and not len(samples):
+                raise SettingError(
+                    f"a batch must have an image that can be decoded, got {len(wanted)} bad"
+                )
             if len(samples) == 1 < len(wanted):  # batch norm needs two
                 samples, images = samples.repeat(2), images.repeat(2, 1, 1, 1)
             images = images.to(self.device, non_blocking=True)

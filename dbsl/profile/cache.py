@@ -90,7 +90,7 @@ class Profiler:
                 # It costs seconds there. A line to tens of thousands of samples needs a long base.
                 largest = confirm_batch(step, max(largest, min(_CUDA_MEMORY_UP_TO, at_most)))
             memory = profile_memory(step, batch_sizes_to_measure(largest))
-            del step  # its model and its images would lack in the memory of the next
+            del step  # the next step needs the memory of its model and images
         if memory is None:
             raise SettingError(
                 f"{re.sub('[ -]', '_', what)}_size must be given, got auto, but batch sizes "
