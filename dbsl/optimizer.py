@@ -163,8 +163,12 @@ def keep_ratios(optimizer: torch.optim.Optimizer, lr: float) -> torch.optim.Opti
 
 
 def first_state(optimizer: torch.optim.Optimizer) -> dict[Tensor, Any]:
-    """Return a copy of the state of a new optimizer, which most have none of."""
-    return {parameter: deepcopy(values) for parameter, values in optimizer.state.items()}
+    """Return a copy of the state that an optimizer is built with, which most have none of."""
+    return {
+        parameter: deepcopy(values)
+        for parameter, values in optimizer.state.items()
+        if not values.get("step") and "momentum_buffer" not in values  # else it was loaded
+    }
 
 
 def begin_again(optimizer: torch.optim.Optimizer, first: Mapping[Tensor, Any]) -> None:

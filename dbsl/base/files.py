@@ -26,6 +26,12 @@ def check_output(setting: str, path: Path) -> None:
         raise SettingError(f"{must}, got {str(path) if path.name else 'none'}")
 
 
+def check_folder(setting: str, path: Path) -> None:
+    """Raise ``SettingError`` unless files can be written in a folder, which may be made."""
+    if (path.exists() and not path.is_dir()) or not can_write(path / "file"):
+        raise SettingError(f"{setting} must be a folder that can be written, got {path}")
+
+
 def can_write(path: Path) -> bool:
     """Return whether a new file can be written there; it tries in the nearest folder."""
     folder = next(folder for folder in path.resolve().parents if folder.exists())

@@ -385,6 +385,9 @@ class DistributedSteps(Stepper):
             if not len(step.parts[0].indices):  # nothing was computed here
                 self.average_buffers()
                 self._weight = 0.0
+                for optimizer in self.optimizers.values():  # fp16: a loss would have made the scale
+                    if (scaler := getattr(optimizer, "scaler", None)) is not None:
+                        scaler.scale(torch.zeros((), device=self._weights.vector.device))
             self._sum_gradients()
             self.average_buffers()
         super().step(step, learning_rate)

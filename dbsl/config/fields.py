@@ -236,12 +236,22 @@ def check_fields(config: Any) -> None:
 
 def check_needs(config: Any, *, new: bool) -> None:
     """Raise ``SettingError`` for the first field that does not go with what others are."""
+    for name, left, needs in _unmet(config, new):
+        value = as_given(getattr(config, name))
+        raise SettingError(f"{name} must be {in_words(left)} {needs.words} {needs}, got {value}")
+
+
+def without_effect(config: Any) -> dict[str, Any]:
+    """Return the fields that a new run refuses, as they change nothing, with their defaults."""
+    return {name: left[0] for name, left, _ in _unmet(config, True)}
+
+
+def _unmet(config: Any, new: bool) -> Iterator[tuple[str, tuple[Any, ...], Needs]]:
+    """Yield the fields that do not go with what others are, and the values that these leave."""
     for name, needs in markers(type(config), Needs):
-        value, left = getattr(config, name), needs.left(name, config)
-        if needs.new == new and left and value not in (*left, None):
-            raise SettingError(
-                f"{name} must be {in_words(left)} {needs.words} {needs}, got {as_given(value)}"
-            )
+        left = needs.left(name, config)
+        if needs.new == new and left and getattr(config, name) not in (*left, None):
+            yield name, left, needs
 
 
 def read_text(hint: Any, text: str) -> Any:

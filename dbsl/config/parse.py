@@ -96,7 +96,7 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
         config = _build(cls, _read_flags(cls, given) | said)
     except SettingError as error:  # its first word is the setting, or its flag
         name = _name(str(error).partition(" ")[0].removeprefix("--"))
-        paths = [p for p, files in read.items() if name in map(_name, _merged(files))]
+        paths = [p for p, files in read.items() if name in _merged(files)]
         if not paths or name in said:
             raise
         raise SettingError(f"{error} ({paths[-1]} sets {name})") from None
@@ -365,7 +365,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
         for key, _ in node.value:
-            name, line = str(key.value), key.start_mark.line + 1
+            name, line = _name(key.value), key.start_mark.line + 1
             if lines.setdefault(name, line) != line:
                 raise yaml.YAMLError(f"{name} is given twice, in lines {lines[name]} and {line}")
         return super().construct_mapping(node, deep)
@@ -390,4 +390,4 @@ def _read_yaml(path: Path, cls: type | None) -> dict[str, Any]:
             must = f"{key} must be {described(hints[name])[0]}"
             how = f"YAML's yes, no, on or off without quotes; {path} sets {key}"
             raise SettingError(f"{must}, got {as_given(value)} ({how})")
-    return settings
+    return {_name(key): value for key, value in settings.items()}

@@ -17,6 +17,7 @@ from dbsl.run.training import Run
 
 _NOT = Excludes("plan_only") | Excludes("eval_only") | Excludes("resume") | Excludes("compile")
 _NOT |= Excludes("dedicated_server") | Excludes("worker_processes") | Excludes("micro_batch_size")
+_NOT |= Excludes("sync_batch_norm")  # a process that measures alone would wait for others
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,8 @@ class UnevenBatchSampler:
         num_replicas: n, processes with batches of their own. Tensor- and context-parallel
             processes share one. None: the world size.
         least: Samples that each process has at least in a step, such as 2 for batch norm.
-        limits: Samples of a joint batch that each process can hold, by rank; None: any number.
+        limits: Samples of a joint batch that each process can hold, by rank; None: any number. The
+            last step of an epoch may exceed them where else a process would have less than `least`.
         interleave: Yield the batches of all processes in turn, for a loader that gives every n-th
             batch to a process: Accelerate's ``prepare`` and transformers' ``Trainer``.
 
@@ -284,8 +285,12 @@ class UnevenBatchSampler:
         """Refuse a loader that deals batches out otherwise; return how many it leaves out first."""
         asking, users = frame and frame.f_globals.get("__name__", ""), {}
         while frame is not None:
-            users.setdefault(type(frame.f_locals.get("self")).__name__, frame.f_locals.get("self"))
-            self._quiet |= frame.f_globals.get("__name__") == "transformers.trainer"
+            module = str(frame.f_globals.get("__name__"))
+            # Before Python 3.13 reading a frame's locals keeps them alive: not the caller's.
+            if module.startswith(("torch.", "torchdata.", "accelerate.")):
+                user = frame.f_locals.get("self")
+                users.setdefault(type(user).__name__, user)
+            self._quiet |= module == "transformers.trainer"
             frame = frame.f_back
         if "DataLoaderDispatcher" in users:
             raise SettingError(

@@ -72,7 +72,8 @@ class Watch:
         if not isinstance(output, Tensor) and hasattr(output, "__dict__"):
             output = list(vars(output).values())  # torch does not know it as a container
         for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
+            # A parameter that the model returns would gather hooks.
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(self._backward_begins)
 
     def _backward_begins(self, gradient: Tensor) -> None:

@@ -393,8 +393,10 @@ class PlanMaker:
         counts = (self._samples, len(active), small_workers, [large[w] for w in active], models)
         try:
             return plan_dual_batch(*counts, replace(self._rules, clamp=not measured, **goal)), None
-        except NoPlanError as error:
-            if not measured:
+        except SettingError as error:
+            # Settings are of all workers: what is left of them may not reach the goal.
+            everyone = len(active) == config.workers
+            if not measured or (everyone and not isinstance(error, NoPlanError)):
                 raise
             smallest = min(counts[3])
             batch = min(max(config.min_batch_size, smallest // 8), smallest)

@@ -19,9 +19,10 @@ import yaml
 from accelerate import Accelerator
 
 from dbsl.base.errors import SettingError, duration, px
-from dbsl.base.files import check_output, save_figure
+from dbsl.base.files import check_folder, check_output, save_figure
 from dbsl.base.machine import lazy_import
 from dbsl.cluster.formats import numbers_of, trained_shapes
+from dbsl.cluster.wire import refused_by_all
 from dbsl.config.fields import Amount, Count, Positive, Share, check_fields, refuse
 from dbsl.config.parse import parse_flags
 from dbsl.config.settings import RunConfig
@@ -53,6 +54,11 @@ def advise_run(
     config: RunConfig, prepare: Callable[[RunConfig], Run], accelerator: Accelerator
 ) -> None:
     """Measure, and print the advice; all is in memory until the picture is written."""
+    folder = Path(config.output_dir) if config.output_dir else default_folder(config)
+    path = folder.with_name(f"{folder.name}-ways.png")  # the run will make its folder
+    with refused_by_all(accelerator):
+        if accelerator.is_main_process:
+            check_folder("output_dir", path.parent)
     given = {"slope": config.slope or (1e-3,), "intercept": config.intercept or (1e-2,)}
     with redirect_stdout(sys.stderr if config.json else sys.stdout):
         run = prepare(replace(config, **given, profile=None, profile_refresh=False))
@@ -72,9 +78,7 @@ def advise_run(
         f"link {rate}, {link.ms:.2g} ms a message; loading "
         f"{100 * bench.loading:.0f} % of a step; an evaluation {duration(evaluation_s)} more"
     )
-    folder = Path(config.output_dir) if config.output_dir else default_folder(config)
     tell(ways, config, measured.sure, facts + noise_of(folder), as_json=config.json)
-    path = folder.with_name(f"{folder.name}-ways.png")  # the run will make its folder
     save_figure(ways_figure(ways), path)
     print(f"picture: {path}", file=sys.stderr if config.json else sys.stdout)
 

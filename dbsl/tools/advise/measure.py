@@ -275,7 +275,7 @@ class Bench:
         wire = way.wire if way else "float32"
         own = {"sync": way.settings.get("sync", "bsp") if way else "bsp", "workers": workers}
         own |= {"wire": ":".join(wire.split(":")[:2]), "epochs": rounds}
-        own |= {"small_workers": 0, "small_ratio": 0.0}
+        own |= {"small_workers": 0, "small_ratio": 0.0, "drop_last": False}
         own |= {"resolutions": (resolution,), "local_batch_sizes": tuple(sizes)}
         own |= {"worker_processes": way and way.settings.get("worker_processes")}
         config = replace(run.config, **{**PLAIN, **own})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import torch
 from dbsl.base.errors import SettingError, as_given, plural
 from dbsl.cluster.formats import joint_messages, message_bytes
 from dbsl.config.complete import from_workers
-from dbsl.config.fields import UNSET
+from dbsl.config.fields import UNSET, without_effect
 from dbsl.config.settings import FLOAT32, RunConfig, takes_joint_steps, wire_of
 from dbsl.plan.follow import PlanMaker
 from dbsl.plan.islands import Islands
@@ -177,10 +178,11 @@ def _candidates(config: RunConfig, measured: Measured) -> Iterator[tuple[str, di
     equal = [largest_remainder(np.ones(workers), b).tolist() for b in total.values()]
     splits = {"step equal": equal}
     joint = {"sync": "step", "local_batch_sizes": _in_a_row(equal), **_ALIKE}
-    _, maker = _of_way(joint, config, measured)
-    plans = (maker.replan(r, planned[r], range(workers)) for r in large)
-    balanced = [[worker.local_batch_size for worker in plan.workers] for plan in plans]
-    splits |= {"step balanced": balanced} if balanced != equal else {}
+    with suppress(SettingError):  # settings without joint steps: each is refused below
+        _, maker = _of_way(joint, config, measured)
+        plans = (maker.replan(r, planned[r], range(workers)) for r in large)
+        balanced = [[worker.local_batch_size for worker in plan.workers] for plan in plans]
+        splits |= {"step balanced": balanced} if balanced != equal else {}
     for (kind, split), wire in itertools.product(splits.items(), JOINT_WIRES):
         sizes = {"local_batch_sizes": _in_a_row(split), "wire": wire}
         yield kind, {"sync": "step", **sizes, **_ALIKE, **times}
@@ -239,7 +241,7 @@ def _predict(kind: str, settings: dict[str, Any], config: RunConfig, measured: M
     needs, fits = _memory(plans, islands, measured.memory)
     return Way(
         kind=kind,
-        settings=settings,
+        settings=settings | without_effect(own),
         wire=own.wire,
         rounds=own.rounds_per_epoch,
         plans=plans,

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from dbsl.base.errors import SettingError, as_given, plural
-from dbsl.base.files import can_write, write_text
+from dbsl.base.files import check_folder, write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.config import parse
-from dbsl.config.fields import Count, Within, check_fields, refuse
+from dbsl.config.fields import UNSET, Count, Within, check_fields, refuse
 from dbsl.config.hooks import defaults_of_extras
 from dbsl.run.stopping import Stopping
 from dbsl.tools.compare.report import only_writer, read_runs, write_comparison, write_runs
@@ -119,10 +119,10 @@ class Arm:
         if epochs == before:
             return self
         extra = {"epochs": epochs}
-        if (milestones := self.settings.get("lr_milestones")) is not None:
+        if (milestones := self.settings.get("lr_milestones")) not in (None, UNSET):
             moved = {round(float(m) * epochs / before) for m in _alike({"": milestones})[""]}
             extra["lr_milestones"] = sorted(moved & set(range(1, epochs)))
-        if (warmup := self.settings.get("warmup_epochs")) is not None:
+        if (warmup := self.settings.get("warmup_epochs")) not in (None, UNSET):
             extra["warmup_epochs"] = float(warmup) * epochs / before
         return replace(
             self,
@@ -230,9 +230,9 @@ class _Table:
 
     def _check(self) -> None:
         """Refuse what cannot be run or written, before anything is."""
-        output = self.config.output
-        must = "output_dir must be a folder that can be written"
-        refuse([(output.is_file() or not can_write(output / "rows"), must, str(output))])
+        check_folder("output_dir", self.config.output)
+        if not self.config.report_only:
+            check_folder("runs_dir", Path(self.config.runs_dir))
         to_run = [arm for folder, (arm, _) in self.lacking.items() if not is_finished(folder)]
         for arm in {arm.name: arm for arm in to_run}.values():
             try:

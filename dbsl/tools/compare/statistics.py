@@ -104,12 +104,16 @@ def read_run(folder: Path) -> ArmRun:
 
 
 def interval(values: Sequence[float]) -> Estimate:
-    """Return mean, standard deviation and 95 % t-interval of one or more independent values."""
+    """Return mean, standard deviation and 95 % t-interval of one or more independent values.
+
+    Where one is not finite, as the loss of a diverged run, only the mean and the count are told.
+    """
     if not values:
         raise SettingError("values must be one or more, got none")
-    if len(values) < 2:
-        return Estimate(values[0], math.nan, math.nan, 1)
-    freedom, mean, sd = len(values) - 1, fmean(values), stdev(values)
+    mean = fmean(values)
+    if len(values) < 2 or not math.isfinite(mean):
+        return Estimate(mean, math.nan, math.nan, len(values))
+    freedom, sd = len(values) - 1, stdev(values)
     error = float(stats.sem(values))
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
     p = 2 * float(stats.t.sf(abs(mean) / error, freedom)) if error else float(mean == 0)

@@ -24,7 +24,7 @@ import yaml
 from filelock import FileLock
 
 from dbsl.base.errors import EXIT_STOPPED, RunStopped, SettingError, as_given
-from dbsl.base.files import write_text
+from dbsl.base.files import check_folder, write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.base.seeds import stream_seed
 from dbsl.config.fields import Count, Role, Within, check_fields, refuse, with_role
@@ -191,8 +191,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _plot(config: StudyConfig) -> None:
     workloads = store.read_workloads([Path(folder) for folder in config.plot])
     folder = Path(config.output_dir or config.plot[0])
-    if folder.is_file():
-        raise SettingError(f"output_dir must be given with an archive, got {folder} alone")
+    alone = config.output_dir is None and folder.is_file()
+    refuse([(alone, "output_dir must be given with an archive", f"{folder} alone")])
+    check_folder("output_dir", folder)
     budgets = (config.max_steps, config.max_examples)
     print(write_report(workloads, folder, config.goal_error, config.objective, budgets))
 

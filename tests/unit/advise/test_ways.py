@@ -10,6 +10,7 @@ import torch
 
 from dbsl.base.errors import SettingError
 from dbsl.config.parse import parse_config
+from dbsl.config.settings import check_effects
 from dbsl.extras.emulate import EmulatedLink
 from dbsl.plan.types import TimeModel
 from dbsl.profile.memory import MemoryModel
@@ -166,6 +167,26 @@ def test_a_run_with_the_flags_of_a_way_has_the_plan_that_was_shown(tmp_path, nam
     run(tmp_path / "run", **{**others, **values, "workers": 2})
     (plan,) = json.loads((tmp_path / "run/plan.json").read_text()).values()
     assert plan == json.loads(json.dumps(asdict(way.plans[16])))
+
+
+@pytest.mark.parametrize(
+    ("words", "kinds"),
+    [
+        ("--sync ssp --staleness 3", {"step", "bsp", "asp"}),
+        ("--merge delta --outer-lr 0.5 --outer-momentum 0.3", {"step", "bsp", "asp"}),
+        ("--small-workers 1 --time-ratio 1.2 --update-factor sqrt", {"step", "bsp", "asp"}),
+        ("--small-ratio 0.5 --small-share 0.2", {"step", "bsp", "asp"}),
+        ("--lr-scaling sqrt", {"bsp", "asp"}),
+        ("--sync step --drop-last", {"step"}),
+    ],
+)
+def test_flags_of_every_way_can_be_added_to_the_command(words, kinds):
+    given = f"--resolutions 16 --workers 2 {words}".split()
+    config = parse_config(Config, given)
+    ways = ways_of(replace(config, small_workers=config.small_workers or 0), measured(UNLIKE))
+    assert {way.kind.split()[0] for way in ways} == kinds
+    for way in ways:
+        check_effects(parse_config(Config, [*given, *way.flags(config).split()]), 2)
 
 
 def test_ways_that_do_not_fit_into_memory_are_left_out_and_none_is_refused():

@@ -34,6 +34,9 @@ def test_interval_is_students():
     assert found.sd == pytest.approx(0.02)
     assert found.half == pytest.approx(4.3027 * 0.02 / math.sqrt(3), rel=1e-4)  # t(2, 0.975)
     assert math.isnan(interval([0.5]).half)
+    diverged = interval([0.5, math.nan, 0.7])
+    assert diverged.count == 3
+    assert all(map(math.isnan, (diverged.mean, diverged.sd, diverged.half, diverged.p)))
     with pytest.raises(ValueError, match="got none"):
         interval([])
 
@@ -364,8 +367,11 @@ def meanwhile(monkeypatch):
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_trained(arms, tmp_path):
-    with pytest.raises(ValueError, match="output_dir must be a folder that can be written, got /p"):
-        compare.main([*arms, "--seeds", "1", "--output-dir", "/proc/x"])
+    for name in ("output_dir", "runs_dir"):
+        with pytest.raises(
+            ValueError, match=f"{name} must be a folder that can be written, got /p"
+        ):
+            compare.main([*arms, "--seeds", "1", f"--{name}", "/proc/x"])
     assert not (tmp_path / "runs").exists()
 
 

@@ -1,5 +1,6 @@
 import math
 import time
+import weakref
 from contextlib import suppress
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 import dbsl
 from dbsl import PlanRules, Rounds, SettingError, TimeModel, UnevenBatchSampler, split_batch
 from dbsl.library.watch import Watch
+from dbsl.optimizer import first_state
 
 
 def samplers(samples, sizes, **kwargs):
@@ -288,6 +290,53 @@ def test_a_model_inside_rounds_is_saved_as_any_other_and_may_move(tmp_path):
     model[0].bias.data.fill_(math.nan)
     with pytest.raises(FloatingPointError, match=r"0.bias \[4\] is not finite"), used:
         used.step()
+
+
+class Gives(nn.Module):
+    """A model that returns a parameter, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.bias = nn.Linear(2, 1), nn.Parameter(torch.zeros(1))
+
+    def forward(self, inputs):
+        return self.layer(inputs), self.bias
+
+
+def test_a_parameter_that_the_model_returns_gathers_no_hooks():
+    model = Gives()
+    watch = Watch(model)
+    for _ in range(3):
+        outputs, bias = model(torch.ones(1, 2))
+        (outputs + bias).sum().backward()
+    assert len(watch.read()) == 3
+    assert not model.bias._backward_hooks
+
+
+def test_what_the_loop_holds_is_let_go_once_it_lets_go():
+    loader = DataLoader(range(8), batch_sampler=UnevenBatchSampler(8, 4))
+
+    def loop():
+        held = torch.ones(2)
+        kept = weakref.ref(held)
+        first = next(iter(loader))
+        del held
+        assert first is not None
+        return kept()
+
+    assert loop() is None
+
+
+def test_an_optimizer_whose_state_was_loaded_begins_afresh_from_none():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    again = torch.optim.Adam(model.parameters())
+    again.load_state_dict(optimizer.state_dict())
+    assert first_state(again) == {}
+    new = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    assert [state["sum"].unique().item() for state in first_state(new).values()] == [0.5, 0.5]
 
 
 def test_a_watch_of_another_model_is_warned_of():

@@ -29,6 +29,30 @@ def planner_of(config, samples, large):
     return Planner({8: maker.first(8, print)}, lambda epoch: 8, models, **how)
 
 
+@pytest.mark.parametrize(
+    ("workers", "small", "goal", "lost"),
+    [
+        (4, 2, {"small_share": 0.4}, 0),
+        (4, 2, {"time_ratio": 1.5}, 0),
+        (4, 3, {"small_share": 0.6}, 3),
+        (2, 1, {"small_share": 0.3}, 1),
+        (22, 2, {}, 0),
+    ],
+)
+def test_those_that_are_left_have_a_plan_where_they_cannot_reach_the_goal(
+    workers, small, goal, lost
+):
+    config = RunConfig(workers=workers, small_workers=small, resolutions=(8,), **goal)
+    planner = planner_of(config, 50_000, 128)
+    assert planner.drop(lost, 10) == 0
+    plan = planner.at(0, 0).plan
+    assert plan.workers[lost].samples == 0
+    assert sum(worker.samples for worker in plan.workers) == 50_000
+    few = [worker.local_batch_size for worker in plan.workers if worker.small]
+    assert len(few) == small - (lost < small)
+    assert {*few} == {16}
+
+
 def joint_planner(balance, every=1):
     steps = {"sync": "step", "global_batch_size": 192, "balance": balance, "balance_every": every}
     config = RunConfig(workers=3, resolutions=(8,), min_batch_size=1, **steps)

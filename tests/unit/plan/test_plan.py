@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from dbsl.base.errors import EXIT_UNREAD
@@ -262,7 +262,8 @@ def test_impossible_ratio_names_the_nearest_plan_and_that_plan_works():
     assert f"time ratio {nearest.time_ratio:.4g}" in words
 
 
-@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=50), st.integers(0, 10**7))
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=50), st.integers(0, 10**11))
+@example([0.1, 0.2, 0.3, 0.4], 6 * 10**9)
 def test_largest_remainder_sums_exactly_and_stays_within_one(weights, total):
     parts = largest_remainder(weights, total)
     assert parts.sum() == total
