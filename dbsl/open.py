@@ -155,7 +155,9 @@ class _Opening:
         config, folder = self.config, None
         if config.resume is not None:
             folder = Path(config.resume)
-            if not is_checkpoint(config.resume):
+            if is_checkpoint(config.resume):
+                Found.at(folder).check()
+            else:
                 run_folder = run_folder_of(config.resume, config.output_dir)
                 last = newest(run_folder, with_model=True)
                 folder = last.folder if last else run_folder  # a finished one may have none
@@ -248,6 +250,8 @@ class _Opening:
         path = Path(named or default_folder(config))
         # First of all: nobody likes to measure and decode for a folder that cannot be written.
         with RunFolder(path, accelerator, new=found is None, named=bool(named)) as folder:
+            if found:
+                resume.check_newest(found, config, accelerator)
             self.extras.each(Extra.open, config, folder.path, found, accelerator)
             run = self.prepare(config)
             resolved = found_by(given, run.config, accelerator.num_processes)
@@ -256,12 +260,14 @@ class _Opening:
                 resumed = resume.read_resumed(found, run, accelerator) if found else None
                 session = self.start(run, folder.path, resumed)
                 # All has been read, and fits: from here on the folder is written.
+                if found is None:  # first of all: a folder without settings cannot be resumed
+                    folder.write_settings(given, run)
                 if accelerator.is_main_process:
                     run.extras.each(Extra.write, folder.path, self.code)
                 if found:
                     resume.take_over_folder(found, run, accelerator)
                     wait_for_all()  # a worker without turns left saves at once
-                folder.write_settings(given, run)
+                    folder.write_settings(given, run)
                 with reading_checkpoint(resumed and resumed.folder):
                     parts = (resumed.state.get("log"), resumed.handover) if resumed else ()
                     session.log = start_log(session, *parts)

@@ -10,7 +10,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,7 @@ from dbsl.run.session import Session
 
 _BEST_FILE = f"{BEST}.safetensors"
 _LAST_PATIENCE_S = 20.0  # for a save under way when the process fails
+_SEEN_S = 30.0  # that a shared disk may take to show rank 0 what another node has written
 
 
 class Copy(NamedTuple):
@@ -55,6 +56,16 @@ class Copy(NamedTuple):
     manifest: Manifest  # without its files
     packed: tuple[Any, dict[str, Tensor]]
     model: dict[str, Tensor] | None  # at an epoch's end: the merged model
+
+
+def _wait_for(paths: Iterable[Path]) -> None:
+    """Wait until this process sees files that others have written, or raise."""
+    deadline = time.monotonic() + _SEEN_S
+    for path in paths:
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise FileNotFoundError(f"all nodes must see it, but rank 0 sees no {path.name}")
+            time.sleep(0.1)
 
 
 class Writer:
@@ -129,6 +140,7 @@ class Writer:
                 written = map(json.loads, self._control.gather_saved(json.dumps(files)))
                 files = {name: about for own in written for name, about in own.items()}
             if self._rank == SERVER_RANK:
+                _wait_for(target / name for name in files)
                 seconds = copy.manifest.seconds | {"write": time.perf_counter() - began}
                 write_manifest(target, replace(copy.manifest, files=files, seconds=seconds))
         except Exception as error:

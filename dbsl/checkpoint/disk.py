@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SaveError, SettingError
 from dbsl.base.files import describe, write_text, write_with
 from dbsl.config.settings import CHECKPOINTS
 from dbsl.model import FINAL
@@ -50,10 +50,10 @@ class MissingShardError(CheckpointError):
 
 @contextmanager
 def reading_checkpoint(folder: Path | None) -> Iterator[None]:
-    """Turn any error but refusals of code that takes a checkpoint's state into one."""
+    """Turn an error of code that takes a checkpoint's state into one, but not those of a disk."""
     try:
         yield
-    except SettingError:
+    except (SettingError, SaveError, OSError):
         raise
     except Exception as error:  # its values may be anything
         if folder is None:
@@ -260,16 +260,23 @@ class Found:
 
 
 def newest(
-    run_folder: Path, warn: Callable[[str], object] = lambda line: None, *, with_model: bool = False
+    run_folder: Path,
+    warn: Callable[[str], object] = lambda line: None,
+    *,
+    with_model: bool = False,
+    after: int = -1,
 ) -> Found | None:
     """Return the newest checkpoint whose files are all as they were written, or None.
 
     `warn` gets a line for each checkpoint that is passed over. Only checkpoints of an epoch's end
-    come `with_model`.
+    come `with_model`; `after` leaves out those up to a number.
     """
     for found in checkpoints_in(run_folder, warn):
-        if with_model and MODEL_FILE not in found.manifest.files:
-            continue  # before its files are read for their checksums
+        # Before its files are read for their checksums.
+        if found.manifest.sequence <= after or (
+            with_model and MODEL_FILE not in found.manifest.files
+        ):
+            continue
         try:
             found.check()
             return found

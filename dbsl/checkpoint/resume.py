@@ -82,13 +82,24 @@ def find_checkpoint(config: RunConfig, accelerator: Accelerator) -> Found | None
             found = newest(run_folder, passed_over.append)
             for line in passed_over:
                 accelerator.print(f"warning: {line}")
-            if found is None and (passed_over or config.resume != "auto"):
+            if found is None and passed_over:
                 raise CheckpointError(
                     f"resume must name a run with a complete checkpoint, got {run_folder}"
                 )
             name = found.folder.name if found else ""
     name = share_text(name, accelerator)
     return Found.at(run_folder / CHECKPOINTS / name) if name else Found(run_folder)
+
+
+def check_newest(found: Found, config: RunConfig, accelerator: Accelerator) -> None:
+    """Refuse to go on where another process has saved or finished the run since it was found."""
+    sequence = found.manifest.sequence if found.manifest else -1
+    with refused_by_all(accelerator):
+        if accelerator.is_main_process and not is_checkpoint(config.resume):
+            later = newest(found.run_folder, after=sequence)
+            text = "resume must be given again, as another process was still at the run"
+            changed = is_finished(found, config) or later is not None
+            refuse([(changed, text, later.folder if later else found.run_folder)])
 
 
 def is_finished(found: Found, config: RunConfig) -> bool:

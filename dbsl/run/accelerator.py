@@ -19,6 +19,7 @@ from dbsl.base.errors import SettingError
 from dbsl.base.machine import launched_precision
 from dbsl.cluster.launch import chosen_backend, group_timeout, join_processes
 from dbsl.cluster.wire import wait_for_all
+from dbsl.config.fields import refuse
 from dbsl.config.settings import Precision
 
 # What `accelerate launch` can be asked for and is not done as it means it: what its processes then
@@ -86,6 +87,8 @@ def start_accelerator(
         elif precision == "auto":
             native = torch.tensor(int(computes_bf16(state.device)), device=state.device)
             precision = "bf16" if int(reduce(native, "sum")) == state.num_processes else "no"
+        text = "mixed_precision must be no or bf16 on a CPU, where Accelerate leaves fp16 out"
+        refuse([(precision == "fp16" and state.device.type == "cpu", text, precision)])
         accelerator = PlainAccelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=[group])
     del meeting_point  # the group has it now
     if accelerator.num_processes == 1 and (warning := _others_expected()):

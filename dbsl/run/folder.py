@@ -89,13 +89,13 @@ class RunFolder(AbstractContextManager):
         """
         if self._lock is None:
             return
-        rows = {px(resolution) or "plan": asdict(plan) for resolution, plan in run.plans.items()}
-        write_text(self.path / "plan.json", json.dumps(rows, indent=2))
         # Extras' defaults are left out: a run that uses none reads back without them.
         commands, unused = with_role(type(given), Role.COMMAND), defaults_of_extras().items()
         said = (pair for pair in asdict(given).items() if pair not in unused)
         settings = {name: value for name, value in said if name not in commands}
         write_text(self.path / "config.yaml", config_to_yaml(settings, run.config.resolved))
+        rows = {px(resolution) or "plan": asdict(plan) for resolution, plan in run.plans.items()}
+        write_text(self.path / "plan.json", json.dumps(rows, indent=2))
 
     def __exit__(self, *_: object) -> None:
         self.release()

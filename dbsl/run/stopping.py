@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from dbsl.base.machine import has_fault, launcher_address, remember
 
@@ -80,6 +81,8 @@ class Stopping:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name
+        # Whoever reads what is printed may be gone by the same signal: a terminal, `tee`.
+        sys.stdout, sys.stderr = _BestEffort(sys.stdout), _BestEffort(sys.stderr)
         while self._before:  # the next one ends the process
             signal.signal(*self._before.popitem())
         # A launcher ends all processes where one has failed: `_tell` asks, and then says nothing.
@@ -88,7 +91,8 @@ class Stopping:
 
     def _say(self, name: str) -> None:
         # Not print: the signal may have come in the middle of one.
-        os.write(2, f"{name}: {self._then}; repeat to end now\n".encode())
+        with suppress(OSError):
+            os.write(2, f"{name}: {self._then}; repeat to end now\n".encode())
 
     def _tell(self, hears: socket.socket, own: set[int]) -> None:
         # The main thread may be anywhere, also inside a lock that a listener takes.
@@ -100,6 +104,25 @@ class Stopping:
                     self.on_signal()
                     if number[0] == signal.SIGTERM and launcher_address() and not has_fault():
                         self._say("SIGTERM")
+
+
+class _BestEffort:
+    """A stream that drops what cannot be written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 class Stopwatch:

@@ -69,7 +69,12 @@ def test_a_stopped_run_has_the_weights_of_its_last_whole_epoch(finished, tmp_pat
     write_manifest(stopped, manifest)
     of_first = evaluated(capsys, resume=str(finished.folder / "checkpoints/epoch-0001"))
     assert evaluated(capsys, resume=str(folder)) == of_first
-    shutil.rmtree(folder / "checkpoints/epoch-0001")
+    damaged = folder / "checkpoints/epoch-0001"
+    content = (damaged / "model.safetensors").read_bytes()
+    (damaged / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ValueError, match=r"model.safetensors"):
+        evaluated(capsys, resume=str(damaged))
+    shutil.rmtree(damaged)
     for resume in (folder, stopped):
         with pytest.raises(ValueError, match=r"a checkpoint of an epoch.s end.* eval_only, got"):
             evaluated(capsys, resume=str(resume))

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
+from dbsl.base.files import write_text
 from dbsl.checkpoint import disk, resume
 from dbsl.checkpoint.disk import Found, newest, read_manifest
 from dbsl.checkpoint.resume import changed_settings
@@ -25,6 +26,7 @@ from dbsl.cluster.steps import Stepper
 from dbsl.config.complete import with_resolved
 from dbsl.config.hooks import found_extras
 from dbsl.config.parse import parse_config
+from dbsl.extras.code import _write
 from dbsl.model import load_model
 from dbsl.open import _given_now
 from dbsl.plan.types import LostWorker
@@ -236,16 +238,53 @@ def test_a_finished_run_is_left_as_it_is(finished, capsys):
     assert fingerprint(finished) == before
 
 
-def test_a_run_that_keeps_no_checkpoint_is_not_made_longer_by_starting_again(tmp_path):
+def test_a_run_that_keeps_no_checkpoint_is_not_made_longer_by_starting_again(tmp_path, capsys):
     settings = {**ROUNDS, **ONE_SIDE, "lr_milestones": None, "keep_checkpoints": 0}
     run(tmp_path / "run", **settings, epochs=1, save_best=False)
     before = files_of(tmp_path / "run")
     assert not [path for path in before if "checkpoints" in path.parts]
     assert [p.name for p in before if p.suffix == ".safetensors"] == ["model.safetensors"]
     message = r"keep_checkpoints must be at least 1 .* without a checkpoint in .*run$"
-    with pytest.raises(ValueError, match=message):
-        run(tmp_path / "run", **settings, epochs=2, resume="auto")
+    for resumed in ("auto", str(tmp_path / "run")):
+        with pytest.raises(ValueError, match=message):
+            run(tmp_path / "run", **settings, epochs=2, resume=resumed)
+        run(tmp_path / "run", **settings, epochs=1, save_best=False, resume=resumed)
+        assert "is finished: nothing to resume" in capsys.readouterr().out
     assert files_of(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("resumed", ["auto", "by folder"])
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
+    tmp_path, monkeypatch, capsys, resumed
+):
+    folder, settings = tmp_path / "run", {**ROUNDS, **ONE_SIDE, "lr_milestones": None, "epochs": 1}
+    with monkeypatch.context() as patch:  # after the first file
+        for name, write in (("run.folder.write_text", write_text), ("extras.code._write", _write)):
+            patch.setattr(f"dbsl.{name}", lambda *given, write=write: write(*given) or {}["killed"])
+        with pytest.raises(KeyError):
+            run(folder, **settings)
+    run(folder, **settings, resume="auto" if resumed == "auto" else str(folder))
+    assert "has no checkpoint yet: the run starts again" in capsys.readouterr().out
+    assert (folder / "summary.json").exists()
+
+
+def test_a_run_that_another_process_has_taken_further_meanwhile_is_refused(
+    left, tmp_path, accelerator
+):
+    folder = shutil.copytree(left("bsp", True), tmp_path / "run")
+    config = Config(**{**SETTINGS, **MODES["bsp"]}, resume=str(folder))
+    found = newest(folder)
+    resume.check_newest(found, config, accelerator)
+    manifest = replace(found.manifest, sequence=found.manifest.sequence + 1)
+    later = shutil.copytree(found.folder, folder / "checkpoints/save-000099")
+    disk.write_manifest(later, manifest)
+    with pytest.raises(ValueError, match=r"resume must be given again, .* got .*save-000099$"):
+        resume.check_newest(found, config, accelerator)
+    (later / "rank-00000.json").write_text("damaged")  # it is passed over
+    resume.check_newest(found, config, accelerator)
+    (folder / "summary.json").write_text(json.dumps({"epochs": config.epochs}))
+    with pytest.raises(ValueError, match=r"resume must be given again, .* got .*run$"):
+        resume.check_newest(found, config, accelerator)
 
 
 def test_a_changed_setting_is_listed_and_needs_consent_if_it_changes_the_training(

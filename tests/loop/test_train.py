@@ -397,6 +397,7 @@ REFUSED = [
     (["--push-every", "2"], "push_every must be 1 except with push gradients, got 2"),
     (["--slowdown", "7:2"], "slowdown must name a worker in [0, 3], got 7"),
     (["--disturb", "2:4-20"], "disturb must have a probability in [0, 1]"),
+    (["--mixed-precision", "fp16"], "mixed_precision must be no or bf16 on a CPU"),
     (["--report-to", ABSENT], f"report_to must name an installed tracker, got {ABSENT!r}"),
     # without effect
     (["--staleness", "3"], "staleness must be 1 except with sync ssp, got 3"),

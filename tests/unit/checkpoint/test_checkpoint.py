@@ -1,14 +1,16 @@
 """Checkpoints on disk: whole or absent, damaged ones found out, nothing outside the folder."""
 
+import errno
 import hashlib
 import json
 import os
+import threading
 
 import numpy as np
 import pytest
 import torch
 
-from dbsl.checkpoint import disk
+from dbsl.checkpoint import checkpointer, disk
 from dbsl.checkpoint.disk import CheckpointError, Found, Manifest, pack, write_manifest, write_shard
 
 CONFIG = {"resolutions": [16, 32], "lr": 0.1}
@@ -65,6 +67,22 @@ def test_a_signed_shard_that_was_never_packed_is_refused_in_one_line(tmp_path, t
     write_manifest(tmp_path, Manifest(files=files, config=CONFIG, **COUNTS, **OF_DATA))
     with pytest.raises(CheckpointError, match=r"^.* does not fit this run \(\w+Error: .*\)$"):
         Found.at(tmp_path).shard(0)
+
+
+def test_what_a_disk_says_is_not_said_of_the_checkpoint(tmp_path):
+    with pytest.raises(OSError, match="No space left"), disk.reading_checkpoint(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_files_of_other_nodes_are_waited_for_but_not_for_ever(tmp_path, monkeypatch):
+    path = tmp_path / "rank-00001.json"
+    late = threading.Timer(0.2, path.touch)
+    late.start()
+    checkpointer._wait_for([path])
+    late.join()
+    monkeypatch.setattr(checkpointer, "_SEEN_S", 0.1)
+    with pytest.raises(OSError, match="all nodes must see it, but rank 0 sees no rank-00002"):
+        checkpointer._wait_for([path, tmp_path / "rank-00002.json"])
 
 
 @pytest.mark.parametrize("name", ["rank-00000.json", "rank-00000.safetensors", "manifest.json"])

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from dbsl.base.errors import EXIT_STOPPED
 from dbsl.run.stopping import Stopping, Stopwatch
 
 pytestmark = pytest.mark.usefixtures("usual_signals")
@@ -79,6 +80,36 @@ def test_a_background_job_under_nohup_is_stopped_by_sigterm_alone():
     command = ["sh", "-c", 'nohup "$0" -c "$1" & wait', sys.executable, REPORT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["None", "None", "SIGTERM"]
+
+
+UNREAD = """
+import signal, sys, time
+from dbsl.base.errors import RunStopped, one_line_errors
+from dbsl.run.stopping import Stopping
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.default_int_handler)
+with one_line_errors(), Stopping() as stopping:
+    print("begun", flush=True)
+    while stopping.reason is None:
+        time.sleep(0.01)
+    for number in range(3):
+        print("a step", flush=True)
+        print("a warning", file=sys.stderr)
+    open(sys.argv[1], "w").close()
+    raise RunStopped("saved")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_run_saves_though_who_reads_it_is_gone_with_the_signal(tmp_path, number):
+    saved = tmp_path / "saved"
+    command = [sys.executable, "-c", UNREAD, str(saved)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        assert process.stdout.readline() == b"begun\n"
+        process.stdout.close()  # as `tee` does, which Ctrl-C ends, too
+        process.send_signal(number)
+        assert process.wait(60) == EXIT_STOPPED
+    assert saved.exists()
 
 
 def test_start_up_is_in_the_total_and_not_in_the_training_over_two_sessions(monkeypatch):
