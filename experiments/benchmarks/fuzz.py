@@ -31,7 +31,7 @@ import pyarrow.parquet
 import yaml
 from PIL import Image
 
-from dbsl.base.errors import RunStopped
+from dbsl.base.errors import ReadError, RunStopped, SettingError, SyncError
 from dbsl.checkpoint.disk import Manifest, newest, read_manifest, write_manifest
 from dbsl.cluster.wire import check_report, encode, read_report, read_segment
 from dbsl.config.image_settings import ImageConfig
@@ -43,7 +43,7 @@ from dbsl.plan.types import RoundReport, Segment
 from experiments.benchmarks.record import record
 
 LIMIT_S = 60
-CLEAN = (ValueError, SystemExit)
+CLEAN = (SettingError, ReadError, SyncError, SystemExit)
 ROOT = Path(__file__).resolve().parents[2]
 
 

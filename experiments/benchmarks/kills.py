@@ -15,7 +15,6 @@ memory.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 import os
@@ -53,6 +52,7 @@ OTHERS = {  # what else has state
     "asp, half, AdamW": "--sync asp --merge half --optimizer adamw --lr 0.002",
     "asp, int4": "--sync asp --wire int4",
 }
+TOO_LATE = -1000  # no exit status: the run was over when its rank was to be killed
 SAVES = ("1", "0.0008m")  # each epoch; about twenty times a second, in the middle of rounds
 
 
@@ -151,7 +151,8 @@ def kill(mode: str, folder: Path, rng: random.Random, expected: str, whole_s: fl
         shutil.rmtree(folder, ignore_errors=True)
         moment = rng.uniform(0.0, 1.0) * whole_s
         done = run(mode, folder, *arguments, kill_after_s=moment, one_rank=how != "killed")
-        if how != "killed" or not (folder / "summary.json").exists():
+        late = (folder / "summary.json").exists() if how == "killed" else done == TOO_LATE
+        if not late:
             break
     saved = sorted(p.parent.name for p in folder.glob("checkpoints/*/manifest.json"))
     attempts = 0
@@ -209,10 +210,11 @@ def run(
         )
     _wait_for_start(folder)
     time.sleep(kill_after_s)
-    for victim in _children(process.pid)[-1:]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(victim, signal.SIGKILL)
-    return process.wait(600)
+    ranks, over = _children(process.pid), (folder / "summary.json").exists()
+    if ranks and not over:
+        os.kill(ranks[-1], signal.SIGKILL)
+    status = process.wait(600)
+    return TOO_LATE if over or not ranks else status
 
 
 def _wait_for_start(folder: Path) -> None:
