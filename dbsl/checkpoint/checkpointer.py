@@ -201,9 +201,8 @@ class Checkpointer:
         """Bring the random state back, if a resumed run was stopped inside this round."""
         if self._random is not None:
             torch.set_rng_state(self._random["cpu"])
-            if "numpy" in self._random:  # older checkpoints have none
-                np.random.set_state(self._random["numpy"])  # noqa: NPY002
-                random.setstate(self._random["python"])
+            np.random.set_state(self._random["numpy"])  # noqa: NPY002
+            random.setstate(self._random["python"])
             if self._accelerator.device.type == "cuda" and "cuda" in self._random:
                 torch.cuda.set_rng_state(self._random["cuda"], self._accelerator.device)
             self._random = None

@@ -184,9 +184,7 @@ def steps_figure(results: Results, goals: Mapping[str, float]) -> Figure:
         sizes, steps = _columns(own)
         knees = scaling.find_knees(dict(zip(sizes.tolist(), steps.tolist(), strict=True)))
         first, last = sizes[0], sizes[-1]  # nothing is known beyond these
-        # If no larger batch was tried, the end of the gain has not been seen.
-        useful = knees.useful if knees.is_seen else last
-        ends = (first, min(knees.perfect, useful), useful, last)
+        ends = (first, min(knees.perfect, knees.useful), knees.useful, last)
         for (label, color), start, end in zip(_REGIONS, ends, ends[1:], strict=False):
             if end > start:
                 axes.axvspan(start, end, color=color, alpha=0.15, lw=0, label=label)
