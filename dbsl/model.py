@@ -398,6 +398,7 @@ def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> 
         if config.get("small_stem"):
             _shrink_stem(model)
         model.load_state_dict(load_file(folder / f"{name}.safetensors"))
+        model.pretrained_cfg = {**model.pretrained_cfg, **config["pretrained_cfg"]}
     except (OSError, KeyError, RuntimeError, SafetensorError) as error:
         text = f"folder must hold {name}.safetensors, got {folder} ({words_of(error)})"
         raise SettingError(text) from None

@@ -299,6 +299,10 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
         orders = _draw_another_order(changed, type(config))
         at_epoch_end = MODEL_FILE in manifest.files
         check_epochs_under_way(saved, orders, run, at_epoch_end=at_epoch_end)
+        for name in ("seed", "holdout") if getattr(run.data, "held_out", False) else ():
+            if name in changed:
+                why = ", which has drawn the evaluation images from those to train on"
+                raise must_stay(name, *changed[name], why)
         if accelerator.is_main_process:
             path, keep = found.run_folder / "metrics.jsonl", state["log"]["metrics_bytes"]
             size = path.stat().st_size if path.exists() else 0

@@ -79,6 +79,7 @@ class Data:
     # stored, 64 of each split were looked at.
     image_side: int | None
     eval_split: str  # name of the split that `evaluation` comes from, or how it was cut off
+    held_out: bool  # whether the seed drew it from the training images
     crop_pct: float  # side of the centre crop of evaluation images over their shorter side
     unit: ClassVar[str] = "image"
 
@@ -128,18 +129,28 @@ class Data:
         return image_batch(size, resolution, self.num_classes, self.train.device)
 
 
-def load_data(config: ImageConfig, seed: int = 0, device: torch.device | str = "cpu") -> Data:
+def load_data(
+    config: ImageConfig,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    *,
+    only_evaluate: bool = False,
+) -> Data:
     """Open a dataset and make its training and evaluation samples readable by number.
 
     Images that are squares of one size up to 64 px are decoded at once and kept on the device; the
     decoded pixels are cached in `datasets.config.HF_DATASETS_CACHE`. Others are decoded by loader
-    processes as they are needed. The seed is that of subsets and of what is held out.
+    processes as they are needed. The seed is that of subsets and of what is held out. Of data that
+    are there `only_evaluate`, without a split for it, all images count.
     """
     device = torch.device(device)
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     streams = Extras.of(config).first(Extra.data, config)
     train, evaluation, class_names = (streams.open if streams else open_labelled)(config)
+    if only_evaluate and evaluation is None:
+        evaluation = train
+    held_out = evaluation is None or config.holdout is not None
     train, evaluation, eval_split = _cut(train, evaluation, config, seed)
     if unmet := {class_names[label] for label in np.setdiff1d(train.labels, evaluation.labels)}:
         logger.warning("classes without an evaluation image: %s", listed(unmet))
@@ -173,6 +184,7 @@ def load_data(config: ImageConfig, seed: int = 0, device: torch.device | str = "
         mirror=config.dataset != "digits",  # a mirrored digit is another character
         image_side=side,
         eval_split=eval_split,
+        held_out=held_out,
         crop_pct=crop_pct if config.crop_pct is None else config.crop_pct,
     )
 

@@ -32,10 +32,10 @@ from dbsl.base.errors import SettingError, words_of
 from dbsl.base.files import write_with
 from dbsl.base.machine import lazy_import
 from dbsl.data.sources import Batch, Source, TensorSource
-from dbsl.data.transforms import Transform, cut, to_device, upright
+from dbsl.data.transforms import Transform, as_rgb, cut, to_device, upright
 from dbsl.plan.sampler import Order
 
-datasets = lazy_import("datasets")
+datasets, hub = lazy_import("datasets"), lazy_import("huggingface_hub.constants")
 logger = logging.getLogger(__name__)
 
 _CHUNK = 1024  # images read from a table at a time
@@ -191,7 +191,7 @@ class ImageSplit:
         """Yield the RGB images of these samples, or why one cannot be decoded."""
         for some in np.split(samples, range(_CHUNK, len(samples), _CHUNK)):
             for value in self._values(some):
-                yield _attempt(lambda value: self._open(value).convert("RGB"), value)
+                yield _attempt(lambda value: as_rgb(self._open(value)), value)
 
     def describe_bad(self, row: int, reason: str) -> str:
         """Return which image cannot be decoded, and why."""
@@ -205,8 +205,11 @@ class ImageSplit:
         here = Path(self.dataset).expanduser()
         roots = [here.parent if here.is_file() else here] if here.exists() else []
         roots += [datasets.config.HF_CACHE_HOME, datasets.config.HF_DATASETS_CACHE]
+        roots.append(hub.HF_HUB_CACHE)
         place = os.path.abspath(path.rpartition("::")[2].removeprefix("file://"))
-        if not any(place.startswith(os.path.join(os.path.abspath(r), "")) for r in roots):
+        # `datasets` resolves links that a folder is named by.
+        named = (form(root) for root in roots for form in (os.path.abspath, os.path.realpath))
+        if not any(place.startswith(os.path.join(root, "")) for root in named):
             raise SettingError(f"path must be inside the dataset's folder, got {path}")
 
     def __getitem__(self, request: Request) -> Loaded:
@@ -225,7 +228,7 @@ class ImageSplit:
             opened[place] = None  # or a whole batch would stay in memory, decoded
             if not isinstance(image, str):
                 how = boxes[place], side, mirrored[place], transform.resampling
-                image = _attempt(image.convert, "RGB") if by_timm else _attempt(cut, image, *how)
+                image = _attempt(as_rgb, image) if by_timm else _attempt(cut, image, *how)
             if isinstance(image, str):
                 errors[int(rows[place])] = image
             else:

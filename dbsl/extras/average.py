@@ -68,7 +68,10 @@ class Average(Extra):
             self.vector.lerp_(weights, 1 - self.decay)
 
     def begin(self, session: Session) -> None:
-        self._device = session.cluster.weights.vector.device
+        self._device, images = session.cluster.weights.vector.device, session.run.data.train
+        if hasattr(images, "check_batches") and any(True for _ in batch_norms(session.run.model)):
+            together = session.shares_evaluation
+            images.check_batches(_batches(session.run, session.accelerator, together))
 
     def evaluated(
         self,
@@ -130,6 +133,14 @@ def statistics_batches(
     return list(np.resize(order, (each * world_size, size))[rank::world_size])
 
 
+def _batches(run: Run, accelerator: Accelerator, together: bool) -> list[np.ndarray]:
+    """Return the batches of this process, or, unless all work `together`, of the only one."""
+    images, size = run.data.train, run.statistics_batch
+    place = (accelerator.process_index, accelerator.num_processes) if together else (0, 1)
+    blocks = getattr(images, "blocks", None)
+    return statistics_batches(len(images), size, run.config.seed, *place, blocks)
+
+
 @torch.no_grad()
 def recompute_statistics(
     run: Run, weights: FlatWeights, accelerator: Accelerator, *, together: bool
@@ -148,9 +159,7 @@ def recompute_statistics(
     model.train(before)
     if not norms:
         return
-    place = (accelerator.process_index, accelerator.num_processes) if together else (0, 1)
-    blocks = getattr(images, "blocks", None)
-    batches = statistics_batches(len(images), run.statistics_batch, seed, *place, blocks)
+    batches = _batches(run, accelerator, together)
     device = weights.vector.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         # Some models drop layers at random in training mode.

@@ -29,7 +29,7 @@ from dbsl.base.machine import lazy_import
 from dbsl.cluster.weights import uncompiled
 from dbsl.config.fields import Role
 from dbsl.config.hooks import Extra, Row
-from dbsl.config.settings import RunConfig
+from dbsl.config.settings import RunConfig, wire_of
 from dbsl.loss import LossOf, without_trace
 from dbsl.plan.sampler import Step
 from dbsl.plan.types import Plan, RoundReport, TimeModel, Turn
@@ -338,8 +338,13 @@ class NoiseProbe:
         return _square(gradient for gradient in gradients if gradient is not None)
 
 
-def choose_probe(run: Run, processes: int) -> NoiseProbe:
-    """Return the probe for a run: joined where its workers allow it, else micro."""
+def choose_probe(run: Run, processes: int) -> NoiseProbe | None:
+    """Return the probe for a run: joined where its workers allow it, else micro.
+
+    None: gradients are of low rank before they can be measured, as PowerSGD sends them.
+    """
+    if processes > 1 and wire_of(run.config).rank:  # simulated workers compress later
+        return None
     workers, rounds = len(next(iter(run.plans.values())).workers), run.rounds
     least = run.sampler.least
     together = run.config.sync == "bsp" and processes == 1 and workers > 1

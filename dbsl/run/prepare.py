@@ -206,7 +206,9 @@ class Replaced:
                 refuse([(self.data is not None, text, given)])
                 cut = dict.fromkeys(("train_samples", "eval_samples", "holdout"))
                 changes = {"dataset": str(given), **cut}
-                given = self.load_data(replace(config, **changes), accelerator)
+                with first_on_node(accelerator):
+                    own = replace(config, **changes)
+                    given = load_data(own, config.seed, accelerator.device, only_evaluate=True)
             sources[name] = as_source(given, data, config.resolutions[-1], f"evaluate_also {name}")
         return sources
 

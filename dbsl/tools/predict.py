@@ -17,7 +17,7 @@ from PIL import Image
 from dbsl.base.errors import SettingError
 from dbsl.base.files import check_output, write_table
 from dbsl.base.machine import lazy_import
-from dbsl.data.transforms import upright
+from dbsl.data.transforms import as_rgb, upright
 from dbsl.model import load_model, read_model_config
 
 timm = lazy_import("timm")
@@ -64,7 +64,7 @@ def predict(
         for file in batch:
             try:
                 with Image.open(file) as image:
-                    images[file] = transform(upright(image).convert("RGB"))
+                    images[file] = transform(as_rgb(upright(image)))
             except FileNotFoundError:
                 failed[file] = "it does not exist"
             except IsADirectoryError:

@@ -246,6 +246,8 @@ def test_a_saved_model_has_the_preprocessing_that_it_was_evaluated_with(tmp_path
             **{"input_size": (3, 96, 96), "mean": [*DATA.mean], "std": [*DATA.std]},
             **{"interpolation": "bicubic", "crop_pct": 0.9, "crop_mode": "center"},
         }
+    loaded = timm.data.resolve_data_config({}, model=load_model(tmp_path))
+    assert loaded == timm.data.resolve_data_config(pretrained_cfg=config)
     assert not config.get("license")  # of timm's weights, which these are not
     assert not config.get("paper_ids")
 

@@ -72,8 +72,7 @@ class Streaming(Extra):
         run = session.run
         config, data = run.config, run.data
         in_order = run.evaluation_batch if getattr(config, "eval_train", False) else 0
-        average = run.statistics_batch if getattr(config, "ema_decay", 0) else 0
-        spans = [run.largest_batch, average]
+        spans = [run.largest_batch]
         # A process that takes a part of each batch passes over the others' parts.
         if config.sync != "step" or session.accelerator.num_processes > 1:
             spans += [plan.global_batch_size or 0 for plan in run.plans.values()]
@@ -237,6 +236,12 @@ class StreamLoader(ImageLoader):
         why = f" for blocks of {self.blocks.block} images and batches of {batch}"
         self._cache.check_room(min(needed, int(total[-1])), why)
 
+    def check_batches(self, index_batches: Sequence[np.ndarray]) -> None:
+        """Raise ``SettingError`` if the cache is too small for these batches."""
+        first, last = _uses(self._split, index_batches)
+        most = _most_held(self._split, first, last, len(index_batches), self._ahead)
+        self._cache.check_room(most)
+
     def _received(self, number: int) -> None:
         self._requests.on_its_way.through(number)
 
@@ -276,6 +281,27 @@ class Streams:
             self._cache.release(name)
 
 
+def _uses(split: ShardedSplit, batches: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the first and the last batch that need each row group, int64 [2, G]; -1: none."""
+    samples = np.concatenate([np.empty(0, np.int64), *batches]).astype(np.int64)
+    places = split.places_of(samples)
+    number = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
+    first, last = found = np.full((2, len(split.groups)), -1)
+    first[places[::-1]] = number[::-1]  # among equal places the one assigned last counts
+    last[places] = number
+    return found
+
+
+def _most_held(
+    split: ShardedSplit, first: np.ndarray, last: np.ndarray, batches: int, ahead: int
+) -> int:
+    """Return the most that is held at once, by the split's weights."""
+    used, change = np.flatnonzero(last >= 0), np.zeros(batches + ahead + 2, np.int64)
+    np.add.at(change, first[used], split.weights[used])
+    np.add.at(change, last[used] + ahead + 1, -split.weights[used])
+    return int(np.cumsum(change)[:batches].max(initial=0))
+
+
 class Prefetch:
     """Brings the row groups of batches into the cache, in the order of the batches.
 
@@ -288,20 +314,12 @@ class Prefetch:
         self, cache: GroupCache, split: ShardedSplit, batches: Sequence[np.ndarray], ahead: int
     ) -> None:
         self._cache, self._split = cache, split
-        samples = np.concatenate([np.empty(0, np.int64), *batches]).astype(np.int64)
-        places = split.places_of(samples)
-        number = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
-        self._first, self._last = np.full((2, len(split.groups)), -1)
-        self._first[places[::-1]] = number[::-1]  # among equal places the one assigned last counts
-        self._last[places] = number
+        self._first, self._last = _uses(split, batches)
         used = np.flatnonzero(self._last >= 0)
         self._queue = used[np.argsort(self._first[used], kind="stable")]
         self._by_last = used[np.argsort(self._last[used], kind="stable")]
         self._lasts = self._last[self._by_last]
-        change, weights = np.zeros(len(batches) + ahead + 2, np.int64), split.weights[used]
-        np.add.at(change, self._first[used], weights)
-        np.add.at(change, self._last[used] + ahead + 1, -weights)
-        cache.check_room(int(np.cumsum(change)[: len(batches)].max(initial=0)))
+        cache.check_room(_most_held(split, self._first, self._last, len(batches), ahead))
         self._needed = np.searchsorted(
             self._first[self._queue], np.arange(len(batches)), side="right"
         )

@@ -768,6 +768,27 @@ def test_a_table_cannot_name_files_outside_of_its_folder(tmp_path, path):
         load(tmp_path / "set/train.parquet")
 
 
+def test_a_folder_may_be_named_by_a_link(tmp_path):
+    for number in range(10):
+        file = tmp_path / "real" / "ab"[number % 2] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        flat_image(number).save(file)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    found = load(tmp_path / "link")
+    assert (len(found.train), len(found.evaluation), found.image_side) == (8, 2, 8)
+
+
+def test_data_to_evaluate_alone_are_evaluated_whole_unless_a_split_is_for_that(tmp_path):
+    table = make_table([flat_image(n) for n in range(10)])
+    save(tmp_path / "one", train=table)
+    save(tmp_path / "two", train=table, test=make_table([flat_image(n) for n in range(4)]))
+    for name, whole, count in (("one", False, 2), ("one", True, 10), ("two", True, 4)):
+        config = ImageConfig(dataset=str(tmp_path / name))
+        found = load_data(config, only_evaluate=whole)
+        assert len(found.evaluation) == count
+        assert found.held_out == (count == 2)
+
+
 def test_a_saved_dataset_cannot_name_files_outside_of_its_folder(tmp_path):
     for name in ("set", "other"):
         save(tmp_path / name, train=make_table([flat_image(0)] * 4))

@@ -3,7 +3,7 @@ import os
 import re
 import shutil
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import datasets
@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from dbsl.base.errors import ReadError
+from dbsl.base.errors import ReadError, SettingError
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
-from dbsl.extras.streaming import Prefetch, StreamSettings
+from dbsl.extras.streaming import Prefetch, StreamSettings, _most_held, _uses
 from dbsl.extras.streaming import groups as group_cache
 from dbsl.extras.streaming.groups import GroupCache
 from dbsl.extras.streaming.shards import Shards
@@ -299,6 +299,19 @@ def test_a_cache_that_is_too_small_is_refused_with_the_least_that_is_enough(shar
     for epoch in range(6):
         for batches in epoch_of(data, epoch=epoch):
             read(data.train, plain(16), batches)
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_room_for_given_batches_is_what_they_need(shards, ahead):
+    data = load(shards).train
+    batches = [np.arange(n, n + 5) % TRAIN for n in (0, 40, 80, 0)]  # the first images again
+    data._ahead = ahead
+    least = _most_held(data._split, *_uses(data._split, batches), len(batches), ahead)
+    for room, enough in ((least, True), (least - 1, False)):
+        data._cache.share = room
+        for use in (data.check_batches, lambda b: Prefetch(data._cache, data._split, b, ahead)):
+            with nullcontext() if enough else pytest.raises(SettingError, match="cache_gib must"):
+                use(batches)
 
 
 def test_a_later_call_ends_an_earlier_one(shards):

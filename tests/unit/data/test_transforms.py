@@ -16,7 +16,15 @@ from torchvision.transforms.v2 import functional as TF
 from dbsl.base.seeds import sample_uniforms, stream_seed
 from dbsl.config.image_settings import Interpolation
 from dbsl.data import transforms
-from dbsl.data.transforms import Mixing, Transform, cut, random_boxes, to_device, upright
+from dbsl.data.transforms import (
+    Mixing,
+    Transform,
+    as_rgb,
+    cut,
+    random_boxes,
+    to_device,
+    upright,
+)
 
 BILINEAR = Image.Resampling.BILINEAR
 
@@ -228,6 +236,26 @@ def test_any_image_gives_a_square(augment, size, mode):
     assert out.shape == (48, 48, 3)
     wanted = np.asarray(image.convert("RGB"))[0, 0].tolist()
     assert np.unique(out.reshape(-1, 3), axis=0).tolist() == [wanted]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_of_sixteen_bits_the_upper_ones_count(kind):
+    file = io.BytesIO()
+    ramp = np.linspace(0, 65535, 256).astype(np.uint16).reshape(16, 16)
+    Image.fromarray(ramp).save(file, kind)
+    with Image.open(file) as image:
+        found = np.asarray(as_rgb(image))
+    assert np.array_equal(found, np.broadcast_to((ramp >> 8)[..., None], (16, 16, 3)))
+    out, _ = cut_by(make_transform(16, "none"), Image.open(file))
+    assert out.mean() == pytest.approx(127.5)
+
+
+def test_integers_up_to_255_stay_and_floats_are_refused():
+    values = np.arange(256, dtype=np.int32).reshape(16, 16)
+    assert np.array_equal(np.asarray(as_rgb(Image.fromarray(values)))[..., 0], values)
+    for bad in (values.astype(np.float32), values * 1000):
+        with pytest.raises(ValueError, match="values of no known range"):
+            as_rgb(Image.fromarray(bad))
 
 
 @pytest.mark.parametrize("size", [(500, 375), (300, 40), (40, 300), (224, 224)])

@@ -9,6 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dbsl.extras.noise
+from dbsl.config.settings import RunConfig
 from dbsl.extras.noise import NoiseAverage, NoiseProbe, noise_summary, pairs_of, separate
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.solve import PlanRules, plan_dual_batch
@@ -155,7 +156,7 @@ def test_a_round_that_is_left_in_the_middle_does_not_leak_into_the_next_one():
     assert measure(model, (4, 8, 4), rng.manual_seed(0), probe, epoch=1) == whole
 
 
-def chosen(large, sync="bsp", processes=1, device="cpu"):
+def chosen(large, sync="bsp", processes=1, device="cpu", wire="float32"):
     """Return the probe of a run of four workers, one with small batches."""
     model = TimeModel(0.001, 0.01)
     run = SimpleNamespace(
@@ -164,7 +165,7 @@ def chosen(large, sync="bsp", processes=1, device="cpu"):
         model=nn.Linear(1, 1, device=device),
         rounds=1,
         sampler=SimpleNamespace(least=1),
-        config=SimpleNamespace(sync=sync),
+        config=RunConfig(sync=sync, wire=wire),
     )
     return dbsl.extras.noise.choose_probe(run, processes)
 
@@ -172,6 +173,12 @@ def chosen(large, sync="bsp", processes=1, device="cpu"):
 def test_gradients_are_joined_of_workers_at_the_same_weights_in_one_process():
     modes = {("bsp", 1): "joined", ("bsp", 4): "micro", ("asp", 1): "micro", ("step", 1): "micro"}
     assert {mode: chosen(32, *mode).kind for mode in modes} == modes
+
+
+def test_gradients_that_powersgd_has_made_smaller_are_not_measured():
+    assert chosen(32, "step", 2, wire="powersgd:4") is None
+    assert chosen(32, "step", 2, wire="bf16").kind == "micro"
+    assert chosen(32, "step", 1, wire="powersgd:4").kind == "micro"
 
 
 def launches_of_a_joined_round(layers):
