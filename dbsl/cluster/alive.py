@@ -46,9 +46,9 @@ class Pulse:
     One `asks` twice a second and the other answers, each in a thread, on the connection on which
     they exchange weights: compute may take as long as it takes. A beat carries what `says` gives to
     the other's `hears`. When one has heard nothing of the other for too long, the connection is
-    closed, and whatever waits for it in either process fails; `on_lost` is called, in the thread.
-    `failure` then says why the other one counts as lost; if it is `left_out`, it may be there, and
-    goes on without this process.
+    closed, and what waits for it in either process fails, unless a part of its message has come;
+    `on_lost` is called with this, in the thread. `failure` then says why the other one counts as
+    lost; if it is `left_out`, it may be there, and goes on without this process.
     """
 
     _TAG = 1  # messages of any other tag are not mistaken for these
@@ -62,7 +62,7 @@ class Pulse:
         asks: bool,
         says: Callable[[], str] = str,
         hears: Callable[[str], object] = str,
-        on_lost: Callable[[], object] = str,
+        on_lost: Callable[[Pulse], object] = str,
     ) -> None:
         self.failure: str | None = None
         self.left_out = False
@@ -90,11 +90,14 @@ class Pulse:
             self._ending.set()
 
     def _run(self) -> None:
+        lost = True
         try:
             self._beat()
+            lost = self.left_out  # as the other one has said
         except RuntimeError as error:
             self.failure = self.failure or self._why(error)
-            self._on_lost()
+        if lost:
+            self._on_lost(self)
 
     def _beat(self) -> None:
         speaks = self._asks
@@ -240,10 +243,8 @@ class Heartbeats:
         elif not count.isdecimal():
             self._find(word)
 
-    def _gone(self, peer: int) -> None:
-        with self._lock:  # all are there
-            failure = self._pulses[peer].failure
-        self._find(f"{self._name(peer)} died or fell silent ({failure})")
+    def _gone(self, peer: int, pulse: Pulse) -> None:
+        self._find(f"{self._name(peer)} died or fell silent ({pulse.failure})")
 
     def _find_hanging(self, peer: int, reason: str) -> None:
         """Find who entered the fewest exchanges, unless it is known whose fault it is.

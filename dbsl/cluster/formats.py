@@ -168,7 +168,7 @@ def encode(numbers: Tensor, wire: str) -> Tensor:
     rows = len(numbers)
     if wire == "bf16":
         return numbers.bfloat16().view(torch.uint8)
-    bits, blocks = _BITS[wire], numbers.reshape(rows, -1, BLOCK)
+    bits, blocks = _BITS[wire], _for_scales(numbers).reshape(rows, -1, BLOCK)
     sizes = blocks.abs()
     if wire == "int2":
         taken = sizes > 0.7 * sizes.mean(2, keepdim=True)
@@ -196,9 +196,15 @@ def decode(message: Tensor, wire: str, dtype: torch.dtype) -> Tensor:
     scales, packed = message.split([4 * blocks, message.shape[1] - 4 * blocks], 1)
     mask = 2**bits - 1
     fields = [(packed >> (bits * place)) & mask for place in range(8 // bits)]
-    integers = torch.stack(fields, 1).view(rows, blocks, BLOCK).to(dtype) - 2 ** (bits - 1)
+    integers = _for_scales(torch.stack(fields, 1).view(rows, blocks, BLOCK).to(dtype))
     scales = scales.reshape(-1).view(torch.float32).view(rows, blocks, 1)
-    return (integers * scales.to(dtype)).view(rows, -1)
+    numbers = (integers - 2 ** (bits - 1)) * scales.to(integers.dtype)
+    return numbers.view(rows, -1).to(dtype)
+
+
+def _for_scales(numbers: Tensor) -> Tensor:
+    """Return numbers in a type in which scales are exact: in float16 small ones lose their bits."""
+    return numbers.float() if numbers.dtype == torch.float16 else numbers
 
 
 class Rounding:

@@ -191,6 +191,7 @@ class RunningJob:
 
         Rank 0 counts a worker as lost, such as the one before, after `timeout_s` of silence.
         """
+        _bind_to_launcher()
         try:
             store = _join_store()
             number = store.add(f"asked/{self.rank}", 1)

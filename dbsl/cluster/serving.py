@@ -5,7 +5,8 @@ Rank 0 has the server, and perhaps trains itself (`ServingCluster`). Each worker
 under it; a pull is answered as soon as the clocks allow.
 
 Every wait ends: by an answer, or because the other process was silent for too long. A process that
-is heard may take as long as it takes.
+is heard may take as long as it takes. In the middle of a vector gloo does not end a wait where the
+other process dies: the thread that waits is left to itself, and the pulse acts.
 
 Where a worker has several processes, the first asks, and pushes, for all of them. Each is heard on
 a connection of its own: the worker is lost with any of them.
@@ -14,7 +15,6 @@ a connection of its own: the worker is lost with any of them.
 from __future__ import annotations
 
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -98,6 +98,7 @@ class MemberCluster(Cluster):
         self._leaves = threading.Event()  # the main thread is on its way out
 
     def __enter__(self) -> Cluster:
+        self._exits.callback(self._leaves.set)
         if self._island.control is not None:
             self._exits.enter_context(self._watching())
         return super().__enter__()
@@ -257,6 +258,7 @@ class ServedCluster(MemberCluster):
         try:
             yield
         except RuntimeError as error:
+            self._leaves.set()
             raise SyncError(self._loss(error)) from error
 
     def _loss(self, error: BaseException) -> str:
@@ -269,10 +271,9 @@ class ServedCluster(MemberCluster):
         who = f"worker {self.workers[0]}" if several else "this process"
         return f"rank {SERVER_RANK} has left {who} out: {reason}; {back}"
 
-    def _on_lost(self) -> None:
-        """Have this process end, though it may wait for others of its worker."""
-        if self._island.inside is not None:
-            end_later(self._loss(RuntimeError()), self._leaves)
+    def _on_lost(self, pulse: Pulse) -> None:
+        """Have this process end, though it may wait for others of its worker, or for a vector."""
+        end_later(self._loss(RuntimeError()), self._leaves)
 
 
 class ServingCluster(MemberCluster):
@@ -412,10 +413,6 @@ class ServingCluster(MemberCluster):
         if self._failure is not None:
             raise self._failure
 
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
     def interrupt(self) -> None:
         """End this process's waits: the run is to stop."""
         with self._changed:
@@ -434,14 +431,15 @@ class ServingCluster(MemberCluster):
         """Return what serves a rank; one that joins hears its clock and the save `first`."""
         vector = torch.empty_like(self.weights.vector, device=CPU)
         link = Channel(pair, vector, self.end())
-        pulse = Pulse(
-            *(rank, pair, self._timeout_s),
-            asks=False,
-            hears=partial(self._heed, rank),
-            on_lost=self._wake,
-        )
-        self._pulses[rank] = pulse
-        self._heard[rank] = self._announced[0]  # one that joins takes no part in what was before
+        with self._changed:  # until all is there
+            pulse = Pulse(
+                *(rank, pair, self._timeout_s),
+                asks=False,
+                hears=partial(self._heed, rank),
+                on_lost=lambda pulse: self._give_up(rank, pulse, pulse.failure),
+            )
+            self._pulses[rank] = pulse
+            self._heard[rank] = self._announced[0]  # one that joins has no part in what was before
         own, name = (rank, link, pulse, first), f"serve-{rank}"
         return threading.Thread(target=self._serve, args=own, name=name, daemon=True)
 
@@ -461,16 +459,21 @@ class ServingCluster(MemberCluster):
             while self._answer(rank, link, pulse):
                 pass
             with self._changed:
-                del self._heard[rank]
-        except Exception as error:
-            reason = pulse.reason(error)
-            with self._changed:
-                del self._heard[rank]
-                for ranks in self._saving.values():
-                    ranks.discard(rank)
-                left_out = self._lose(rank, reason)
+                self._heard.pop(rank, None)
                 self._changed.notify_all()
-            pulse.end(reason if left_out else "")  # it may still be there
+        except Exception as error:
+            self._give_up(rank, pulse, pulse.reason(error))
+
+    def _give_up(self, rank: int, pulse: Pulse, reason: str) -> None:
+        """Serve a rank no more; its thread and its pulse both come to it, and the first counts."""
+        with self._changed:
+            self._changed.notify_all()
+            if self._pulses[rank] is not pulse or self._heard.pop(rank, None) is None:
+                return
+            for ranks in self._saving.values():
+                ranks.discard(rank)
+            left_out = self._lose(rank, reason)
+        pulse.end(reason if left_out else "")  # it may still be there
 
     def _answer(self, rank: int, link: Channel, pulse: Pulse) -> bool:
         """Hear a message and do what it asks; False: it was the last."""
@@ -605,10 +608,10 @@ class ServingCluster(MemberCluster):
         step or where they pull.
         """
         self._stop_serving((sequence, -1))
-        patience = time.monotonic() + min(self._timeout_s, _STOP_PATIENCE_S)
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(max(0.0, patience - time.monotonic()))
+        patience_s = min(self._timeout_s, _STOP_PATIENCE_S)
+        with self._changed:
+            if all(thread.ident is not None for thread in self._threads):
+                self._changed.wait_for(lambda: not self._heard, patience_s)
         return sequence
 
     def finish(self) -> None:
@@ -633,8 +636,8 @@ class ServingCluster(MemberCluster):
 
     def close(self) -> None:
         self._close_door()
-        for thread in self._threads:
-            thread.join()  # it ends: silent workers are given up
+        with self._changed:
+            self._changed.wait_for(lambda: not self._heard)  # silent workers are given up
 
     def _close_door(self) -> None:
         if self._door is not None:

@@ -86,6 +86,13 @@ class FlatWeights:
             view.copy_(tensor)
         return vector
 
+    def check_views(self) -> None:
+        """Refuse a tensor that the model has elsewhere by now: nobody would merge or save it."""
+        views = (view for _, view in _views(self.vector, self.tensors))
+        for (name, tensor), view in zip(_floating(self._model).items(), views, strict=False):
+            if tensor.numel() and tensor.data_ptr() != view.data_ptr():
+                raise SettingError(f"model must change {name} in place, got another tensor")
+
     def first_not_finite(self, vector: Tensor) -> int | None:
         """Return the number of the first tensor that is not finite in a vector of this layout."""
         finite = [bool(view.isfinite().all()) for _, view in _views(vector, self.tensors)]

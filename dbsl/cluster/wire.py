@@ -245,9 +245,12 @@ class Channel:
         """Receive into a vector; with `check` return whether all is finite."""
         self.wait()
         chunks, sums = self._chunks(vector), []
-        works = [irecv(staged, self.pair) for _, staged in chunks]
-        for work, (chunk, staged) in zip(works, chunks, strict=True):
-            work.wait(EVER)
+        # Two at a time: beats, which share the connection, come between those that follow.
+        works = [irecv(staged, self.pair) for _, staged in chunks[:2]]
+        for number, (chunk, staged) in enumerate(chunks):
+            works.pop(0).wait(EVER)
+            if number + 2 < len(chunks):
+                works.append(irecv(chunks[number + 2][1], self.pair))
             # All of this while the next chunk comes.
             if staged is not chunk:
                 chunk.copy_(staged)

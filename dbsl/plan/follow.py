@@ -162,11 +162,13 @@ class Planner:
         in the run, that it had not pushed and that keep their plan.
         """
         members, ledger, rounds = self.members, self.ledger, self._rounds
-        others = self._plans_of(members.active - {worker})
-        clock, lost = members.clocks[worker], 0
+        there, clock, lost = members.active - {worker}, members.clocks[worker], 0
+        # Newcomers have no part in the epochs before theirs, and have begun nothing.
+        newcomers = members.newcomers & there if there - members.newcomers else set()
+        others = self._plans_of(there)
         # Begun, too: rounds that the lost worker was ahead, or that an earlier loss left alone.
         ahead = 0 if worker in members.newcomers else min(clock, last)
-        self._begun = max(self._begun, members.begun(last, but=worker), ahead)
+        self._begun = max(self._begun, members.begun(last, but={worker, *newcomers}), ahead)
         first = min(clock, members.slowest(but=worker)) // rounds
         stop = -(-self._begun // rounds)
         for epoch in (*range(first, stop), *sorted(e for e in ledger.kept if e >= stop)):
@@ -179,7 +181,9 @@ class Planner:
             if kept < rounds:
                 start = self._sampler.start_of(segments[-1], kept)
                 earlier = (segment for segment in segments if segment.first_round < kept)
-                plan = others[self._resolution_at(epoch)]
+                late = {own for own in newcomers if members.clocks[own] > before}
+                plans = self._plans_of(there - late) if late else others
+                plan = plans[self._resolution_at(epoch)]
                 segments = [*earlier, Segment(plan, kept, start)]
             ledger.keep(epoch, segments)
         self._begin_with(others)

@@ -36,9 +36,9 @@ class Members:
         """Return the rounds that every worker that is there, but for one, has pushed."""
         return min(self.clocks[worker] for worker in self.active if worker != but)
 
-    def begun(self, last: int, but: int | None = None) -> int:
-        """Return the rounds, of `last` in all, that any worker, but for one, has begun."""
-        there = (worker for worker in self.active if worker != but)
+    def begun(self, last: int, but: Collection[int] = ()) -> int:
+        """Return the rounds, of `last` in all, that any worker, but for some, has begun."""
+        there = self.active.difference(but)
         return min(max(self.clocks[w] + (w in self.inside) for w in there), last)
 
     def begin(self, worker: int) -> None:

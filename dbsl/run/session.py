@@ -166,6 +166,7 @@ class Session(EvaluationSession[ConfigT]):
         if work.over:
             self.checkpointer.after_step(round_over=True)
         yield work
+        cluster.weights.check_views()
         if cluster.push(work.reports()):  # refused: the next pull brings good weights
             work.forget()
             stepper.low_rank.reset()  # it may not be finite

@@ -195,8 +195,11 @@ def test_a_process_that_is_refused_is_told_why_and_the_closed_door_says_so(
     assert find_running_job() is None  # the others are about to start
     door = Door({}, 2, 1.0)
     door.open(lambda rank: False, refuses(reason))
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with pytest.raises(error, match=said):
         find_running_job().enter(1.0)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"  # as those that started together
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     for name, value in (("RANK", "0"), ("MASTER_PORT", str(free_port()))):  # no store there
         with monkeypatch.context() as other:
             other.setenv(name, value)

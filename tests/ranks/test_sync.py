@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dbsl.base.errors import SyncError
+from dbsl.cluster import wire
 from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.meeting import BarrierCluster
 from dbsl.cluster.merges import mean, ratio
@@ -43,7 +44,7 @@ def make(
 ):
     """Return this rank's weights, its cluster and the plan, one of as many as have met."""
     torch.manual_seed(rank)  # ranks start unlike: the first pull must make them alike
-    weights = FlatWeights(torch.nn.Linear(3, 2).double())
+    weights = FlatWeights(options.pop("model", None) or torch.nn.Linear(3, 2).double())
     workers = options.pop("processes", None) or dist.get_world_size()
     workers, own = workers - server_only, rank - server_only
     plan = plan_dual_batch(100, workers, 1, 10, FAST, PlanRules(time_ratio=1.05))
@@ -277,6 +278,75 @@ def test_a_dead_process_is_noticed_at_once_and_the_rest_go_on_if_they_can(
         assert found[0].startswith("rank 1, the last worker, was lost: ")
     else:
         assert found == [(50, [2]), (0, [])]
+
+
+def dying_in_a_vector(rank, dies):
+    """Train; one rank of two ends when a part of a vector has left it.
+
+    So that no more than a part leaves, the other one is stopped meanwhile, and cannot read.
+    """
+    wire.CHUNK = 1 << 28  # one message
+    ids = torch.tensor([os.getpid() * (rank == n) for n in range(2)])
+    dist.all_reduce(ids)
+    _, cluster, plan = make(rank, "asp", 3, model=torch.nn.Linear(3000, 2000))  # 24 MB
+
+    def begin_and_die(vector):
+        time.sleep(0.3)  # the other one waits for it
+        os.kill(int(ids[1 - rank]), signal.SIGSTOP)
+        subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {int(ids[1 - rank])}"])
+        isend(vector, pair)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def inside(turn):
+        if rank == dies == 1 and turn.epoch == 1:
+            cluster._link.send = begin_and_die
+
+    if rank == 1:
+        pair = cluster._link.pair
+    elif dies == 0:
+        pair = next(iter(cluster._pulses.values()))._pair
+        wire.Channel.give_weights = lambda link, weights: begin_and_die(weights)
+    train(cluster, plan, inside)
+    return [loss.rank for loss in cluster.membership()]
+
+
+def test_a_worker_that_dies_in_the_middle_of_a_push_is_dropped(run_ranks):
+    assert run_ranks(dying_in_a_vector, 1, expect_errors=True) == [[1], None]
+
+
+def test_a_worker_whose_server_dies_in_the_middle_of_an_answer_ends(run_ranks, capfd):
+    assert run_ranks(dying_in_a_vector, 0, expect_errors=True) == [None, None]
+    assert "error: the server (rank 0) was lost: " in capfd.readouterr().err
+
+
+class Waiting:
+    """A connection that counts the receives that are posted and not over."""
+
+    def __init__(self):
+        self.posted, self.most = 0, 0
+
+    def rank(self):
+        return 0
+
+    def recv(self, tensors, peer, tag):
+        self.posted += 1
+        self.most = max(self.most, self.posted)
+        tensors[0].fill_(self.posted)
+        return SimpleNamespace(wait=self.over)
+
+    def over(self, timeout):
+        self.posted -= 1
+
+
+def test_beats_find_room_between_the_parts_of_a_vector(monkeypatch):
+    """On a slow link a whole vector in front of them would take longer than the timeout."""
+    monkeypatch.setattr(wire, "CHUNK", 40)
+    pair, vector = Waiting(), torch.zeros(95)
+    assert wire.Channel(pair, vector, None).receive(vector, check=True)
+    assert pair.most == 2
+    assert pair.posted == 0
+    assert vector.all()
 
 
 def babbling_rank(rank):

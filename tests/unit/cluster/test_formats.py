@@ -150,3 +150,11 @@ def test_bytes_count_scales_and_what_stays_whole():
     blocks = math.ceil(1000 / BLOCK)
     assert message_bytes("int4", 1000, 24) == blocks * (BLOCK // 2 + 4) + 96
     assert message_bytes("int2", 1000, 24) == blocks * (BLOCK // 4 + 4) + 96
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e-2, 1.0])
+def test_small_numbers_of_float16_keep_their_sign(size):
+    numbers = (torch.linspace(-size, size, 4 * BLOCK)[None]).half()
+    back = decode(encode(numbers, "int8"), "int8", torch.float16)
+    assert back.dtype == torch.float16
+    assert (back.float() - numbers.float()).abs().max() <= size / 127 + 1e-7

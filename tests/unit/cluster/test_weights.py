@@ -5,6 +5,7 @@ import timm
 import torch
 from torch import nn
 
+from dbsl.base.errors import SettingError
 from dbsl.cluster.weights import ALIGNMENT, FlatWeights
 
 
@@ -53,3 +54,14 @@ def test_weights_and_counters_are_as_before_after_a_while_with_others():
         raise RuntimeError
     assert torch.equal(weights.vector, before)
     assert model[1].num_batches_tracked == 0
+
+
+def test_a_tensor_that_the_model_has_elsewhere_is_refused():
+    model = nn.BatchNorm1d(3)
+    weights = FlatWeights(model)
+    weights.check_views()
+    model.running_mean.mul_(2)
+    weights.check_views()
+    model.running_mean = 0.9 * model.running_mean
+    with pytest.raises(SettingError, match="model must change running_mean in place, got another"):
+        weights.check_views()

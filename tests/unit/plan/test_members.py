@@ -105,6 +105,23 @@ def test_a_newcomer_that_has_begun_nothing_is_lost_without_a_sample():
     assert samples_of(run, 1) == [45, 45, 0]
 
 
+def test_what_a_loss_leaves_of_an_epoch_is_shared_by_those_that_are_in_it():
+    """While a newcomer waits for the next one."""
+    run = prepare(case(rounds=6))
+    planner = run.planner
+    leave_out(planner, 2)
+    know(planner, 1, 1, 0, inside=(0, 1), lost=(2,))
+    assert planner.join(2, 48) == 6
+    know(planner, 1, 1, 6, inside=(0, 1), newcomers=(2,))
+    assert planner.drop(1, 48) == 8  # its part of the round that was begun
+    rest = planner.at(0, 2)
+    assert (rest.first_round, [row.samples > 0 for row in rest.plan.workers]) == (
+        2,
+        [True, False, False],
+    )
+    assert samples_of(run, 1) == [45, 0, 45]
+
+
 def test_a_join_in_the_middle_of_the_round_that_was_lost_does_not_bring_that_round_back():
     played = play(case((0.01, 1, False), (0.011, 1, True), workers=2, epochs=3))
     assert (played.lost_workers, played.joined_workers) == (1, 1)
