@@ -167,7 +167,7 @@ def first_state(optimizer: torch.optim.Optimizer) -> dict[Tensor, Any]:
     return {
         parameter: deepcopy(values)
         for parameter, values in optimizer.state.items()
-        if not values.get("step") and "momentum_buffer" not in values  # else it was loaded
+        if not values.get("step")  # else it was loaded
     }
 
 
