@@ -293,6 +293,26 @@ def batch_norms(model: nn.Module) -> Iterator[nn.Module]:
     return (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
 
 
+def count_once(model: nn.Module) -> None:
+    """Have batch norm leave running statistics alone where a backward pass computes it again."""
+
+    def again(norm: nn.Module) -> bool:
+        return norm.training and torch._C._current_graph_task_id() >= 0
+
+    def begin(norm: nn.Module, _: Any) -> None:
+        norm.kept_momentum = norm.momentum
+        norm.momentum = 0.0 if again(norm) else norm.momentum
+
+    def end(norm: nn.Module, *_: Any) -> None:
+        norm.momentum = norm.kept_momentum
+        if norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.sub_(int(again(norm)))
+
+    for norm in batch_norms(model):
+        norm.register_forward_pre_hook(begin)
+        norm.register_forward_hook(end, always_call=True)  # it stops once it has all
+
+
 def join_batch_norm(model: nn.Module) -> nn.Module:
     """Return the model with batch norm over all processes, each of which takes the same passes."""
     # torch's converter would drop the activations that timm has in some of these layers.

@@ -75,7 +75,7 @@ class Charts(Extra):
         self._shown: list[_Tracker] = []
         self._totals: dict[int, dict[str, float]] = {}  # plans', by resolution
         self._rounds: defaultdict[int, list[Row]] = defaultdict(list)  # by epoch
-        self._epochs, self._live = 0, False
+        self._epochs, self._live, self._begun = 0, False, False
 
     @classmethod
     def of(cls, config: ChartSettings) -> Charts | None:
@@ -109,9 +109,11 @@ class Charts(Extra):
         for shown in self._shown:
             if not shown.resumed:
                 shown.table("plan/table", own)
-        self._pictures(0.0, again=False)
 
     def row(self, row: Row) -> None:
+        if self._live and not self._begun:  # by now the plan is drawn
+            self._begun = True
+            self._pictures(0.0, again=False)
         event = row["event"]
         if event == "plan":
             self._totals[row["resolution"]] = {name: row[name] for name in log_rows.PLAN_TOTALS}

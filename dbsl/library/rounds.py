@@ -39,8 +39,8 @@ class Rounds:
     the others have merged.
 
     Args:
-        model: On its device. It keeps its tensors, which hold the mean after a merge; means and
-            changes are at least of float32.
+        model: On its device, as the loop calls it: DDP's wrapper, not its module. It keeps its
+            tensors, which hold the mean after a merge; means and changes are at least of float32.
         optimizer: This process's.
         every: Steps of a round, at least 1; the same on every process. None: rounds end where
             `merge` is called, after as many steps as each process likes, as in dual-batch plans.
@@ -83,7 +83,10 @@ class Rounds:
         self.every = every
         self.steps = 0  # since the last merge
         self.merges = 0
-        self._model, self._optimizer, self._first = model, optimizer, first_state(optimizer)
+        self._model, self._optimizer = model, optimizer
+        bare = getattr(optimizer, "optimizer", optimizer)  # without Accelerate's wrapping
+        # Momentum says not whether it was loaded; torch's SGD is built without.
+        self._first = {} if isinstance(bare, torch.optim.SGD) else first_state(optimizer)
         self._weight, self._group, self._processes = weight, group, world_size(group)
         self._weights = FlatWeights(model, apart=True)  # its vector: as merged last
         trained = len(self._weights.vector) - len(self._weights.buffers)

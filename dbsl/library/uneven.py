@@ -89,7 +89,7 @@ class UnevenBatchSampler:
         interleave: bool = False,
     ) -> None:
         own = ("self", "rank", "num_replicas")
-        asked = {name: _plain(value) for name, value in locals().items() if name not in own}
+        asked = {name: _plain(value) for name, value in dict(locals()).items() if name not in own}
         alone = rank is not None and num_replicas is not None
         self.num_replicas = num_replicas if alone else world_size()
         self.rank = rank if alone else dist.get_rank() if dist.is_initialized() else 0
@@ -113,6 +113,7 @@ class UnevenBatchSampler:
         self._iterator: _Epoch | None = None
         # Whether set_epoch chose the epoch that comes next; None: it is the first, or a state's.
         self._chosen: bool | None = None
+        self._asked: int | None = None  # the epoch that set_epoch chose before a state was loaded
         self._scaled = 0  # calls of `scale`
         self._alone = alone
         self._quiet = self.num_replicas == 1  # no word of that: it was said, or need not be called
@@ -146,7 +147,7 @@ class UnevenBatchSampler:
     def _begin(self, epoch: _Epoch) -> None:
         """Note that an epoch's first batch is drawn: loaders ask for an iterator more often."""
         before, self._iterator = self._iterator, epoch
-        if before is not None and before.number == self.epoch and before.looked_at:
+        if before is not None and before.number == self.epoch and before.looked_at and len(before):
             self._start, self._chosen = before.start, True
         elif before is not None and before.exhausted and len(before):
             if not self._scaled:
@@ -260,6 +261,7 @@ class UnevenBatchSampler:
                 f"num_replicas must be at most {left // least}, for which samples are left of "
                 f"epoch {state['epoch']}, got {self.num_replicas}: begin the next epoch instead"
             )
+        self._asked = self.epoch if self._chosen else None
         self.epoch, self._start = state["epoch"], state["samples"]
         self._iterator, self._chosen = None, None
         sizes = state["local_batch_sizes"]
@@ -381,14 +383,26 @@ class _Epoch:
         return part.indices.tolist()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.number, "start": self.start, "drawn": self.drawn}
+        of = self._of
+        sizes = {"global_batch_size": of.global_batch_size, "num_replicas": of.num_replicas}
+        return {"epoch": self.number, "start": self.start, "drawn": self.drawn, **sizes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        of = self._of
         self._open(state["start"])
-        self._of._begin(self)
         self.number, self.drawn = state["epoch"], state["drawn"]
-        self.taken = self._skipped = self.steps_drawn
-        self._of._start = 0
+        if self.drawn and self.steps_drawn == len(self) and of._asked is not None:
+            # It is over: a loader that loads its state late asks for the next one's.
+            self.exhausted, of._start = True, 0
+            of.epoch, of._chosen, of._asked = of._asked, True, None
+            return
+        # What is drawn is counted in steps; interleaved, in batches of all processes.
+        for name in ("global_batch_size", "num_replicas")[: 1 + of.interleave]:
+            must = f"{name} must be {state[name]}, as in the loader's state inside an epoch"
+            refuse([(self.drawn and state[name] != getattr(of, name), must, getattr(of, name))])
+        of._begin(self)
+        self.number, self.taken = state["epoch"], self.steps_drawn
+        self._skipped, of._start = self.taken, 0
 
 
 class _Speeds:

@@ -63,6 +63,7 @@ class _SoFar:
     lost_workers: list[int] = field(default_factory=list)  # whose processes died
     joined_workers: list[int] = field(default_factory=list)  # whose processes came back
     lost_samples: int = 0  # samples that nobody trained on because a worker was lost
+    unreported: int = 0  # samples of the epoch under way that were handed over without a report
 
 
 def start_log(
@@ -207,6 +208,7 @@ class RunLog:
                     place = {"worker": worker, "epoch": epoch, "round": round_}
                     self.write("undone", {**place, "samples": report.samples})
         self._so_far.samples += handover.samples_under_way
+        self._so_far.unreported += handover.samples_under_way
         taken = {"steps": handover.steps_under_way, "samples": handover.samples_under_way}
         under_way = {epoch for epoch, reports in self._rounds.items() if reports} | {*handover.left}
         under_way |= {self._so_far.epochs} if handover.steps else set()
@@ -307,7 +309,8 @@ class RunLog:
         clocks = rows.given_values({"train_time_s": train_time_s, "virtual_time_s": virtual_time_s})
         found, figures = rows.together(reports), rows.figures_together(reports)
         rate = rows.last_learning_rate(reports)
-        speed = found["samples"] / max(train_time_s - self._so_far.train_time_s, 1e-9)
+        samples, self._so_far.unreported = found["samples"] + self._so_far.unreported, 0
+        speed = samples / max(train_time_s - self._so_far.train_time_s, 1e-9)
         self._all_refused = bool(reports) and all(report.refused for report in reports)
         self._so_far.train_time_s, self._so_far.epochs = train_time_s, epoch + 1
         config, resolution = self._config, self._run.stage_at(epoch).resolution

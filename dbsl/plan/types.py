@@ -190,7 +190,8 @@ class RoundReport:
     learning_rate: float = 0.0  # in the round's last step
     predicted_time_s: float = 0.0  # compute time by the plan
     # On the cluster's clock, which is virtual where the cluster is simulated: the round's compute,
-    # and the time since the worker's last round, spent waiting for others and in transfers.
+    # and the time since the worker's last round, spent waiting for others and in transfers; of
+    # joint steps of real processes all but computing.
     compute_time_s: float = 0.0
     wait_time_s: float = 0.0
     refused: bool = False  # loss or weights were not finite: the round was not merged

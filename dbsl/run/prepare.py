@@ -41,6 +41,7 @@ from dbsl.loss import Figures, LossFunction, figure_names, with_figures
 from dbsl.model import (
     build_model,
     check_sides,
+    count_once,
     load_initial,
     load_own_weights,
     load_timm_weights,
@@ -426,6 +427,7 @@ def _build_model(
     if config.grad_checkpointing:
         try:
             model.set_grad_checkpointing()
+            count_once(model)
         except (AttributeError, AssertionError) as error:
             raise SettingError(
                 f"grad_checkpointing must be false with {config.model}, which does not know it"

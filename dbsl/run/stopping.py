@@ -134,7 +134,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.paused_s = self.start_up_s = 0.0
-        self._made = self._loop_began = time.perf_counter()
+        self._made = self._loop_began = self._begun = time.perf_counter()
 
     @property
     def total_s(self) -> float:
@@ -146,11 +146,15 @@ class Stopwatch:
         start_up_s = time.perf_counter() - self._made
         self._loop_began += start_up_s
         self.start_up_s += start_up_s
+        self._begun = time.perf_counter()
         return start_up_s
 
     def train_s(self, moment: float) -> float:
-        """Return the seconds of training up to a moment of time.perf_counter()."""
-        return moment - self._loop_began - self.paused_s
+        """Return the seconds of training up to a moment of time.perf_counter().
+
+        A moment of the start-up, such as that of an epoch's end that was resumed with, has none.
+        """
+        return max(moment, self._begun) - self._loop_began - self.paused_s
 
     @contextmanager
     def evaluating(self, *, pauses: bool) -> Iterator[Callable[[], float]]:

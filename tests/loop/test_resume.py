@@ -445,6 +445,10 @@ def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, mode, workers)
             seen += state["progress"]["steps"] * 15  # of the round that was under way
         assert seen == 90
     assert {e["worker"] for e in after} == set(range(workers))
+    before_s = 0.0
+    for row in rows(tmp_path / "run", "times") if mode == "step" else ():
+        assert row["images_per_s"] * (row["train_time_s"] - before_s) == pytest.approx(90)
+        before_s = row["train_time_s"]
     assert helpers.summary_of(tmp_path / "run")["samples_seen"] == 3 * 90
 
 

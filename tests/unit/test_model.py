@@ -12,7 +12,16 @@ from torch import nn
 import dbsl.model
 from dbsl.base.errors import SettingError
 from dbsl.config.settings import RunConfig
-from dbsl.model import StridedConv2d, build_model, check_sides, load_initial, load_model, save_model
+from dbsl.model import (
+    StridedConv2d,
+    batch_norms,
+    build_model,
+    check_sides,
+    count_once,
+    load_initial,
+    load_model,
+    save_model,
+)
 from dbsl.optimizer import build_optimizer
 from dbsl.run.prepare import prepare
 from tests.helpers import TINY, refused
@@ -363,3 +372,20 @@ def test_a_model_starts_from_a_file_and_says_what_is_new(tmp_path, caplog, name,
     with pytest.raises(ValueError, match="initial_checkpoint must be a file of weights, got none"):
         load_initial(model, "none", told.append)
     assert not caplog.records  # timm would have its own say
+
+
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
+def test_activations_that_are_computed_again_do_not_count_twice_in_statistics(name):
+    found = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = timm.create_model(name, num_classes=3, drop_rate=0.0).train()
+        if checkpointing:
+            model.set_grad_checkpointing()
+            count_once(model)
+        for _ in range(2):
+            model(torch.linspace(0, 1, 2 * 3 * 32 * 32).view(2, 3, 32, 32)).sum().backward()
+        found.append(dict(model.named_buffers()))
+        assert {norm.momentum for norm in batch_norms(model)} == {0.1}
+    for own, value in found[0].items():
+        assert torch.equal(value, found[1][own]), own

@@ -117,6 +117,18 @@ def test_trackers_are_those_that_accelerate_knows_and_that_are_installed(monkeyp
 
 
 @pytest.mark.usefixtures("recorder")
+def test_a_plan_that_is_drawn_once_the_trackers_are_there_is_sent_with_the_first_row(folder):
+    plan = folder / "plots/plan.png"
+    content = plan.read_bytes()
+    plan.unlink()
+    shown = show(folder, "mlflow")
+    plan.write_bytes(content)
+    for row in epoch():
+        shown.row(row)
+    assert shown._shown[0].tracker.pictures == ["plots/plan"]
+
+
+@pytest.mark.usefixtures("recorder")
 def test_a_tracker_gets_settings_rows_pictures_and_a_table_over_thousandths_of_an_epoch(folder):
     rows = [step(1, 0.25, 1.5, kd=0.5), *epoch(), EVAL, NOISE, {"event": "lost", "worker": 1}]
     shown = show(folder, "mlflow", rows=rows)

@@ -1,5 +1,6 @@
 import math
 import time
+import warnings
 import weakref
 from contextlib import suppress
 
@@ -172,6 +173,45 @@ def test_an_iterators_own_state_is_what_was_drawn():
     assert second[0].state_dict()["samples"] == 30
 
 
+def test_a_state_of_an_epochs_end_that_is_loaded_late_leaves_the_epoch_that_was_chosen():
+    """torchdata loads it when the loop asks for batches, after set_epoch."""
+    ((first,), (second,), (fresh,)) = (samplers(30, [4]) for _ in range(3))
+    batches = iter(first)
+    for batch in batches:
+        first.scale(len(batch))
+    second.set_epoch(1)
+    over = iter(second)
+    second.load_state_dict(first.state_dict())
+    over.load_state_dict(batches.state_dict())
+    assert list(over) == []
+    fresh.set_epoch(1)
+    assert list(second) == list(fresh)
+    assert second.epoch == 1
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loop_without_set_epoch_goes_on_with_whole_epochs(shuffle):
+    ((first,), (second,)) = (samplers(40, [8], shuffle=shuffle) for _ in range(2))
+    for batch in first:
+        first.scale(len(batch))
+    second.load_state_dict(first.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that set_epoch was not called
+        found = [len([second.scale(len(batch)) for batch in second]) for _ in range(3)]
+    assert found == [0, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"), [([8], "global_batch_size must be 4"), ([2, 2], "num_replicas must be 1")]
+)
+def test_an_iterators_state_is_not_that_of_other_steps(sizes, said):
+    ((first, *_), (second, *_)) = (samplers(40, own, interleave=True) for own in ([4], sizes))
+    batches = iter(first)
+    next(batches)
+    with pytest.raises(SettingError, match=f"{said}.*in the loader's state inside an epoch"):
+        iter(second).load_state_dict(batches.state_dict())
+
+
 @pytest.mark.parametrize(
     ("use", "said"),
     [
@@ -335,6 +375,9 @@ def test_an_optimizer_whose_state_was_loaded_begins_afresh_from_none():
     again = torch.optim.Adam(model.parameters())
     again.load_state_dict(optimizer.state_dict())
     assert first_state(again) == {}
+    momentum = torch.optim.SGD(model.parameters(), momentum=0.9)
+    momentum.step()
+    assert Rounds(model, momentum)._first == {}
     new = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
     assert [state["sum"].unique().item() for state in first_state(new).values()] == [0.5, 0.5]
 

@@ -130,8 +130,11 @@ def test_start_up_is_in_the_total_and_not_in_the_training_over_two_sessions(monk
     now[0] += 2
     second.load_state_dict(saved)
     now[0] += 1
+    resumed_with = now[0]  # an epoch's end that is to be told
+    now[0] += 1
     second.start_training()
+    assert second.train_s(resumed_with) == 30 + 7
     now[0] += 10
-    assert second.start_up_s == 12 + 3
+    assert second.start_up_s == 12 + 4
     assert second.train_s(now[0]) == 30 + 7 + 10
-    assert second.total_s == 12 + 42 + 3 + 10
+    assert second.total_s == 12 + 42 + 4 + 10
