@@ -332,8 +332,8 @@ class PlanMaker:
         models = models[active]
         if takes_joint_steps(self._config):
             total = self._total(resolution)
-            lowest = self._rules.lowest(total, len(active))
             limits = self._limits(resolution)[active]
+            lowest = self._lowest(total, limits)
             sizes = machines.balanced_sizes(total, models, limits, lowest)
             plan = plan_steps(self._samples, sizes, models, self._rules)
         else:
@@ -422,8 +422,11 @@ class PlanMaker:
         refuse([(total > self._samples, text, total)])
         if model.equal and total <= int(limits.min()) * workers:
             return machines.largest_remainder(np.ones(workers), total)
-        lowest = max(self._least, min(self._rules.lowest(total, workers), int(limits.min())))
-        return machines.balanced_sizes(total, model, limits, lowest)
+        return machines.balanced_sizes(total, model, limits, self._lowest(total, limits))
+
+    def _lowest(self, total: int, limits: np.ndarray) -> int:
+        """Return the fewest samples of a worker in a joint step, which no limit is below."""
+        return max(self._least, min(self._rules.lowest(total, len(limits)), int(limits.min())))
 
     def _total(self, resolution: int) -> int:
         by_hand = sum(self._by_hand.get(resolution, ()))

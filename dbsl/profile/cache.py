@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,12 @@ class Profiler:
         self._others: dict[int | None, Profiler] = {None: self}
         self._announced = False
         self.path = self.file or cache_file(self.spec.setup)
+
+    @cached_property
+    def _known(self) -> dict[int, StepProfile]:
+        """What the file, or the cache, has: read once it is asked for, as a file has one setup."""
         skip = self.refresh and not self.file
-        self._known = {} if skip else _read(self.path, self.spec.setup, strict=bool(self.file))
+        return {} if skip else _read(self.path, self.spec.setup, strict=bool(self.file))
 
     def in_micro_batches(self, most: int | None) -> Profiler:
         """Return a profiler of steps in micro-batches of at most so many samples; None: whole."""

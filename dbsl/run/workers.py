@@ -147,10 +147,12 @@ def _with_known(config: RunConfig, known: KnownWorkers, models: list[TimeModel])
     slope, intercept, floor = (
         from_workers([getattr(model, name).tolist() for model in models]) for name in _OF_MODELS
     )
-    micro = known.micro_batch_sizes
+    micro, large = known.micro_batch_sizes, known.large_batch_sizes
+    if takes_joint_steps(config) and config.global_batch_size is not None:
+        large = known.limits or large  # there it says what a worker can hold
     return replace(
         config,
-        large_batch_size=from_workers([*known.large_batch_sizes.values()]) if keeps_large else None,
+        large_batch_size=from_workers([*large.values()]) if keeps_large else None,
         micro_batch_size=micro and from_workers([*micro.values()]),
         slope=slope,
         intercept=intercept,
@@ -201,7 +203,7 @@ def _profiled_name(config: RunConfig, model: nn.Module, data: TrainingData) -> s
     inputs, _ = data.example(1, config.resolutions[-1])
     sides = () if config.resolutions[-1] else inputs.shape[1:]
     kind = str(inputs.dtype).removeprefix("torch.")  # it is no precision of the steps
-    return "-".join([config.model, kind, "inputs", *map(str, sides)])
+    return "-".join([config.model, kind, "inputs", *map(str, sides), *config.opt_kwargs])
 
 
 def _reserve_bytes(

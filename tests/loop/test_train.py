@@ -160,6 +160,24 @@ def test_auto_is_what_fits_and_is_written_down(
     assert said in capsys.readouterr().out
 
 
+def test_a_joint_batch_above_what_auto_found_is_planned_again_by_the_runs_own_settings(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("dbsl.profile.cache.profile_memory", lambda *_: MEMORY)
+    settings = {"sync": "step", "small_workers": None, "epochs": 1, "lr_milestones": ()}
+    settings |= {"large_batch_size": "auto", "global_batch_size": 30}
+    run(tmp_path / "first", **settings)
+    flags = [
+        "--config",
+        str(tmp_path / "first/config.yaml"),
+        "--output-dir",
+        str(tmp_path / "again"),
+    ]
+    main(parse_config(Config, flags))
+    plans = [(tmp_path / name / "plan.json").read_text() for name in ("first", "again")]
+    assert plans[0] == plans[1]
+
+
 @pytest.mark.slow
 def test_two_processes_at_a_barrier_repeat_to_the_bit_however_they_are_launched(tmp_path):
     settings = {**SETTINGS, "epochs": 2, "lr_milestones": (1,)}

@@ -177,6 +177,15 @@ def test_other_proportions_never_drift_or_empty_a_part(proportions, rounds):
     assert all(w.samples >= rounds >= 1 and w.local_batch_size >= 1 for w in moved.workers)
 
 
+def test_no_part_of_a_new_plan_is_above_what_its_worker_can_hold():
+    models, limits = TimeModel.of(TimeModel(0.001, 0.01), 4), np.array([4, 60, 60, 60])
+    known = KnownWorkers({8: models}, {8: [60] * 4}, False, {8: limits})
+    how = {"workers": 4, "resolutions": (8,), "sync": "step", "global_batch_size": 64}
+    maker = PlanMaker(RunConfig(**how, min_batch_size=8), known, 1000, least=1)
+    for plan in (maker.first(8, print), maker.replan(8, models, range(4))):
+        assert [w.local_batch_size for w in plan.workers] == [4, 20, 20, 20]
+
+
 @given(sizes_lists, st.integers(0, 400), st.integers(1, 2), st.booleans())
 def test_where_batch_norm_is_over_all_processes_each_has_samples_in_every_step(
     sizes, extra, least, drop_last

@@ -515,7 +515,12 @@ def test_profile_of_another_device_or_without_the_resolution_is_refused(profiler
     write_profiles(path, replace(profiler.setup, device="NVIDIA H200"), profiles)
     message = "profile must be of this run's device .*, got 'NVIDIA H200'"
     with pytest.raises(ValueError, match=message):
-        profiler(file=path)
+        profiler(file=path).profile(32, 64)
+    write_profiles(path, replace(profiler.setup, micro_batch=16), profiles)
+    own = profiler(file=path)
+    assert own.in_micro_batches(16).profile(32, 64) == profiles[32]
+    with pytest.raises(ValueError, match="profile must be of this run's micro_batch None, got 16"):
+        own.profile(32, 64)
     write_profiles(path, profiler.setup, profiles)
     assert profiler(file=path).profile(32, 64) == profiles[32]
     with pytest.raises(ValueError, match="profile must have 24 px with batches up to 64"):
@@ -543,7 +548,7 @@ def test_a_file_that_is_no_profile_is_refused_and_in_the_cache_measured_again(pr
     damage(content)
     path.write_text(json.dumps(content) if content else "{ not json")
     with pytest.raises(ValueError, match="profile must be a file that python"):
-        profiler(file=path)
+        profiler(file=path).profile(32, 64)
     profiler().profile(32, 64)
     assert len(profiler.measured) == 2
 
