@@ -300,10 +300,14 @@ def count_once(model: nn.Module) -> None:
         return norm.training and torch._C._current_graph_task_id() >= 0
 
     def begin(norm: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():  # what is compiled counts once
+            return
         norm.kept_momentum = norm.momentum
         norm.momentum = 0.0 if again(norm) else norm.momentum
 
     def end(norm: nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         norm.momentum = norm.kept_momentum
         if norm.num_batches_tracked is not None:
             norm.num_batches_tracked.sub_(int(again(norm)))

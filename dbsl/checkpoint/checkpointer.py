@@ -36,6 +36,7 @@ from dbsl.checkpoint.disk import (
     write_shard,
 )
 from dbsl.checkpoint.resume import Resumed
+from dbsl.cluster.alive import SAVED_S, WRITER
 from dbsl.cluster.wire import SERVER_RANK
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import CHECKPOINTS, parse_interval
@@ -45,7 +46,6 @@ from dbsl.plan.types import Action, EpochEnd, Handover
 from dbsl.run.session import Session
 
 _BEST_FILE = f"{BEST}.safetensors"
-_LAST_PATIENCE_S = 20.0  # for a save under way when the process fails
 _SEEN_S = 30.0  # that a shared disk may take to show rank 0 what another node has written
 
 
@@ -95,7 +95,7 @@ class Writer:
             except OSError as error:
                 self._failed(target, error)
                 return
-        self._thread = threading.Thread(target=self.write, args=(copy,), name="checkpoint")
+        self._thread = threading.Thread(target=self.write, args=(copy,), name=WRITER)
         self._thread.start()
 
     def wait(self, patience_s: float | None = None) -> None:
@@ -195,7 +195,7 @@ class Checkpointer:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         self._stopping.on_signal = lambda: None
-        self._writer.wait(None if kind is None else _LAST_PATIENCE_S)
+        self._writer.wait(None if kind is None else SAVED_S)
 
     def restore_random_state(self) -> None:
         """Bring the random state back, if a resumed run was stopped inside this round."""

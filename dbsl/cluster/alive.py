@@ -36,6 +36,7 @@ _TOLD_S = NOTICED_S + 4 * _BEAT_S
 _END_S = 3.2  # that the main thread has to end the process itself
 _ASK_EVERY_S = 1.0  # that processes tell each other whether to stop or to save
 _MEETING = 10**9  # exchanges of all processes are counted in these, those inside a worker in ones
+WRITER, SAVED_S = "checkpoint", 20.0  # the thread that saves, which a process that fails waits for
 _LAST = "!"  # begins the last beat
 _LOST = "lost: "
 
@@ -282,6 +283,9 @@ def end_later(found: str, leaves: threading.Event) -> None:
     """End this process with a line, unless its main thread is faster, and `leaves`."""
 
     def end() -> None:
+        for thread in threading.enumerate():  # what this process saves may be all that is missing
+            if thread.name == WRITER:
+                thread.join(SAVED_S)
         if not leaves.is_set():
             print(f"error: {found}", file=sys.stderr, flush=True)
             os._exit(2)

@@ -468,12 +468,17 @@ class ServingCluster(MemberCluster):
         """Serve a rank no more; its thread and its pulse both come to it, and the first counts."""
         with self._changed:
             self._changed.notify_all()
-            if self._pulses[rank] is not pulse or self._heard.pop(rank, None) is None:
+            if self._pulses[rank] is not pulse or rank not in self._heard:
                 return
-            for ranks in self._saving.values():
-                ranks.discard(rank)
+            self._forget(rank)
             left_out = self._lose(rank, reason)
         pulse.end(reason if left_out else "")  # it may still be there
+
+    def _forget(self, rank: int) -> None:
+        """Wait for a rank no longer, with the lock held."""
+        self._heard.pop(rank, None)
+        for ranks in self._saving.values():
+            ranks.discard(rank)
 
     def _answer(self, rank: int, link: Channel, pulse: Pulse) -> bool:
         """Hear a message and do what it asks; False: it was the last."""
@@ -528,6 +533,7 @@ class ServingCluster(MemberCluster):
             return False
         for other in self._with(rank):
             if other != rank:
+                self._forget(other)  # it ends, perhaps in the middle of a push
                 self._pulses[other].end(f"{name} was lost: {reason}")
         return True
 

@@ -385,13 +385,16 @@ class _Epoch:
     def state_dict(self) -> dict[str, Any]:
         of = self._of
         sizes = {"global_batch_size": of.global_batch_size, "num_replicas": of.num_replicas}
-        return {"epoch": self.number, "start": self.start, "drawn": self.drawn, **sizes}
+        place = {"epoch": self.number, "start": self.start, "drawn": self.drawn}
+        return {**place, **sizes, "over": self.steps_drawn == len(self)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         of = self._of
         self._open(state["start"])
         self.number, self.drawn = state["epoch"], state["drawn"]
-        if self.drawn and self.steps_drawn == len(self) and of._asked is not None:
+        if state["over"]:  # with other sizes it has another length
+            self.drawn = len(self) * (of.num_replicas if of.interleave else 1)
+        if self.drawn and state["over"] and of._asked is not None:
             # It is over: a loader that loads its state late asks for the next one's.
             self.exhausted, of._start = True, 0
             of.epoch, of._chosen, of._asked = of._asked, True, None
@@ -399,7 +402,8 @@ class _Epoch:
         # What is drawn is counted in steps; interleaved, in batches of all processes.
         for name in ("global_batch_size", "num_replicas")[: 1 + of.interleave]:
             must = f"{name} must be {state[name]}, as in the loader's state inside an epoch"
-            refuse([(self.drawn and state[name] != getattr(of, name), must, getattr(of, name))])
+            inside, mine = self.drawn and not state["over"], getattr(of, name)
+            refuse([(inside and state[name] != mine, must, mine)])
         of._begin(self)
         self.number, self.taken = state["epoch"], self.steps_drawn
         self._skipped, of._start = self.taken, 0

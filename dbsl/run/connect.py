@@ -24,7 +24,7 @@ from dbsl.cluster.steps import ComputeTimer, DistributedSteps, PushedGradients, 
 from dbsl.cluster.weights import FlatWeights, compile_in_place
 from dbsl.cluster.wire import CPU, SERVER_RANK
 from dbsl.config.settings import FLOAT32, meets_at_server, wire_of
-from dbsl.model import join_batch_norm, set_dropout, set_training
+from dbsl.model import count_once, join_batch_norm, set_dropout, set_training
 from dbsl.optimizer import make_clip
 from dbsl.run.folder import SUMS
 from dbsl.run.training import Run, SimulatedTimes
@@ -150,6 +150,8 @@ def _stepper(
     joint, wire = config.sync == "step", wire_of(config)
     if joint and control is not None and config.sync_batch_norm:
         model = join_batch_norm(model)
+        if config.grad_checkpointing:  # its layers are new
+            count_once(model)
     optimizers = {
         worker: accelerator.prepare_optimizer(run.build_optimizer(model))
         for worker in (workers[:1] if joint else workers)  # joint steps share one

@@ -82,7 +82,9 @@ class Stopping:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name
         # Whoever reads what is printed may be gone by the same signal: a terminal, `tee`.
-        sys.stdout, sys.stderr = _BestEffort(sys.stdout), _BestEffort(sys.stderr)
+        for name in ("stdout", "stderr"):
+            if (stream := getattr(sys, name)) is not None:  # a daemon may have none
+                setattr(sys, name, _BestEffort(stream))
         while self._before:  # the next one ends the process
             signal.signal(*self._before.popitem())
         # A launcher ends all processes where one has failed: `_tell` asks, and then says nothing.

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.meeting import BarrierCluster
 from dbsl.cluster.merges import mean, ratio
 from dbsl.cluster.server import Server
-from dbsl.cluster.serving import through_server
+from dbsl.cluster.serving import ServingCluster, through_server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import isend
 from dbsl.plan.follow import Planner
@@ -318,6 +319,26 @@ def test_a_worker_that_dies_in_the_middle_of_a_push_is_dropped(run_ranks):
 def test_a_worker_whose_server_dies_in_the_middle_of_an_answer_ends(run_ranks, capfd):
     assert run_ranks(dying_in_a_vector, 0, expect_errors=True) == [None, None]
     assert "error: the server (rank 0) was lost: " in capfd.readouterr().err
+
+
+def test_nobody_waits_for_the_mates_of_a_process_that_is_lost():
+    """They are told to end, perhaps in the middle of a push, whose wait gloo does not end."""
+    told = []
+    cluster = ServingCluster.__new__(ServingCluster)
+    cluster._changed, cluster._owners = threading.Condition(), {1: 1, 2: 2, 3: 2}
+    pulses = {rank: SimpleNamespace(end=partial(told.append)) for rank in (1, 2, 3)}
+    cluster._pulses, cluster._heard = pulses, dict.fromkeys(pulses, 0)
+    cluster._saving, cluster._failure, cluster._stopping = {7: {1, 2, 3}}, None, False
+    members = SimpleNamespace(active={0, 1, 2})
+    cluster.server, cluster._rounds = SimpleNamespace(members=members, clocks=[0] * 3), 4
+    cluster.workers, cluster._drop = (0,), lambda rank, worker, reason: members.active.discard(2)
+    for _ in range(2):  # its thread and its pulse
+        cluster._give_up(3, pulses[3], "Connection closed")
+    assert (cluster._heard, cluster._saving) == ({1: 0}, {7: {1}})
+    assert told == [
+        "rank 3 (a process of worker 2) was lost: Connection closed",
+        "Connection closed",
+    ]
 
 
 class Waiting:

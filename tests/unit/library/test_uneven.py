@@ -189,6 +189,24 @@ def test_a_state_of_an_epochs_end_that_is_loaded_late_leaves_the_epoch_that_was_
     assert second.epoch == 1
 
 
+def test_half_an_epoch_is_not_over_where_steps_are_twice_as_large():
+    ((first,), (second,), (third,)) = (samplers(40, [size]) for size in (4, 8, 2))
+    batches = iter(first)
+    for _ in range(5):
+        next(batches)
+    second.set_epoch(1)
+    over = iter(second)
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(SettingError, match=r"global_batch_size must be 4, .*, got 8"):
+        over.load_state_dict(batches.state_dict())
+    assert len(list(batches)) == 5
+    third.set_epoch(1)
+    over = iter(third)
+    third.load_state_dict(first.state_dict())
+    over.load_state_dict(batches.state_dict())  # between epochs sizes may change
+    assert (list(over), third.epoch, len(list(third))) == ([], 1, 20)
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_loop_without_set_epoch_goes_on_with_whole_epochs(shuffle):
     ((first,), (second,)) = (samplers(40, [8], shuffle=shuffle) for _ in range(2))

@@ -112,6 +112,14 @@ def test_a_run_saves_though_who_reads_it_is_gone_with_the_signal(tmp_path, numbe
     assert saved.exists()
 
 
+def test_a_process_without_outputs_is_stopped_like_any_other(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    with Stopping() as stopping:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("nobody hears it")
+        assert stopping.reason == "SIGTERM"
+
+
 def test_start_up_is_in_the_total_and_not_in_the_training_over_two_sessions(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
