@@ -283,9 +283,6 @@ def end_later(found: str, leaves: threading.Event) -> None:
     """End this process with a line, unless its main thread is faster, and `leaves`."""
 
     def end() -> None:
-        for thread in threading.enumerate():  # what this process saves may be all that is missing
-            if thread.name == WRITER:
-                thread.join(SAVED_S)
         if not leaves.is_set():
             print(f"error: {found}", file=sys.stderr, flush=True)
             os._exit(2)

@@ -35,7 +35,7 @@ from dbsl.base.errors import (
     is_lost_peer,
     reason_of,
 )
-from dbsl.cluster.alive import NOTICED_S, Pulse, end_later
+from dbsl.cluster.alive import NOTICED_S, SAVED_S, WRITER, Pulse, end_later
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.launch import Admission, Door
 from dbsl.cluster.server import Server
@@ -273,6 +273,9 @@ class ServedCluster(MemberCluster):
 
     def _on_lost(self, pulse: Pulse) -> None:
         """Have this process end, though it may wait for others of its worker, or for a vector."""
+        for thread in threading.enumerate():
+            if thread.name == WRITER:  # its shard may be all that a checkpoint lacks
+                thread.join(SAVED_S)
         end_later(self._loss(RuntimeError()), self._leaves)
 
 

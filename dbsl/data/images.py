@@ -17,7 +17,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import MappingProxyType
@@ -200,16 +200,20 @@ class ImageSplit:
         where = f"image {row} of split {self.name!r} of dataset {self.dataset!r}"
         return f"{where}{file} cannot be decoded ({reason})"
 
-    def _check_path(self, path: str) -> None:
-        """Refuse to read what lies elsewhere: a stranger's table may name any file, or a URL."""
+    @cached_property
+    def _roots(self) -> tuple[str, ...]:
+        """Where images may lie; `datasets` resolves links that a folder is named by."""
         here = Path(self.dataset).expanduser()
         roots = [here.parent if here.is_file() else here] if here.exists() else []
         roots += [datasets.config.HF_CACHE_HOME, datasets.config.HF_DATASETS_CACHE]
         roots.append(hub.HF_HUB_CACHE)
+        forms = (os.path.abspath, os.path.realpath)
+        return tuple(os.path.join(form(root), "") for root in roots for form in forms)
+
+    def _check_path(self, path: str) -> None:
+        """Refuse to read what lies elsewhere: a stranger's table may name any file, or a URL."""
         place = os.path.abspath(path.rpartition("::")[2].removeprefix("file://"))
-        # `datasets` resolves links that a folder is named by.
-        named = (form(root) for root in roots for form in (os.path.abspath, os.path.realpath))
-        if not any(place.startswith(os.path.join(root, "")) for root in named):
+        if not place.startswith(self._roots):
             raise SettingError(f"path must be inside the dataset's folder, got {path}")
 
     def __getitem__(self, request: Request) -> Loaded:
