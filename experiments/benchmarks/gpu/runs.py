@@ -99,7 +99,7 @@ def results_of(folder: Path) -> dict[str, Any]:
     finite = [isinstance(x, int | float) and math.isfinite(x) for x in (*means, *held)]
     train_s = evaluations[-1]["train_time_s"] if evaluations else None
     return {
-        "epochs": len(evaluations),
+        "epochs": evaluations[-1]["epoch"] if evaluations else 0,
         "finite": bool(finite) and all(finite),
         "train_loss": [_short(x) for x in means],
         "eval_loss": [_short(x) for x in held],

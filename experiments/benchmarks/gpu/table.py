@@ -145,7 +145,7 @@ ROWS = (
     Row("largest", "Largest batch", _largest),
     Row("two-processes", "Two processes, gloo", _two),
     Row("killed-rank", "One of two processes killed", _killed),
-    Row("tune", "Rate of all large, on held-out images", _training),
+    Row("tune", "Rates, on held-out images", _training),
     Row("arm", "The paper's arms", _training),
     Row("recipe", "cifar100_best, control", _training),
     Row("conference", "The conference paper's setting", _training),
