@@ -146,7 +146,7 @@ def _arms(seeds: tuple[int, ...] | list[int], epochs: int | None) -> list[Stage]
             if needs:
                 given["rate_from"] = list(needs)
             name = f"arm-{arm}-{f'{epochs}epochs' if epochs else 'full'}-seed{seed}"
-            seconds = (100, 400) if epochs else (330, 570)
+            seconds = (100, 400) if epochs else (240, 570)
             dry = epochs is not None and arm in ("ddp512", "hybrid")
             stages.append(_training(name, given, *seconds, needs=needs, dry=dry))
     return stages
