@@ -24,17 +24,21 @@ class Row:
 
 def table(files: Iterable[Path]) -> str:
     """Return the table in Markdown. Dry runs, and any on a CPU, are not in it."""
-    latest: dict[str, Line] = {}
+    latest: dict[str, dict[str, Line]] = {}  # by stage, and by the rate that a tuning had found
     for line in sorted(read_results(files), key=lambda line: str(line.get("date"))):
-        on_gpu = not line.get("dry") and line.get("device") not in ("", "cpu", None)
-        better = line["status"] == "ok" or latest.get(line["stage"], {}).get("status") != "ok"
-        if on_gpu and better:
-            latest[line["stage"]] = line
+        if line.get("dry") or line.get("device") in ("", "cpu", None):
+            continue
+        found = latest.setdefault(line["stage"], {})
+        if line["status"] == "ok":
+            found[_rate(line)] = line
+            found.pop("not done", None)
+        elif not found or "not done" in found:
+            found["not done"] = line
     names = [stage.name for stage in all_stages()]
     rows, left = ["| What | Stages done | On | Found |", "| --- | --- | --- | --- |"], []
     for row in ROWS:
         own = [name for name in names if name == row.prefix or name.startswith(f"{row.prefix}-")]
-        lines = [latest[name] for name in own if name in latest]
+        lines = [line for name in own for line in latest.get(name, {}).values()]
         if not lines:
             left.append(f"{row.what} (`{row.prefix}`)")
             continue
@@ -44,7 +48,7 @@ def table(files: Iterable[Path]) -> str:
         found = [row.found(good)] if good else []
         cells = (
             f"{row.what} (`{row.prefix}`)",
-            f"{len(good)}/{len(own)}",
+            f"{len({line['stage'] for line in good})}/{len(own)}",
             "; ".join(devices),
             "; ".join(found + bad),
         )
@@ -52,6 +56,12 @@ def table(files: Iterable[Path]) -> str:
     if left:
         rows.append(f"| Not yet: {'; '.join(left)} | | | |")
     return "\n".join(rows)
+
+
+def _rate(line: Line) -> str:
+    """Return the learning rate that a tuning gave to a run, as words; nothing for other runs."""
+    flags = [*line.get("figures", {}).get("flags", ()), ""]
+    return f" at {flags[flags.index('--lr') + 1]}" if "--lr" in flags else ""
 
 
 def _card(device: str) -> str:
@@ -113,12 +123,12 @@ def _training(lines: Sequence[Line]) -> str:
     accuracies: dict[str, list[float]] = {}
     for line in lines:
         name = line["stage"].partition("-")[2]
-        name = name.rpartition("-seed")[0] or name
+        name = (name.rpartition("-seed")[0] or name) + _rate(line)
         if part := line["figures"].get("train_images"):
             name += f" ({part} images)"
         accuracies.setdefault(name, []).append(line["figures"]["final_accuracy"])
     return "; ".join(
-        f"{name} {sum(values) / len(values):.2%} (n={len(values)})"
+        f"{name} {sum(values) / len(values):.2%}{f' (n={len(values)})' * (len(values) > 1)}"
         for name, values in accuracies.items()
     )
 

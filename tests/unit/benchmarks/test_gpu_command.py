@@ -321,6 +321,9 @@ def test_the_table_says_not_yet_until_a_gpu_has_run_a_stage(tmp_path):
         result("resume-bsp-deterministic", status="failed"),
         result("arm-dual-full-seed0", final_accuracy=0.70),
         result("arm-dual-full-seed1", final_accuracy=0.72),
+        result("arm-dual_tuned-full-seed0", final_accuracy=0.73, flags=["--lr", "0.4"]),
+        result("arm-dual_tuned-full-seed0", status="timeout"),
+        result("arm-dual_tuned-full-seed0", final_accuracy=0.74, flags=["--lr", "0.8"]),
     ):
         append(path, line)
     *lines, left = table([path]).splitlines()[2:]
@@ -332,7 +335,10 @@ def test_the_table_says_not_yet_until_a_gpu_has_run_a_stage(tmp_path):
     assert "| 32px-b500-eager: 51,234 images/s, 0.951 of bare; 32px-b64" in rows["speed"]
     assert "| 0/4 |" in rows["resume"]
     assert "resume-bsp-deterministic failed" in rows["resume"]
-    assert "dual-full 71.00% (n=2)" in rows["arm"]
+    assert rows["arm"].endswith(
+        "| 3/24 | H200, 0123456 | dual-full 71.00% (n=2); "
+        "dual_tuned-full at 0.4 73.00%; dual_tuned-full at 0.8 74.00% |"
+    )
 
 
 @pytest.mark.slow
