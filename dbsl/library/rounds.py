@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dbsl.base.errors import SettingError
 from dbsl.cluster.formats import RoundedSum
@@ -122,12 +123,13 @@ class Rounds:
                 dist.broadcast(weights, group=self._group, group_src=0)
             self._weights.load(weights)
         self._loaded, self._inside = False, ExitStack()
-        if hasattr(self._model, "no_sync"):
-            self._inside.enter_context(self._model.no_sync())
-            # Else DDP gives all the buffers of process 0 before the first forward pass.
-            sync = self._model.require_forward_param_sync
-            self._inside.callback(setattr, self._model, "require_forward_param_sync", sync)
-            self._model.require_forward_param_sync = False
+        for ddp in self._model.modules():
+            if isinstance(ddp, DistributedDataParallel):
+                self._inside.enter_context(ddp.no_sync())
+                # Else it gives all the buffers of process 0 before the first forward pass.
+                sync = ddp.require_forward_param_sync
+                self._inside.callback(setattr, ddp, "require_forward_param_sync", sync)
+                ddp.require_forward_param_sync = False
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

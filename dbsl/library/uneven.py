@@ -52,7 +52,7 @@ class UnevenBatchSampler:
         local_batch_sizes: Samples of a joint batch that each process takes, by rank; None: equal.
         balance: "dynamic": sizes follow the measured speed of the processes, at a constant global
             batch size. It needs `watch`, and meets the other processes in `scale`.
-        balance_every: Steps between two such moves; None: they happen between epochs alone.
+        balance_every: Batches between two such moves; None: they happen between epochs alone.
         accumulate: Batches of each process that make an optimizer step.
         drop_last: Leave out the samples that do not fill a joint batch.
         shuffle: Draw another order each epoch, from `seed` and the epoch.
@@ -303,6 +303,9 @@ class UnevenBatchSampler:
         if "BatchSampler" in users:
             raise SettingError("the sampler must be passed as batch_sampler, got sampler")
         sharded = "BatchSamplerShard" in users  # accelerator.prepare
+        stateful = any(name.startswith("_Stateful") for name in users)
+        must = "use_stateful_dataloader must be False: save and load the sampler's state"
+        refuse([(sharded and stateful, must, True)])
         direct = not sharded and str(asking).startswith(("torch.", "torchdata."))
         if self.num_replicas > 1 and (direct if self.interleave else sharded):
             raise SettingError(
@@ -362,6 +365,8 @@ class _Epoch:
     def __next__(self) -> list[int]:
         of = self._of
         if self.number is None:
+            must = "skip_first_batches must be left out inside the epoch of a loaded state"
+            refuse([(bool(self._skipped and of._start), must, self._skipped)])
             of._begin(self)
             self._open(of._start)
             self.number, of._start = of.epoch, 0

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from dbsl.base.errors import SettingError
@@ -26,8 +27,9 @@ class Watch:
     """Measures every pass of a model for which gradients are on, several forward passes as one."""
 
     def __init__(self, model: nn.Module) -> None:
-        # DDP's own module, also where it is compiled.
-        inner = model.module if hasattr(model, "require_forward_param_sync") else model
+        # DDP's own module, also where it is compiled or wrapped once more.
+        wrapped = [m.module for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        inner = wrapped[0] if len(wrapped) == 1 else model
         if any(isinstance(module, SHARDED) for module in model.modules()):
             raise SettingError(
                 "watch needs a model whose parameters are whole: FSDP waits for other processes "

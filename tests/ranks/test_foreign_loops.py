@@ -100,8 +100,11 @@ def test_a_stateful_loader_goes_on_at_the_next_batch(run_ranks, stop):
     assert sorted(first + second) == list(range(SAMPLES))
 
 
-def skipping(rank, interleave):
-    """Train an epoch whose first two batches Accelerate leaves out; return what scale says."""
+def skipping(rank, interleave, samples=0):
+    """Train an epoch whose first batch Accelerate leaves out; return what scale says.
+
+    With `samples` a state inside the epoch was loaded.
+    """
     os.environ.update(place_of(rank, 2))
     from accelerate import Accelerator, skip_first_batches
 
@@ -109,6 +112,7 @@ def skipping(rank, interleave):
     sampler = dbsl.UnevenBatchSampler(19, local_batch_sizes=[3, 5], interleave=interleave)
     loader = DataLoader(range(19), batch_sampler=sampler)
     loader = accelerator.prepare(loader) if interleave else loader
+    sampler.load_state_dict(sampler.state_dict() | {"samples": samples})
     return [sampler.scale(len(batch)) for batch in skip_first_batches(loader, 1)]
 
 
@@ -116,6 +120,8 @@ def skipping(rank, interleave):
 def test_batches_that_accelerate_skips_are_left_out_of_the_scales(run_ranks, interleave):
     # 19 = 8 + 8 + 3: the last joint batch is split 1 and 2.
     assert run_ranks(skipping, interleave) == [[2 * 3 / 8, 2 * 1 / 3], [2 * 5 / 8, 2 * 2 / 3]]
+    for error in run_ranks(skipping, interleave, 8, expect_errors=True):
+        assert "skip_first_batches must be left out inside the epoch of a loaded state" in error
 
 
 def sharded(rank, way):

@@ -277,6 +277,27 @@ def test_what_nobody_changes_keeps_its_bits(run_ranks, wire):
     assert run_ranks(with_constants, wire) == [(True, True, True)] * 2
 
 
+def wrapped_rounds(rank, wrap):
+    """Take two steps of a round on unlike data; return the weights after each."""
+    torch.manual_seed(0)
+    ddp, found = DistributedDataParallel(nn.Linear(2, 1)), []
+    model = wrap(ddp)
+    with dbsl.Rounds(model, torch.optim.SGD(model.parameters(), 0.1), 2) as rounds:
+        for _ in range(2):
+            ddp(torch.full((1, 2), rank + 1.0)).sum().backward()
+            rounds._optimizer.step()
+            rounds.step()
+            found.append(ddp.module.weight.detach().clone())
+    return found
+
+
+@pytest.mark.parametrize("wrap", [lambda ddp: ddp, lambda ddp: nn.ModuleList([ddp])])
+def test_gradients_are_not_averaged_in_a_round_wherever_ddp_is(run_ranks, wrap):
+    (first, merged), (second, other) = run_ranks(wrapped_rounds, wrap)
+    assert not torch.equal(first, second)
+    assert torch.equal(merged, other)
+
+
 def left_again(rank):
     model = nn.Linear(2, 1)
     rounds = dbsl.Rounds(model, torch.optim.SGD(model.parameters()), 3)

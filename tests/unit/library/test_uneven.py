@@ -7,7 +7,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_model
 from torch import nn
@@ -56,7 +56,6 @@ def runs(draw):
     return run | {"seed": draw(st.integers(0, 5)), "shuffle": draw(st.booleans())}
 
 
-@settings(max_examples=1000, deadline=None)
 @given(runs())
 def test_each_sample_is_met_once_by_whoever_resumes(run):
     fixed = {"seed": run["seed"], "shuffle": run["shuffle"]}
@@ -83,7 +82,6 @@ def test_each_sample_is_met_once_by_whoever_resumes(run):
     assert trained[:count] == order[:count]
 
 
-@settings(max_examples=100, deadline=None)
 @given(runs(), st.integers(1, 4))
 def test_scales_make_of_the_means_the_mean_over_the_window(run, accumulate):
     group = samplers(run["samples"], run["first"], accumulate=accumulate)
@@ -96,7 +94,6 @@ def test_scales_make_of_the_means_the_mean_over_the_window(run, accumulate):
                 assert scale == len(group) * len(batch) / total
 
 
-@settings(max_examples=100, deadline=None)
 @given(runs())
 def test_batches_are_as_planned_and_the_last_is_what_is_left(run):
     joint = train(samplers(run["samples"], run["first"]), 0)
@@ -105,7 +102,6 @@ def test_batches_are_as_planned_and_the_last_is_what_is_left(run):
 
 
 @pytest.mark.filterwarnings("ignore:scale was not called")
-@settings(max_examples=100, deadline=None)
 @given(runs())
 def test_in_turn_are_the_batches_that_each_process_has_alone(run):
     alone = train(samplers(run["samples"], run["first"]), run["epoch"])
