@@ -279,10 +279,16 @@ class Heartbeats:
         end_later(what, self._leaves)
 
 
-def end_later(found: str, leaves: threading.Event) -> None:
-    """End this process with a line, unless its main thread is faster, and `leaves`."""
+def end_later(found: str, leaves: threading.Event, *, saves: bool = False) -> None:
+    """End this process with a line, unless its main thread is faster, and `leaves`.
+
+    One that `saves` in its own time finishes this first.
+    """
 
     def end() -> None:
+        for thread in threading.enumerate() if saves else ():
+            if thread.name == WRITER:  # its shard may be all that a checkpoint lacks
+                thread.join(SAVED_S)
         if not leaves.is_set():
             print(f"error: {found}", file=sys.stderr, flush=True)
             os._exit(2)

@@ -50,11 +50,18 @@ class Delta:
     Douillard et al. (DiLoCo, arXiv 2311.08105), and local SGD before it. A learning rate of 1
     without momentum gives the mean itself. Batch norm's statistics become the mean's.
 
-    `parameters` numbers of the weights' vector are trained; buffers follow them.
+    `parameters` numbers of the weights' vector are trained; buffers follow them. Its momentum does
+    not move what is `frozen` ([P]) by now.
     """
 
-    def __init__(self, parameters: int, learning_rate: float, momentum: float) -> None:
-        self._parameters = parameters
+    def __init__(
+        self,
+        parameters: int,
+        learning_rate: float,
+        momentum: float,
+        frozen: Callable[[], Tensor | None] = lambda: None,
+    ) -> None:
+        self._parameters, self._frozen = parameters, frozen
         self._settings = {"lr": learning_rate, "momentum": momentum, "nesterov": momentum > 0}
         self._momentum: Tensor | None = None
 
@@ -69,7 +76,8 @@ class Delta:
             optimizer.state[parameter]["momentum_buffer"] = self._momentum.to(parameter.device)
         optimizer.step()
         self._momentum = optimizer.state[parameter].get("momentum_buffer")
-        return torch.cat([parameter, merged[self._parameters :]])
+        stepped, frozen = torch.cat([parameter, merged[self._parameters :]]), self._frozen()
+        return stepped if frozen is None else global_.where(frozen, stepped)
 
     def state_dict(self) -> dict[str, Any]:
         return {"momentum": self._momentum}
@@ -85,7 +93,7 @@ def choose_rule(config: RunConfig, weights: FlatWeights, own: MergeRule | None) 
     name = config.merge or ("mean" if config.sync == "bsp" else "ratio")
     if name == "delta":
         trained = len(weights.vector) - len(weights.buffers)
-        return Delta(trained, config.outer_lr, config.outer_momentum)
+        return Delta(trained, config.outer_lr, config.outer_momentum, weights.frozen)
     return {"mean": mean, "ratio": ratio, "half": half}[name]
 
 

@@ -35,7 +35,7 @@ from dbsl.base.errors import (
     is_lost_peer,
     reason_of,
 )
-from dbsl.cluster.alive import NOTICED_S, SAVED_S, WRITER, Pulse, end_later
+from dbsl.cluster.alive import NOTICED_S, Pulse, end_later
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.launch import Admission, Door
 from dbsl.cluster.server import Server
@@ -246,6 +246,8 @@ class ServedCluster(MemberCluster):
         self._asks_to_stop = True
 
     def close(self) -> None:
+        with self._exchange():
+            self._link.wait()  # for the last push, while both still hear of a death
         self._pulse.end()
         self._pulse.thread.join(self._timeout_s)
         with self._exchange():
@@ -273,10 +275,7 @@ class ServedCluster(MemberCluster):
 
     def _on_lost(self, pulse: Pulse) -> None:
         """Have this process end, though it may wait for others of its worker, or for a vector."""
-        for thread in threading.enumerate():
-            if thread.name == WRITER:  # its shard may be all that a checkpoint lacks
-                thread.join(SAVED_S)
-        end_later(self._loss(RuntimeError()), self._leaves)
+        end_later(self._loss(RuntimeError()), self._leaves, saves=True)
 
 
 class ServingCluster(MemberCluster):
@@ -522,7 +521,7 @@ class ServingCluster(MemberCluster):
         name = f"rank {rank} (a process of worker {worker})"
         if worker in self.workers:
             self._failure = SyncError(f"{name} was lost, and rank 0 is of that worker: {reason}")
-            end_later(str(self._failure), self._leaves)
+            end_later(str(self._failure), self._leaves, saves=True)
             return False
         if active == {worker}:
             self._failure = SyncError(f"rank {rank}, the last worker, was lost: {reason}")

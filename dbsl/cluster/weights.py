@@ -104,6 +104,12 @@ class FlatWeights:
         differ = torch.stack([~piece.all() for piece in same.split(self._lengths)])
         return (differ | torch.tensor(trained, device=same.device)).to(torch.uint8)
 
+    def frozen(self) -> Tensor | None:
+        """Return which numbers are of frozen parameters, bool [P]; None: none is."""
+        frozen = [isinstance(t, nn.Parameter) and not t.requires_grad for t in self.tensors]
+        on_device = torch.tensor(frozen, device=self.vector.device)
+        return self.spread(on_device) if any(frozen) else None
+
     def spread(self, values: Tensor) -> Tensor:
         """Return a value for each number, [P], of one for each tensor, [T]."""
         return values.repeat_interleave(torch.tensor(self._lengths, device=values.device))

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from torch import nn
 
 from dbsl.base.errors import SettingError, plural, px
 from dbsl.config.complete import for_workers, from_workers
 from dbsl.config.fields import refuse
-from dbsl.config.settings import RunConfig, takes_joint_steps
+from dbsl.config.settings import RunConfig, meets_at_server, takes_joint_steps
 from dbsl.data.sources import TrainingData
 from dbsl.loss import LossOf, digest_of
 from dbsl.optimizer import BuildOptimizer
@@ -66,13 +66,18 @@ def know_workers(
     # With micro-batches any batch fits.
     shifting = joint and config.balance != "none" and config.micro_batch_size is None
     on_card = accelerator.device.type == "cuda" or config.memory_limit is not None
-    find_limits, micro_auto = auto or (shifting and on_card), config.micro_batch_size == "auto"
+    # One that joins a running job has nobody to compare with, and gets its plans.
+    joins = accelerator.num_processes > 1 and accelerator.distributed_type == DistributedType.NO
+    find_limits = auto or (shifting and on_card and not joins)
+    micro_auto = config.micro_batch_size == "auto"
     if measured or find_limits or micro_auto:
         profiler = make_profiler(config, model, data, accelerator, loss_of, build_optimizer)
         measure = Measurements(config, profiler, accelerator)
     limits, most, micro = None, largest_auto_batch(share), None
     if find_limits:
-        whole = shifting or (joint and config.global_batch_size is not None)
+        # Where a worker may be lost, the others have its part of the joint batch, too.
+        given_or_lost = config.global_batch_size is not None or meets_at_server(config.sync)
+        whole = shifting or (joint and given_or_lost)
         at_most = len(data.train) if whole else most
         limits = measure.largest_batches([at_most] * len(config.resolutions))
     if auto:

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dbsl.cluster.launch import _interface_to
 from dbsl.cluster.meeting import SimulatedCluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.ledger import Members
@@ -140,7 +139,3 @@ def test_a_thousand_workers_are_scheduled_without_training(tiny_model):
     cluster = make_cluster(tiny_model, durations, sync="ssp", epochs=2)
     assert len(rounds_of(play(cluster))) == 2000
     assert set(cluster.server.clocks) == {2}
-
-
-def test_processes_talk_on_the_interface_that_reaches_the_launcher():
-    assert _interface_to("127.0.0.1") == "lo"

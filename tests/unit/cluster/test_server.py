@@ -11,6 +11,7 @@ from dbsl.cluster.merges import Delta, choose_rule, half, mean, ratio
 from dbsl.cluster.server import Server
 from dbsl.cluster.serving import ServingCluster
 from dbsl.cluster.weights import FlatWeights
+from dbsl.config.settings import RunConfig
 from dbsl.plan.ledger import Members
 from dbsl.plan.types import Handover, RoundReport, Turn
 
@@ -242,3 +243,16 @@ def test_other_workers_take_over_at_one_clock():
     assert s.clocks == [5, 5, 5]
     pushes(s, *range(3))
     assert [end.epoch for end in s.finished] == [2]  # not the two before, once more
+
+
+def test_the_momentum_of_an_outer_step_does_not_move_what_is_frozen_since():
+    model = torch.nn.Linear(2, 2)
+    weights = FlatWeights(model)
+    rule = choose_rule(RunConfig(merge="delta"), weights, None)
+    for step in range(4):
+        model.bias.requires_grad_(step < 2)
+        before = [tensor.detach().clone() for tensor in (model.weight, model.bias)]
+        pushed = weights.vector + float(step < 2)
+        weights.load(rule(weights.vector.clone(), pushed[None], torch.ones(1)))
+        assert not torch.equal(model.weight, before[0])
+        assert torch.equal(model.bias, before[1]) == (step >= 2)
