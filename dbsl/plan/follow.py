@@ -113,7 +113,7 @@ class Planner:
     def observe(self, report: RoundReport) -> None:
         """Take in the compute time of a worker's round."""
         self._epochs[report.worker] = max(self._epochs[report.worker], report.epoch)
-        if self.balance == "none" or not report.steps or report.compute_time_s <= 0:
+        if self.balance == "none" or not report.samples or report.compute_time_s <= 0:
             return
         if self.balance == "dbs":
             self._since[report.worker] += report.samples, report.compute_time_s
@@ -350,13 +350,15 @@ class PlanMaker:
         fewer samples in a round; merge weights follow the shares.
         """
         rules, models, workers = self._rules, self._known.models[resolution][active], len(active)
+        limits = self._limits(resolution)[active]
         if (total := plan.global_batch_size) is not None:
-            limits = self._limits(resolution)[active]
             lowest = np.minimum(rules.lowest(total, workers), limits)
             sizes = machines.bounded_split(total, proportions, lowest, limits)
             return self._of_all(plan_steps(self._samples, sizes, models, rules), active)
         planned = [plan.workers[worker] for worker in active]
-        lowest = min(rules.rounds * rules.least, plan.samples // workers)
+        lowest = rules.lowest(plan.samples // rules.rounds, workers)
+        lowest = rules.rounds * np.minimum(lowest, np.maximum(limits, rules.least))
+        lowest = np.minimum(lowest, plan.samples // workers)
         shares = machines.bounded_split(plan.samples, proportions, lowest, plan.samples)
         sizes = np.minimum([w.local_batch_size for w in planned], shares // rules.rounds)
         steps = machines.steps_in_shares(shares, sizes, rules.rounds)

@@ -63,7 +63,7 @@ def largest_remainder(weights: Sequence[float] | np.ndarray, total: int) -> np.n
     weights = np.asarray(weights, dtype=np.float64)
     quotas = weights / weights.sum() * total
     # A quota meant to be whole may come out a hair below it: that is no remainder of almost 1.
-    hair = np.minimum(1e-9 * np.maximum(quotas, 1.0), 1e-3)
+    hair = np.minimum(1e-9 * np.maximum(quotas, 1.0), min(1e-3, 0.5 / len(weights)))
     parts = np.floor(quotas + hair).astype(np.int64)
     order = np.argsort(parts - quotas, kind="stable")
     missing = total - int(parts.sum())

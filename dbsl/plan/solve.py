@@ -354,7 +354,7 @@ class _DualBatch:
     def _fit_rounds(self, shares: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Lower batch sizes that exceed a round of their worker's share; shares follow.
 
-        A worker so slow that its round would have fewer than `rules.least` samples gets that many.
+        A worker so slow that its round would have fewer samples than `rules.lowest` gets that many.
         """
         samples, rounds = self.samples, self.rules.rounds
         lowered = np.zeros(len(sizes), dtype=bool)
@@ -365,14 +365,15 @@ class _DualBatch:
             lowered |= over
             sizes = np.where(over, np.maximum(shares // rounds, 1), sizes)
             shares = largest_remainder(self._speeds(sizes), samples)
-        lowest = rounds * self.rules.least
+        lowest = self.rules.lowest(samples // rounds, len(shares))
+        lowest = rounds * np.minimum(lowest, np.maximum(self.limits, self.rules.least))
         slow = np.flatnonzero(shares < lowest)
-        if len(slow) and lowest * len(shares) <= samples:
+        if len(slow) and lowest.sum() <= samples:
             shares = bounded_split(samples, self._speeds(sizes), lowest, samples)
             sizes = np.where(lowered, np.clip(shares // rounds, 1, self.limits), sizes)
             self.notes.append(
                 f"{len(slow)} of {len(shares)} workers are so slow that they finish late with the "
-                f"{lowest} samples that each takes at least (worker {slow[0]})"
+                f"{lowest[slow[0]]} samples that each takes at least (worker {slow[0]})"
             )
         if shares.min() < rounds or (sizes > shares // rounds).any():
             slowest = int(shares.argmin())

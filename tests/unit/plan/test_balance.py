@@ -1,6 +1,7 @@
 """Plans that follow the machines: right after two sizes, steady under noise, exact in coverage."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -264,3 +265,23 @@ def test_a_planners_state_holds_each_plan_once():
     used |= {row["plan"] for rows in state["segments"].values() for row in rows}
     assert sorted(used) == list(range(len(state["plans"])))
     assert all(a != b for i, a in enumerate(state["plans"]) for b in state["plans"][:i])
+
+
+def test_a_round_without_samples_teaches_nothing():
+    planner = joint_planner("dynamic")
+    before = [*planner.estimates(8)]
+    counts = (8, 0, 3, 1e-3, 0.5, 1.0)  # its process took part in steps of which it had nothing
+    planner.observe(RoundReport(0, 0, 0, 8, *counts, compute_time_s=1e-3))
+    assert [*planner.estimates(8)] == before
+
+
+@pytest.mark.parametrize("least", [2, 8])
+def test_a_slow_workers_round_has_the_smallest_batch_at_least(least):
+    config = RunConfig(
+        workers=3, resolutions=(8,), rounds_per_epoch=4, balance="dynamic", small_workers=0
+    )
+    planner = planner_of(replace(config, min_batch_size=least), SAMPLES, 20)
+    for epoch in range(4):
+        plan = measure(planner, epoch, true=[PLANNED, PLANNED, TimeModel(1.0, 20.0)])
+    assert plan.workers[2].local_batch_size == least
+    assert plan.workers[2].samples >= 4 * least

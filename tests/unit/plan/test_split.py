@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 
 from dbsl.config.settings import RunConfig
 from dbsl.plan.follow import PlanMaker
-from dbsl.plan.machines import KnownWorkers, balanced_sizes, bounded_split, split_batch
+from dbsl.plan.machines import (
+    KnownWorkers,
+    balanced_sizes,
+    bounded_split,
+    largest_remainder,
+    split_batch,
+)
 from dbsl.plan.sampler import Part, StepSampler
 from dbsl.plan.solve import PlanRules, check_parts, plan_dual_batch, plan_steps
 from dbsl.plan.types import TimeModel
@@ -213,3 +219,7 @@ def test_one_model_of_all_workers_gives_each_its_times_and_refuses_what_one_of_t
     assert [*every[[2, 0]]] == [each[2], each[0]]
     with pytest.raises(ValueError, match="slope must be above 0 seconds per sample, got -1"):
         TimeModel(np.array([1.0, -1.0]), np.zeros(2))
+
+
+def test_the_parts_of_a_very_large_total_still_sum_to_it():
+    assert largest_remainder(np.ones(2000), 1_999_999_999).sum() == 1_999_999_999
