@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dbsl.base.errors import SettingError
-from dbsl.config.fields import PAIRS, Needs, Within, read_kwargs
+from dbsl.config.fields import PAIRS, Needs, Within, read_kwargs, refuse
 from dbsl.data.transforms import global_streams
 from dbsl.plan.types import RESERVED
 
@@ -38,8 +39,14 @@ def figure_names(
     images: Tensor,
     labels: Tensor,
     more: Sequence[str] = (),
+    *,
+    joint: bool = False,
 ) -> tuple[str, ...]:
-    """Return the names of a run's figures: a loss function's, from one call, and `more`."""
+    """Return the names of a run's figures: a loss function's, from one call, and `more`.
+
+    Processes that take `joint` steps need a loss of all parameters that are trained.
+    """
+    model = copy.deepcopy(model)  # it may keep tensors of a pass
     with without_trace(model):
         loss, figures = found(model.train(), images, labels)
         good = isinstance(loss, Tensor) and not loss.dim()
@@ -56,7 +63,9 @@ def figure_names(
                     f"got {_kind(value)}"
                 )
         loss.backward()  # a fault in it shows itself here, not in the first step
-    model.zero_grad(set_to_none=True)
+    unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    must = "use all parameters that several processes train jointly (requires_grad_(False) freezes)"
+    refuse([(joint and bool(unused), f"loss_function must {must}", f"none of {unused[:1]}")])
     if isinstance(more, str):
         raise SettingError(f"figures must be a list of names, got {more!r}")
     names = [*figures]

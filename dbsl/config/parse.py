@@ -14,6 +14,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -23,7 +24,16 @@ import yaml
 from dbsl.base.errors import SettingError, as_given
 from dbsl.base.machine import launched_precision, recall
 from dbsl.config.complete import RESOLVED, still_true
-from dbsl.config.fields import PAIRS, PROCESSES, UNSET, described, read_text, sources
+from dbsl.config.fields import (
+    LISTS,
+    PAIRS,
+    PROCESSES,
+    UNSET,
+    described,
+    is_readable,
+    read_text,
+    sources,
+)
 from dbsl.config.hooks import found_extras
 from dbsl.config.image_settings import AugmentKwargs, MixupKwargs
 from dbsl.config.settings import CHECKPOINT, CHECKPOINTS, LrKwargs, RunConfig, is_url
@@ -138,11 +148,17 @@ def _build(cls: type[T], values: Mapping[str, Any]) -> T:
     return cls(**values)
 
 
+@cache
 def _flags_of(cls: type) -> tuple[dict[str, dataclasses.Field], dict[str, Any]]:
     """Return the fields that are flags, and their types, by name."""
     known = {f.name: f for f in dataclasses.fields(cls) if f.metadata.get("flag", True)}
+    hints = typing.get_type_hints(cls)
+    for name in known if issubclass(cls, RunConfig) else ():  # its values go into YAML files
+        if not is_readable(hints[name]):
+            types_ = "bool, int, float, str, a Literal or None, or a tuple or list of one"
+            raise TypeError(f"{cls.__name__}.{name} must be of {types_}, got {hints[name]}")
     more = {"config": dataclasses.field(default=None)} if issubclass(cls, RunConfig) else {}
-    return known | more, typing.get_type_hints(cls) | dict.fromkeys(more, Path)
+    return known | more, hints | dict.fromkeys(more, Path)
 
 
 def _read_flags(cls: type, flags: Sequence[str], prog: str = "") -> dict[str, Any]:
@@ -201,7 +217,7 @@ def _value(name: str, field: dataclasses.Field, hint: Any, given: list[Any]) -> 
 
 
 def _is_list(hint: Any) -> bool:
-    return any(typing.get_origin(arm) is tuple for arm in (hint, *typing.get_args(hint)))
+    return any(typing.get_origin(arm) in LISTS for arm in (hint, *typing.get_args(hint)))
 
 
 def _flag(name: str) -> str:
@@ -227,6 +243,7 @@ def _unknown(cls: type, must: str, got: str, where: str = "") -> SettingError:
 def _help(cls: type, prog: str) -> str:
     """Return the help of the flags: of a run the common ones first, then by group."""
     known, hints = _flags_of(cls)
+    left = dict(known)
     groups, words = read_source(cls)
     if issubclass(cls, RunConfig):
         groups, words = {"common": list(COMMON)} | groups, words | {"config": _CONFIG_HELP}
@@ -234,7 +251,7 @@ def _help(cls: type, prog: str) -> str:
     text = " ".join(inspect.cleandoc(cls.__doc__ or "").split())
     rows = [f"usage: {prog} [--flag VALUE ...]", "", textwrap.fill(text, width)]
     for title, names in groups.items():
-        fields = {name: known.pop(name) for name in names if name in known}
+        fields = {name: left.pop(name) for name in names if name in left}
         rows += ["", f"{title}:"] if fields else []
         for name, field in fields.items():
             default, flag = field.default, f"{_flag(name)} {described(hints[name])[1]}"

@@ -64,6 +64,7 @@ class _SoFar:
     joined_workers: list[int] = field(default_factory=list)  # whose processes came back
     lost_samples: int = 0  # samples that nobody trained on because a worker was lost
     unreported: int = 0  # samples of the epoch under way that were handed over without a report
+    all_refused: bool = False  # rounds of the last epoch
 
 
 def start_log(
@@ -109,7 +110,6 @@ class RunLog:
         self._normalises = not by_hand and has_batch_norm(run.model)
         self._rounds: defaultdict[int, list[RoundReport]] = defaultdict(list)  # by epoch
         self._so_far = _SoFar()
-        self._all_refused = False  # in the last epoch
         self._evaluations: list[Evaluation] = []
         if state:
             self._load_state_dict(state, same=handover is None)
@@ -311,16 +311,16 @@ class RunLog:
         rate = rows.last_learning_rate(reports)
         samples, self._so_far.unreported = found["samples"] + self._so_far.unreported, 0
         speed = samples / max(train_time_s - self._so_far.train_time_s, 1e-9)
-        self._all_refused = bool(reports) and all(report.refused for report in reports)
+        self._so_far.all_refused = bool(reports) and all(report.refused for report in reports)
         self._so_far.train_time_s, self._so_far.epochs = train_time_s, epoch + 1
         config, resolution = self._config, self._run.stage_at(epoch).resolution
         place = {"epoch": epoch, "resolution": resolution}
-        # A worker's pushes of an epoch are one round: its first report, with their sums.
+        # A worker's pushes of an epoch are one round: its last report, with their sums.
         for worker, values in workers.items() if config.push == "gradients" else ():
-            first = next(report for report in reports if report.worker == worker)
-            names = {**asdict(first), **first.figures}
+            last = next(report for report in reversed(reports) if report.worker == worker)
+            names = {**asdict(last), **last.figures}
             own = {name: value for name, value in values.items() if name in names}
-            self.write("round", rows.round_row(first) | own | {"round": 0})
+            self.write("round", rows.round_row(last) | own | {"round": 0})
         times = rows.times_row(workers, plan) | figures | clocks | {"images_per_s": speed}
         self.write("times", place | times)
         if evaluation is not None:
@@ -374,9 +374,12 @@ class RunLog:
             so_far.first_loss = math.inf  # said once
 
     def is_best(self, evaluation: Evaluation) -> bool:
-        """Whether an evaluation that is not recorded yet is the best, on the main process."""
+        """Whether an evaluation that is not recorded yet is the best; only the main process knows.
+
+        The others say yes: who asks for an early end leaves it to the main process.
+        """
         if not self.enabled:
-            return False
+            return True
         better = all(evaluation.accuracy > other.accuracy for other in self._evaluations)
         return better and math.isfinite(evaluation.loss)
 
@@ -389,7 +392,7 @@ class RunLog:
             "best_accuracy": max(evaluation.accuracy for evaluation in self._evaluations),
             "train_accuracy": last.train_accuracy,
             "train_loss": last.train_loss,
-            "last_epoch_refused": self._all_refused or None,
+            "last_epoch_refused": so_far.all_refused or None,
             "train_time_s": so_far.train_time_s,
             "images_per_s": so_far.samples / max(so_far.train_time_s, 1e-9),
             "samples_seen": so_far.samples,

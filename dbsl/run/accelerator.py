@@ -62,6 +62,11 @@ class PlainAccelerator(Accelerator):
         """Compute gradients of a loss, scaled if there is a scaler."""
         super().backward(loss, **more) if self.scaler else loss.backward(**more)
 
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Refuse fp16, where it would divide by the scale once for each worker's optimizer."""
+        text = "clip_grad_norm_ must be left to --clip-grad with mixed_precision fp16"
+        refuse([(self.scaler is not None, text, "a call")])
+
 
 def start_accelerator(
     precision: Precision,

@@ -261,7 +261,9 @@ def prepare(
         return found(*batch)[0]
 
     _check_samples(data, config, least)
-    figures = figure_names(found, model, *data.example(2, config.resolutions[0]), replaced.figures)
+    joint = processes > 1 and (config.sync == "step" or Islands.of(config).several)
+    example = data.example(2, config.resolutions[0])
+    figures = figure_names(found, model, *example, replaced.figures, joint=joint)
     replaced.check_optimizer(config, model)
     check_rank(wire_of(config), trained_shapes(model), config.wire)
     build = replaced.optimizer and partial(replaced.build_optimizer, config)

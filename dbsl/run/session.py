@@ -185,6 +185,7 @@ class Session(EvaluationSession[ConfigT]):
     def evaluation_images(self, source: Any = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches; see `EvaluationSession.evaluation_images`."""
         yield from super().evaluation_images(source)
+        set_training(self.model)  # a round may go on
         if self.shares_evaluation:  # what they found is added up next
             self.cluster.control.enter()
 

@@ -6,6 +6,7 @@ import torch
 from timm.data.mixup import mixup_target
 
 import train
+from dbsl.loss import figure_names
 from train import Config, loss_function
 
 AS_IT_IS = torch.nn.Identity()  # a model whose inputs are logits
@@ -59,3 +60,29 @@ def test_top5_counts_labels_among_the_five_highest(classes):
     assert result.accuracy == pytest.approx((order[:, 0] == labels).float().mean())
     wanted = (order == labels[:, None]).any(1).float().mean().item()
     assert result.top5_accuracy == (None if classes == 4 else pytest.approx(wanted))
+
+
+class Keeping(torch.nn.Module):
+    """A layer that keeps a tensor of its pass, and one that its result does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+
+    def forward(self, images):
+        self.kept = self.used(images)
+        return self.kept
+
+
+def test_a_first_call_of_the_loss_leaves_the_model_alone_and_finds_what_nothing_uses():
+    def found(model, images, labels):
+        return model(images).square().mean(), {"kept": model.kept.mean()}
+
+    model, batch = Keeping(), (torch.ones(2, 3), torch.zeros(2))
+    assert figure_names(found, model, *batch) == ("kept",)
+    assert not hasattr(model, "kept")
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(ValueError, match=r"must use all .* got none of .*spare\.weight"):
+        figure_names(found, model, *batch, joint=True)
+    model.spare.requires_grad_(False)
+    assert figure_names(found, model, *batch, joint=True) == ("kept",)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, make_dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
+import yaml
 
-from dbsl.config.parse import POSITIONAL, REPEATED, parse_flags
+from dbsl.config.parse import POSITIONAL, REPEATED, config_to_yaml, parse_flags, yaml_to_argv
+from dbsl.config.settings import RunConfig
 
 
 @dataclass(frozen=True)
@@ -85,3 +88,22 @@ def test_help_wins_over_wrong_flags_and_one_process_prints_it(monkeypatch, capsy
             read("--lr", "x", "-h")
         text = " ".join(capsys.readouterr().out.split())
         assert (ended.value.code, "--note TEXT 100 % of the text" in text) == (0, printed)
+
+
+@dataclass(frozen=True)
+class Forked:
+    """Settings that a fork of train.py may add."""
+
+    frozen: list[str] = field(default_factory=list)  # modules
+    steps: list[int] | None = None  # numbers
+
+
+def test_lists_are_read_as_tuples_are_and_a_type_that_yaml_lacks_is_named():
+    found = parse_flags(Forked, ["--frozen", "layer1,layer2", "--steps", "3", "6"])
+    assert found == Forked(["layer1", "layer2"], [3, 6])
+    for settings in (found, Forked()):
+        flags = yaml_to_argv(yaml.safe_load(config_to_yaml(asdict(settings))))
+        assert parse_flags(Forked, flags) == settings
+    bad = make_dataclass("Bad", [("teacher", Path | None, None)], bases=(RunConfig,), frozen=True)
+    with pytest.raises(TypeError, match=r"Bad.teacher must be of bool, .* got .*Path"):
+        parse_flags(bad, [])

@@ -375,12 +375,14 @@ def test_pushes_become_one_round_a_worker_and_epoch(make_log, rows):
     with make_log(push="gradients") as log:
         for number in range(3):
             for worker in (1, 0):
-                log.round(report_of(worker, 0, number, loss=float(number), staleness=number))
+                own = {"loss": float(number), "staleness": number, "learning_rate": number / 10}
+                log.round(report_of(worker, 0, number, **own))
         log.epoch_end(0, train_time_s=1.0)
     rounds = rows("round")
     counts = [(r["worker"], r["round"], r["samples"], r["steps"]) for r in rounds]
     assert counts == [(0, 0, 30, 6), (1, 0, 30, 6)]
     assert (rounds[0]["loss"], rounds[0]["time_s"], rounds[0]["staleness"]) == (1.0, 1.5, 1.0)
+    assert rounds[0]["learning_rate"] == 0.2  # the last
     assert set(rounds[0]) == ROUND_KEYS
 
 
