@@ -16,8 +16,7 @@ import os
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +25,9 @@ import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from accelerate.utils import LoggerType
 from PIL import Image
+from tqdm import tqdm
 
+from dbsl.base.errors import in_line
 from dbsl.base.machine import answers
 from dbsl.config.fields import Role, refuse
 from dbsl.config.hooks import Extra, Row
@@ -149,35 +150,38 @@ class Charts(Extra):
         self._workers("workers", workers, row["epoch"] + 1)
 
     def _log(self, values: Mapping[str, Any], epochs: float) -> None:
-        for shown in self._shown if self._live else ():
-            shown.log(_numbers(values), epochs)
+        if self._live:
+            self._each(lambda shown: shown.log(_numbers(values), epochs))
 
     def _workers(self, kind: str, values: Mapping[int, Mapping[str, Any]], epochs: float) -> None:
         finite = {worker: _numbers(own) for worker, own in values.items()}
-        for shown in self._shown:
-            shown.workers(kind, finite, epochs, live=self._live)
+        self._each(lambda shown: shown.workers(kind, finite, epochs, live=self._live))
 
     def _pictures(self, epochs: float, *, again: bool = True) -> None:
         files = {f"plots/{f.stem}": f for f in sorted(self._folder.glob("plots/*.png"))}
-        for shown in self._shown:
-            if again or not shown.resumed:
-                shown.images(files, epochs)
+        self._each(lambda shown: (again or not shown.resumed) and shown.images(files, epochs))
 
     def end(self, folder: Path) -> None:
         values = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        for shown in self._shown:
-            shown.summary(values)
+        self._each(lambda shown: shown.summary(values))
 
     def close(self, kind: type[BaseException] | None) -> None:
         """Send the pictures of a run that has come to its end, and end the trackers."""
         if kind is None and self._shown:
             self._pictures(self._epochs)
-        for shown in self._shown:
-            # What ended the run is to be told, not what a tracker says then.
-            with suppress(Exception if kind else ()):
-                shown.close()
-                shown.tracker.finish()
+        self._each(lambda shown: shown.close())
+        self._each(lambda shown: shown.tracker.finish())
         self._shown = []
+
+    def _each(self, call: Callable[[_Tracker], object]) -> None:
+        """Call with each tracker. One that raises, as where its server is gone, is left out."""
+        for shown in list(self._shown):
+            try:
+                call(shown)
+            except Exception as error:
+                self._shown.remove(shown)
+                name, reason = shown.tracker.name, in_line(error)
+                tqdm.write(f"warning: {name} gets nothing from now on ({reason}): the run goes on")
 
 
 class _Tracker:
@@ -327,8 +331,7 @@ def start_tracker(
     kind = LOGGER_TYPE_TO_CLASS[name]
     where = [str(folder)] if kind.requires_logging_directory else []
     tracker = kind(project, *where, **own)
-    if hasattr(tracker, "start"):  # not of Accelerate's older ones
-        tracker.start()
+    tracker.start()
     tracker.store_init_configuration(settings)
     return tracker
 

@@ -45,8 +45,8 @@ model.load_state_dict(load_file("{name}/model.safetensors"))
 """
 _ACCURACIES = {
     "final_accuracy": "accuracy, last epoch",
+    "final_ema_accuracy": "accuracy of averaged weights (`model_ema.safetensors`)",
     "final_top5_accuracy": "top-5 accuracy, last epoch",
-    "final_ema_accuracy": "the same of averaged weights (`model_ema.safetensors`)",
 }
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 

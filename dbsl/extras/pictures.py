@@ -68,7 +68,7 @@ class Pictures(Extra):
         # A run that goes on with fewer epochs or resolutions has no plan of what was dropped.
         stages = [
             Stage(0, 0, dropout=0.0, **span | {"end_epoch": min(span["end_epoch"], epochs)})
-            for span in stage_spans(rows)
+            for span in stage_spans(read_metrics(folder / "metrics.jsonl"))
             if span["resolution"] in plans and span["first_epoch"] < epochs
         ]
         figure = timeline_figure(stages, plans, settings["rounds_per_epoch"])

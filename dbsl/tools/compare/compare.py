@@ -28,10 +28,11 @@ from dbsl.base.machine import threads_of_process
 from dbsl.config import parse
 from dbsl.config.fields import UNSET, Count, Within, check_fields, refuse
 from dbsl.config.hooks import defaults_of_extras
+from dbsl.run.folder import SUMS
 from dbsl.run.stopping import Stopping
 from dbsl.tools.compare.report import only_writer, read_runs, write_comparison, write_runs
 from dbsl.tools.compare.statistics import ArmRun, equal_time_epochs, read_run
-from dbsl.tools.jobs import Launch, check_flags, has_checkpoint, is_finished, launch_all
+from dbsl.tools.jobs import SCRIPT, Launch, check_flags, has_checkpoint, is_finished, launch_all
 
 # There are many runs: each leaves its figures and last weights, no checkpoints.
 _DEFAULTS = {"report_to": "none", "keep_checkpoints": 0, "save_best": False}
@@ -200,9 +201,11 @@ class _Table:
         # Of equal time: an arm that has the baseline's already is the same run.
         self.done = self._of_arms(read_runs(config.output, "arms")) | self._of_arms(self.recorded)
         self.lacking: dict[Path, tuple[Arm, int]] = {}  # by the folder of the run
+        self.others: list[Path] = []  # folders of runs that another train.py has made
         for seed in config.seed_range:  # all arms with one seed before any with the next
             for arm in arms:
                 folder = Path(config.runs_dir) / f"{config.group}-{arm.run}-s{seed}"
+                self.others += [folder] * _made_by_other(folder)
                 is_needed = is_finished(folder) or not config.report_only
                 if (arm.name, seed) not in self.done and is_needed:
                     self.lacking[folder] = arm, seed
@@ -210,6 +213,9 @@ class _Table:
     def make(self, stopping: Stopping) -> dict[str, list[ArmRun]]:
         """Make the runs that are lacking, and return all that are finished, by arm."""
         self._check()
+        if self.others:
+            what = f"made by another {SCRIPT.name}, such as {self.others[0]}"
+            print(f"warning: {plural(len(self.others), 'run')} of this table {what}", flush=True)
         for folder, (arm, _) in self.lacking.items():
             if not folder.exists():
                 folder.parent.mkdir(parents=True, exist_ok=True)
@@ -335,15 +341,21 @@ def _read_arm(path: Path, end: str, shared: Mapping[str, Any]) -> Arm:
     own = path.stem + end
     named, given = settings.get("dataset"), str(shared.get("dataset", "digits"))
     is_path = given != "digits" and Path(given).expanduser().exists()
-    dataset = given if named is not None else Path(given).stem
-    if named is not None and (is_path or "dataset" not in shared):
-        dataset = str(named)  # a folder is taken for a copy of it
+    copied = named is not None and (is_path or "dataset" not in shared)
+    dataset = str(named) if copied else given  # a folder is taken for a copy of what a file names
     return Arm(own, own, path, {**settings, **shared}, shared, dataset)
 
 
 def _note_of(folder: Path) -> Path:
     """Return the file that notes the settings that a run was begun with."""
     return folder.with_name(f"{folder.name}.arm.yaml")
+
+
+def _made_by_other(folder: Path) -> bool:
+    """Whether a run was made by another train.py than there is now."""
+    sums = folder / "code" / SUMS  # the script comes first
+    now = hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
+    return sums.exists() and not sums.read_text(encoding="utf-8").startswith(now)
 
 
 def _check_same(arm: Arm, folder: Path) -> None:

@@ -89,7 +89,7 @@ def _undetected(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     seeds = " or ".join(str(n) for n in sorted({row["seeds"] for row in unclear}))
     return [
         f"without *: not significant; with {seeds} seeds a difference of {least:.1f} to {most:.1f} "
-        "points, by arm, would be found in four of five such comparisons"
+        "points, by arm, would be found in four of five such comparisons, before the correction"
     ]
 
 

@@ -168,10 +168,11 @@ def paired(runs: Sequence[ArmRun], baseline: Sequence[ArmRun]) -> Estimate | Non
 def averaged(runs: Sequence[ArmRun]) -> list[ArmRun]:
     """Return runs as their averaged weights did, without those that averaged none.
 
-    The curve is that of the raw weights, and is left out.
+    What is of the raw weights is left out: the curve, and what training images gave.
     """
+    of_raw = {"curve": (), "train_accuracy": None, "train_loss": None}
     return [
-        replace(run, accuracy=run.ema_accuracy, loss=run.ema_loss, curve=())
+        replace(run, **of_raw, accuracy=run.ema_accuracy, loss=run.ema_loss)
         for run in runs
         if run.ema_accuracy is not None
     ]
@@ -232,7 +233,7 @@ def table(
                 "samples": round(fmean(run.samples for run in runs)),
                 "target": 100 * target,
                 "time_to_target_s": fmean(times) if timed else math.nan,
-                "reached": sum(map(math.isfinite, times)),
+                "reached": sum(map(math.isfinite, times)) if timed else math.nan,
             }
         )
     for row, p in zip(rows, holm([row["p"] for row in rows]), strict=True):

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import math
 import shutil
@@ -350,6 +351,29 @@ def test_settings_are_those_that_move_results_whatever_they_are_written_as(tmp_p
     assert read_arm(f"dataset={tmp_path}").hash == read_arm().hash  # a local copy of it
     for other in ("lr=0.002", "resolutions=24", "sync=asp", "dataset=uoft-cs/cifar10"):
         assert read_arm(other).hash != read_arm().hash
+    (tmp_path / "arm.yaml").write_text("lr: 0.1\n")  # names no dataset
+    alike = [read_arm(f"dataset={tmp_path}/{name}/train").hash for name in ("cars", "dogs")]
+    assert alike[0] != alike[1]
+
+
+def test_runs_of_another_script_are_told_of(tmp_path, monkeypatch, capsys, read_arm):
+    """Rows and runs count by their settings, which do not tell of the code."""
+    arms, launched = [read_arm()], []
+    monkeypatch.setattr(compare, "launch_all", lambda launches, *_, **__: launched.extend(launches))
+    config = compare.CompareConfig((str(tmp_path / "arm.yaml"),), runs_dir=str(tmp_path / "runs"))
+    config = replace(config, output_dir=str(tmp_path / "out"), seeds=2)
+    for sums in (compare.SCRIPT.read_bytes(), b"another"):
+        table = compare._Table("arms", arms, config)
+        for folder in table.lacking:
+            (folder / "code").mkdir(parents=True, exist_ok=True)
+            digest = hashlib.sha256(sums).hexdigest()
+            (folder / "code/SHA256SUMS").write_text(f"{digest}  train.py\n")
+            compare._note_of(folder).write_text(compare.parse.config_to_yaml(arms[0].settings))
+        compare._Table("arms", arms, config).make(None)
+        said = capsys.readouterr().out
+        assert ("warning: 2 runs of this table made by another train.py" in said) == (
+            sums == b"another"
+        )
 
 
 @pytest.fixture

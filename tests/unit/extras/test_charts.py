@@ -322,3 +322,25 @@ def test_a_finished_run_is_drawn_and_sent_again_from_its_folder_alone(tmp_path, 
         with pytest.raises(ValueError, match=str(tmp_path)):
             main([str(tmp_path / "run")])
         (tmp_path / "run" / name).write_text(whole)
+
+
+def test_a_tracker_that_raises_is_left_out_and_the_others_go_on(folder, monkeypatch, capsys):
+    class Broken(Recorder):
+        name = "comet_ml"
+
+        def log(self, values, step=None):
+            raise ConnectionError("the server is gone")
+
+    monkeypatch.setitem(charts.LOGGER_TYPE_TO_CLASS, "mlflow", Recorder)
+    monkeypatch.setitem(charts.LOGGER_TYPE_TO_CLASS, "comet_ml", Broken)
+    shown = show(folder, "comet_ml", "mlflow")
+    (recorder,) = (one.tracker for one in shown._shown if one.tracker.name == "mlflow")
+    for row in epoch():
+        shown.row(row)
+    shown.end(folder)
+    shown.close(None)
+    assert recorder.records[-1] == "finished"
+    assert any("train/loss" in values for _, values in recorder.records[:-1])
+    said = capsys.readouterr()
+    told = "warning: comet_ml gets nothing from now on (the server is gone): the run goes on"
+    assert (said.out + said.err).count(told) == 1

@@ -90,6 +90,7 @@ def test_a_resumed_run_says_which_code_has_changed_and_the_card_has_both(
     folder, warning = tmp_path / "run", "warning: code has changed since the run began"
     # The script by another name.
     monkeypatch.delitem(sys.modules, "dbsl_train_script", raising=False)
+    monkeypatch.setattr(dbsl.open, "read_code", read_code)
     run(folder, epochs=1)
     assert (folder / "code/train.py").exists()
     run(folder, epochs=2, resume=str(folder))

@@ -11,7 +11,7 @@ from PIL import Image
 from dbsl.base.files import save_figure
 from dbsl.extras import pictures
 from dbsl.extras.pictures import MAX_LINES, curves_figure, timeline_figure, worker_values
-from dbsl.log.rows import plan_row, read_metrics
+from dbsl.log.rows import for_people, plan_row, read_metrics
 from dbsl.plan.solve import TimeModel, plan_dual_batch, plan_steps
 from dbsl.plan.stages import make_stages
 from dbsl.plan.types import Plan, WorkerPlan
@@ -122,10 +122,12 @@ def test_a_plan_is_drawn_from_plan_json_and_its_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "timeline_figure", lambda *g: drawn.append(g) or whole(*g))
     plans = dual_batch_plans(2, 1)
     rows = [plan_row(stage, plans[stage.resolution]) | {"event": "plan"} for stage in STAGES]
+    lines = [json.dumps(for_people(row)) + "\n" for row in rows]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
     named = {f"{resolution} px": asdict(plan) for resolution, plan in plans.items()}
     (tmp_path / "plan.json").write_text(json.dumps(named))
     (tmp_path / "config.yaml").write_text("rounds_per_epoch: 2\nepochs: 4")
-    pictures.Pictures().report(tmp_path, rows)
+    pictures.Pictures().report(tmp_path, rows[:1])  # the file has all
     ((stages, *given),) = drawn
     assert given == [plans, 2]
     spans = [(stage.first_epoch, stage.end_epoch, stage.resolution) for stage in stages]
@@ -134,7 +136,7 @@ def test_a_plan_is_drawn_from_plan_json_and_its_rows(tmp_path, monkeypatch):
         assert image.width >= 900
     (tmp_path / "plan.json").write_text(json.dumps({"32 px": named["32 px"]}))
     (tmp_path / "config.yaml").write_text("rounds_per_epoch: 2\nepochs: 3")
-    pictures.Pictures().report(tmp_path, rows)  # resumed with fewer resolutions and epochs
+    pictures.Pictures().report(tmp_path, rows[:1])  # resumed with fewer resolutions and epochs
     (stages, kept, _), spans = drawn[1], [span for span in spans if span[2] == 32]
     assert kept.keys() == {32}
     left = [(first, min(end, 3), side) for first, end, side in spans if first < 3]
