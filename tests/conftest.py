@@ -1,3 +1,4 @@
+import itertools
 import os
 import pickle
 import re
@@ -19,9 +20,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported: tests use no 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import dbsl.data.dataset
 from dbsl.config.hooks import found_extras
+from dbsl.config.image_settings import ImageConfig
+from dbsl.run.folder import read_code
 from tests.helpers import Forked, wait_until
 
 torch.set_num_threads(1)
+CACHES = itertools.count()
 # A busy machine is no failure; the same cases every time, so that a failure can be repeated.
 hypothesis.settings.register_profile("short", deadline=None, derandomize=True, max_examples=100)
 hypothesis.settings.register_profile("nightly", deadline=None, derandomize=True, max_examples=1000)
@@ -79,9 +83,17 @@ def no_pictures():
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_runs():
-    """Make the digits' tables once, and ask git nothing: two processes a run, with a test apart."""
+    """Read digits and code once, ask git nothing, which is two processes, and save at once."""
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(dbsl.data.dataset, "_digits", cache(dbsl.data.dataset._digits))
+        whole = dbsl.data.dataset.open_labelled
+        digits = cache(lambda: whole(ImageConfig("digits")))
+
+        def opened(config):
+            return digits() if config.dataset == "digits" else whole(config)
+
+        patches.setattr(dbsl.data.dataset, "open_labelled", opened)
+        patches.setattr("dbsl.open.read_code", cache(read_code))
+        patches.setattr("dbsl.checkpoint.checkpointer.lower_priority", lambda: None)
         if "code" in found_extras():
             patches.setattr("dbsl.extras.code.git_diff", lambda: b"")
         yield
@@ -204,4 +216,5 @@ def no_login(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def cache_of_its_own(tmp_path_factory, monkeypatch):
     """Keep profiles of tests away from the user's, and from each other."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    folder = tmp_path_factory.getbasetemp() / f"cache-{next(CACHES)}"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))

@@ -210,7 +210,7 @@ def run(
         )
     _wait_for_start(folder)
     time.sleep(kill_after_s)
-    ranks, over = _children(process.pid), (folder / "summary.json").exists()
+    ranks, over = children(process.pid), (folder / "summary.json").exists()
     if ranks and not over:
         os.kill(ranks[-1], signal.SIGKILL)
     status = process.wait(600)
@@ -223,7 +223,8 @@ def _wait_for_start(folder: Path) -> None:
         time.sleep(0.02)
 
 
-def _children(parent: int) -> list[int]:
+def children(parent: int) -> list[int]:
+    """Return the ids of a process's children."""
     out = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True
     ).stdout

@@ -24,7 +24,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from experiments.benchmarks.demos.table import Table
@@ -73,14 +72,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     table = Table(
         arguments.output, ("arm", "workload", "lr", "turn"), "experiments.benchmarks.recipe"
     )
-    lock = Lock()
 
     def run(case: tuple[int, str, str, float]) -> None:
         seed, workload, arm, lr = case
         if folders[workload] and not table.has(arm, workload, lr, seed):
             found = measure(arm, workload, folders[workload], lr, seed)
-            with lock:
-                table.add(arm, workload, lr, seed, found)
+            table.add(arm, workload, lr, seed, found)
 
     for seed in range(arguments.seeds):
         cases = list(itertools.product([seed], WORKLOADS, arguments.arms, arguments.lr))

@@ -326,7 +326,7 @@ def test_a_worker_is_lost_with_any_of_its_processes_and_is_back_after_a_resume(
     tmp_path, lost, what
 ):
     """Rank 0 is a worker by itself, ranks 1 and 2 are the other."""
-    folder, settings = tmp_path / "run", ALONE | {"worker_processes": (1, 2), "epochs": 8}
+    folder, settings = tmp_path / "run", ALONE | {"worker_processes": (1, 2), "epochs": 5}
     if what == signal.SIGSTOP:  # which is noticed late: the others are to have something left to do
         settings |= {"sync": "ssp", "worker_timeout": 15}
     processes = start(folder, 3, act=kill_at(lost, 20, what), **settings)
@@ -338,13 +338,13 @@ def test_a_worker_is_lost_with_any_of_its_processes_and_is_back_after_a_resume(
     processes[lost].kill()
     said = processes[0].stdout + processes[0].stderr
     assert f"warning: rank {lost} (worker 1) was lost after" in said
-    (gone,), by_epoch = rows(folder, "lost"), samples_by_epoch(folder, 8)
-    assert sum(by_epoch) + gone["samples"] == 8 * 96
-    assert by_epoch[7] == 96
+    (gone,), by_epoch = rows(folder, "lost"), samples_by_epoch(folder, 5)
+    assert sum(by_epoch) + gone["samples"] == 5 * 96
+    assert by_epoch[4] == 96
     assert helpers.summary_of(folder)["lost_workers"] == [1]
-    again = start(folder, 3, **settings | {"epochs": 10, "allow_config_change": True})
+    again = start(folder, 3, **settings | {"epochs": 7, "allow_config_change": True})
     assert "resumed from" in end_ranks(again)
-    assert {row["worker"] for row in rounds_of(folder) if row["epoch"] == 9} == {0, 1}
+    assert {row["worker"] for row in rounds_of(folder) if row["epoch"] == 6} == {0, 1}
 
 
 @slow

@@ -2,8 +2,10 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -40,6 +42,10 @@ def test_the_notebooks_cells_run_and_the_model_learns(tmp_path, monkeypatch, cap
     for source in code_cells():
         if small and source.startswith("!accelerate"):
             helpers.run("runs/first", dataset="digits", small_ratio=0.1, epochs=1, lr_milestones=())
+        elif small and source.startswith("!torchrun"):
+            script = ROOT / f"{source.split()[-1].replace('.', '/')}.py"
+            call = partial(runpy.run_path, str(script), run_name="__main__")
+            print(helpers.end_ranks(helpers.start_ranks(call, 2)))
         elif source.startswith("!"):
             if not source.startswith("!pip"):  # installed: these tests run
                 subprocess.run(source[1:], shell=True, check=True, env=environment)

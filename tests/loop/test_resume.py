@@ -335,7 +335,7 @@ def test_a_checkpoint_of_other_classes_says_so(ended, tmp_path, monkeypatch):
 # Without a barrier, a worker of the longer run had begun its next epoch before the last had ended.
 @pytest.mark.parametrize("mode", short(["bsp", "step", "gradients"], "bsp"))
 def test_a_run_made_longer_is_one_that_was_that_long(tmp_path, mode):
-    settings = {**MODES[mode], "warmup_epochs": 0, "schedule": "fixed", "dropout": (0.1,)}
+    settings = {**MODES[mode], **ONE_SIDE, "warmup_epochs": 0}
     settings |= {"checkpoint_every": 0, "lr_milestones": (1,)}  # the last is saved all the same
     run(tmp_path / "whole", **settings, epochs=3)
     run(tmp_path / "longer", **settings, epochs=2)

@@ -14,6 +14,7 @@ def settings(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
     (tmp_path / "shards").mkdir()
     whole = {"train_samples": None, "eval_samples": None, "resolutions": (8, 16)}
+    whole |= {"epochs": 2, "lr_milestones": ()}
     read = {"dataset": str(write_shards(tmp_path / "shards")), "loader_workers": 0}
     return ROUNDS | whole | read | {"shuffle_block": 16}
 
@@ -35,7 +36,7 @@ def test_a_killed_run_goes_on_through_a_smaller_cache_to_the_same_bits(settings,
 
 
 def test_processes_share_a_cache_and_each_image_comes_once_an_epoch(settings, tmp_path, capsys):
-    settings = {**settings, "epochs": 2, "lr_milestones": (), "resolutions": (8,)}
+    settings = {**settings, "resolutions": (8,)}
     said = run_in_ranks(tmp_path / "run", cache_gib=2 * LITTLE, **settings)
     assert "row groups through a cache of" in said
     assert on_disk(tmp_path) <= 2 * LITTLE * 2**30

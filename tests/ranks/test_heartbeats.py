@@ -98,7 +98,7 @@ def test_all_hear_who_died_or_failed(run_ranks, error):
 
 def hanging_rank(rank, one):
     """Meet twice; one rank lives, and does not come to the second time."""
-    heartbeats = met(_NOTICED_S=0.5, _END_S=0.5)
+    heartbeats = met(NOTICED_S=0.5, _END_S=0.5)
     if rank == one:
         time.sleep(HANGS_S)
     error = RuntimeError("[pair.cc:7] Timed out waiting for a peer")  # as gloo says in the end
@@ -116,7 +116,7 @@ def test_a_rank_that_hangs_is_named_and_ended(run_ranks, one):
 
 def stepping_rank(rank):
     """Take steps in workers of two processes: worker 0 is slow, and a process of worker 1 hangs."""
-    heartbeats = met({0: 0, 1: 0, 2: 1, 3: 1}, _NOTICED_S=0.5, _END_S=0.5)
+    heartbeats = met({0: 0, 1: 0, 2: 1, 3: 1}, NOTICED_S=0.5, _END_S=0.5)
     for _ in range((0, 0, 3, 2)[rank]):
         heartbeats.enter_inside()
     if rank != 2:

@@ -29,7 +29,7 @@ def take_rounds(cluster, plan, *, rounds=None, pause_s=0.0, until=None):
     def inside(turn):
         if len(taken) == rounds:
             os._exit(9)
-        time.sleep(pause_s)
+        time.sleep(pause_s if len(seen) < 2 else 0)
         assert until is None or until.wait(TIMEOUT_S)
         taken.append(turn.epoch)
         seen.extend((type(c), c.worker, c.rounds) for c in cluster.membership())

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dbsl.base.errors import SyncError
-from dbsl.cluster import wire
+from dbsl.cluster import alive, serving, wire
 from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.meeting import BarrierCluster
 from dbsl.cluster.merges import mean, ratio
@@ -150,9 +150,10 @@ def test_server_serves_every_round_of_every_worker(run_ranks, sync, staleness, s
 
 
 def waiting_for_shards_rank(rank, epochs, server_only):
+    serving._LOOK_S = 0.1
     still, (_, cluster, plan) = [], make(rank, "asp", epochs, server_only=server_only)
     if rank:
-        train(cluster, plan, lambda turn: time.sleep((rank - 1) * 1.2))
+        train(cluster, plan, lambda turn: time.sleep((rank - 1) * 0.6))
         return cluster.announced
 
     def look():  # rank 0's worker, if it has one, has finished long before rank 2's has
@@ -224,7 +225,7 @@ def stop_for(seconds):
 def pausing_rank(rank, sync, pause, timeout_s):
     _, cluster, plan = make(rank, sync, 4, timeout_s=timeout_s)
     try:
-        train(cluster, plan, lambda turn: rank == 2 and turn.epoch == 1 and pause(3 * timeout_s))
+        train(cluster, plan, lambda turn: rank == 2 and turn.epoch == 1 and pause(2 * timeout_s))
     except SyncError as error:
         return str(error)
     return [(loss.worker, loss.rounds, loss.samples, loss.reason) for loss in cluster.membership()]
@@ -286,10 +287,11 @@ def dying_in_a_vector(rank, dies):
 
     So that no more than a part leaves, the other one is stopped meanwhile, and cannot read.
     """
-    wire.CHUNK = 1 << 28  # one message
+    wire.CHUNK, alive._END_S = 1 << 28, 0.2  # one message
     ids = torch.tensor([os.getpid() * (rank == n) for n in range(2)])
     dist.all_reduce(ids)
-    _, cluster, plan = make(rank, "asp", 3, model=torch.nn.Linear(3000, 2000))  # 24 MB
+    large = torch.nn.Linear(3000, 2000)  # 24 MB
+    _, cluster, plan = make(rank, "asp", 3, timeout_s=5.0, model=large)
 
     def begin_and_die(vector):
         time.sleep(0.3)  # the other one waits for it
@@ -381,7 +383,8 @@ def babbling_rank(rank):
         train(cluster, plan, babble)
     if rank:
         return str(error.value)
-    time.sleep(1.5)  # the process lasts until the other one is told
+    for pulse in cluster._pulses.values():  # until the other one is told
+        pulse.thread.join(10)
     return [loss.reason for loss in cluster.membership()]
 
 

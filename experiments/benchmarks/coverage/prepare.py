@@ -55,15 +55,7 @@ def prepare(case: Case) -> Run:
         large_batch_sizes=dict.fromkeys(resolutions, case.large),
         measured=True,
     )
-    stages = make_stages(
-        config.epochs,
-        resolutions,
-        schedule="cyclic",
-        dropout=(0.0,),
-        learning_rate=1.0,
-        milestones=(),
-        gamma=1.0,
-    )
+    stages = make_stages(config.epochs, resolutions, learning_rate=1.0)
     given = (config, known, stages, case.samples, case.least)
     config, plans, planner, sampler = plan_run(*given, blocks=case.blocks, say=lambda line: None)
     model = nn.Linear(1, 1, bias=False)

@@ -22,7 +22,7 @@ from experiments.benchmarks.faults.run import (
     samples,
     summary,
 )
-from experiments.benchmarks.kills import COMMON, ROOT, fingerprint
+from experiments.benchmarks.kills import COMMON, ROOT, children, fingerprint
 from experiments.benchmarks.ranks import free_port
 
 _ENDS = (("killed (SIGKILL)", signal.SIGKILL), ("stopped", signal.SIGSTOP))
@@ -132,7 +132,7 @@ def launcher_restarts(scratch: Path) -> Iterator[Row]:
         while not done.exists() and process.poll() is None:
             time.sleep(0.05)
         began = time.monotonic()
-        os.kill(_ranks_of(process.pid)[-1], signal.SIGKILL)
+        os.kill(children(process.pid)[-1], signal.SIGKILL)
         while "resumed from" not in log.read_text() and process.poll() is None:
             time.sleep(0.05)
         resumed_s = round(time.monotonic() - began, 1)
@@ -146,10 +146,3 @@ def launcher_restarts(scratch: Path) -> Iterator[Row]:
             status == 0 and from_ is not None,
             "the launcher's",
         )
-
-
-def _ranks_of(launcher: int) -> list[int]:
-    out = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(launcher)], capture_output=True, text=True
-    ).stdout
-    return [int(pid) for pid in out.split()]

@@ -16,6 +16,7 @@ from dbsl.run.session import Work
 from experiments.benchmarks.gpu.child import Settings
 from experiments.benchmarks.gpu.runs import common_flags, peak_memory, train_here
 from experiments.benchmarks.speed.arms import Settings as ArmSettings
+from experiments.benchmarks.speed.arms import synchronize
 from experiments.benchmarks.speed.steps import Arm, compare, ratio
 
 _TURN_S, _GUESS = 1.5, {24: 70_000, 32: 45_000}  # images/s, to make turns of about that length
@@ -70,17 +71,17 @@ def kernels(
 
     def watched(work: Work) -> Iterator[Step]:
         calls[0] += 1
-        _synchronize()
+        synchronize()
         if calls[0] == 3:
             with torch.profiler.profile() as profile:
                 yield from steps_of(work)
-                _synchronize()
+                synchronize()
             found.update(_counts(profile, steps))
             raise _Enough
         began = time.perf_counter()
         yield from steps_of(work)
         found["host_ms"] = round(1e3 * (time.perf_counter() - began) / steps, 3)
-        _synchronize()
+        synchronize()
         found["step_ms"] = round(1e3 * (time.perf_counter() - began) / steps, 3)
 
     Work.steps = watched
@@ -138,8 +139,3 @@ def _is_top_level(event: Any) -> bool:
             return False
         above = above.cpu_parent
     return True
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

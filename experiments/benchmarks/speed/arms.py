@@ -72,7 +72,7 @@ class Pace:
         self._done += images
         if self._done < self._left:
             return
-        _synchronize()  # a device is handed its work long before it is done
+        synchronize()  # a device is handed its work long before it is done
         if self._started:
             answer = {
                 "images": self._done,
@@ -286,7 +286,7 @@ def _batch(data: Data, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
     return next(data.train.batches([np.arange(settings.batch)], transform))
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
     """Wait until the device has done what it was given."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()

@@ -24,7 +24,7 @@ from experiments.benchmarks.speed.arms import (
     _batch,
     _model,
     _start,
-    _synchronize,
+    synchronize,
 )
 
 ROUND, TURNS, WORKERS = 2000, 16, 4  # images of a round
@@ -52,7 +52,7 @@ def rows(settings: Settings) -> list[dict[str, Any]]:
     for turn in range(TURNS):
         began = time.perf_counter()
         loss_of(model, images, labels).backward()
-        _synchronize()
+        synchronize()
         spent = time.perf_counter() - began
         who = Turn((turn % WORKERS,), turn // WORKERS, 0)
         for name, probe in probes.items():
@@ -61,7 +61,7 @@ def rows(settings: Settings) -> list[dict[str, Any]]:
         began = time.perf_counter()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        _synchronize()
+        synchronize()
         times["step"].append(spent + time.perf_counter() - began)
     found = []
     for name in probes:

@@ -66,10 +66,6 @@ class ClassLabel:
 
     __hash__ = None
 
-    def int2str(self, label: int) -> str:
-        """Return a class's name."""
-        return self.names[label]
-
 
 class Features(dict):
     """Features by column."""
@@ -110,23 +106,11 @@ class Dataset:
                 digest.update(value if isinstance(value, bytes) else repr(value).encode())
         return cls(found, features, digest.hexdigest())
 
-    @property
-    def column_names(self) -> list[str]:
-        """Names of the columns."""
-        return list(self._columns)
-
     def __len__(self) -> int:
         return len(next(iter(self._columns.values())))
 
     def __getitem__(self, rows: Any) -> dict[str, Any]:
         return {name: self._values(name, values[rows]) for name, values in self._columns.items()}
-
-    def select(self, rows: Iterable[int]) -> Dataset:
-        """Return a split of these rows."""
-        rows = np.fromiter(rows, np.int64)
-        chosen = {name: values[rows] for name, values in self._columns.items()}
-        digest = hashlib.sha256(self._fingerprint.encode() + rows.tobytes())
-        return Dataset(chosen, self.features, digest.hexdigest())
 
     def select_columns(self, names: Sequence[str]) -> Dataset:
         """Return a split of these columns."""
