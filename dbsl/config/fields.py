@@ -33,10 +33,9 @@ _WORDS = {
     bool: ("true or false", ""),
     int: ("a whole number", "N"),
     float: ("a number", "X"),
-    Path: ("a text", "FILE"),  # --config
+    Path: ("a text", "FILE"),
 }
 _UNIONS = (typing.Union, types.UnionType)
-LISTS = (tuple, list)
 
 # No setting is beyond it, unless its bound says so: a larger number is a slip, and the arithmetic
 # behind the settings would overflow. Whole numbers up to here are exact as floats, too.
@@ -264,8 +263,8 @@ def read_text(hint: Any, text: str) -> Any:
         return {"true": True, "false": False}[text.lower()]
     if origin is typing.Literal:
         return {str(choice): choice for choice in inside}[text]
-    if origin in LISTS:
-        return origin(read_text(inside[0], part) for part in text.split(",") if part)
+    if origin is tuple:
+        return tuple(read_text(inside[0], part) for part in text.split(",") if part)
     if origin in _UNIONS:
         for arm in sorted(inside, key=lambda arm: arm is not types.NoneType):
             with contextlib.suppress(KeyError, ValueError):
@@ -277,7 +276,7 @@ def read_text(hint: Any, text: str) -> Any:
 def is_readable(hint: Any) -> bool:
     """Whether `read_text` returns values of a type, and YAML can hold them."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (*LISTS, *_UNIONS):
+    if origin in (tuple, *_UNIONS):
         return all(arm is ... or is_readable(arm) for arm in inside)
     return origin is typing.Literal or hint in (bool, int, float, str, types.NoneType)
 
@@ -293,7 +292,7 @@ def described(hint: Any) -> tuple[str, str]:
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return in_words(inside), "|".join(map(str, inside))
-    if origin in LISTS:
+    if origin is tuple:
         words, shown = described(inside[0])
         return words.removeprefix("a ") + "s", f"{shown},.."
     if origin in _UNIONS:

@@ -25,7 +25,6 @@ from dbsl.base.errors import SettingError, as_given
 from dbsl.base.machine import launched_precision, recall
 from dbsl.config.complete import RESOLVED, still_true
 from dbsl.config.fields import (
-    LISTS,
     PAIRS,
     PROCESSES,
     UNSET,
@@ -155,7 +154,7 @@ def _flags_of(cls: type) -> tuple[dict[str, dataclasses.Field], dict[str, Any]]:
     hints = typing.get_type_hints(cls)
     for name in known if issubclass(cls, RunConfig) else ():  # its values go into YAML files
         if not is_readable(hints[name]):
-            types_ = "bool, int, float, str, a Literal or None, or a tuple or list of one"
+            types_ = "bool, int, float, str, a Literal or None, or a tuple of one"
             raise TypeError(f"{cls.__name__}.{name} must be of {types_}, got {hints[name]}")
     more = {"config": dataclasses.field(default=None)} if issubclass(cls, RunConfig) else {}
     return known | more, hints | dict.fromkeys(more, Path)
@@ -217,7 +216,7 @@ def _value(name: str, field: dataclasses.Field, hint: Any, given: list[Any]) -> 
 
 
 def _is_list(hint: Any) -> bool:
-    return any(typing.get_origin(arm) in LISTS for arm in (hint, *typing.get_args(hint)))
+    return any(typing.get_origin(arm) is tuple for arm in (hint, *typing.get_args(hint)))
 
 
 def _flag(name: str) -> str:

@@ -17,6 +17,7 @@ import shlex
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,6 +75,7 @@ class Charts(Extra):
         self._names = names
         self._before: Mapping[str, str] = {}  # trackers of the session before, with their ids
         self._shown: list[_Tracker] = []
+        self._ids: dict[str, str | None] = {}
         self._totals: dict[int, dict[str, float]] = {}  # plans', by resolution
         self._rounds: defaultdict[int, list[Row]] = defaultdict(list)  # by epoch
         self._epochs, self._live, self._begun = 0, False, False
@@ -85,7 +87,7 @@ class Charts(Extra):
         return cls(names) if names else None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"trackers": {shown.tracker.name: shown.id for shown in self._shown}}
+        return {"trackers": self._ids}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same: bool) -> None:
         self._before = state["trackers"]
@@ -100,6 +102,7 @@ class Charts(Extra):
         for name in self._names:
             kind = _WandB if name == "wandb" else _Tracker
             self._shown.append(kind(name, folder, settings, self._before.get(name), done))
+            self._ids[name] = self._shown[-1].id
             self._shown[-1].lines = {n * (workers - 1) // last for n in range(last + 1)}
         for row in rows:
             self.row(row)
@@ -180,8 +183,10 @@ class Charts(Extra):
                 call(shown)
             except Exception as error:
                 self._shown.remove(shown)
-                name, reason = shown.tracker.name, in_line(error)
-                tqdm.write(f"warning: {name} gets nothing from now on ({reason}): the run goes on")
+                reason = in_line(error)
+                tqdm.write(f"warning: {shown.tracker.name} gets nothing from now on ({reason})")
+                with suppress(Exception):
+                    shown.tracker.finish()
 
 
 class _Tracker:

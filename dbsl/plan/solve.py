@@ -370,6 +370,7 @@ class _DualBatch:
         slow = np.flatnonzero(shares < lowest)
         if len(slow) and lowest.sum() <= samples:
             shares = bounded_split(samples, self._speeds(sizes), lowest, samples)
+            lowered |= sizes > shares // rounds
             sizes = np.where(lowered, np.clip(shares // rounds, 1, self.limits), sizes)
             self.notes.append(
                 f"{len(slow)} of {len(shares)} workers are so slow that they finish late with the "

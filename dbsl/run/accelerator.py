@@ -64,8 +64,8 @@ class PlainAccelerator(Accelerator):
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Refuse fp16, where it would divide by the scale once for each worker's optimizer."""
-        text = "clip_grad_norm_ must be left to --clip-grad with mixed_precision fp16"
-        refuse([(self.scaler is not None, text, "a call")])
+        text = "gradients must be clipped by --clip-grad with mixed_precision fp16"
+        refuse([(self.scaler is not None, text, "a call that unscales them")])
 
 
 def start_accelerator(

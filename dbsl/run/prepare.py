@@ -263,8 +263,8 @@ def prepare(
     _check_samples(data, config, least)
     joint = processes > 1 and (config.sync == "step" or Islands.of(config).several)
     example = data.example(2, config.resolutions[0])
+    replaced.check_optimizer(config, model)  # it may freeze parameters
     figures = figure_names(found, model, *example, replaced.figures, joint=joint)
-    replaced.check_optimizer(config, model)
     check_rank(wire_of(config), trained_shapes(model), config.wire)
     build = replaced.optimizer and partial(replaced.build_optimizer, config)
     known, config = know_workers(config, model, data, accelerator, loss_of, build, least)

@@ -22,7 +22,7 @@ from dbsl.config.hooks import Extra
 from dbsl.config.settings import meets_at_server
 from dbsl.data.transforms import seed_streams
 from dbsl.loss import Figures, scalars
-from dbsl.model import save_model, set_dropout, set_training
+from dbsl.model import kept_modes, save_model, set_dropout, set_training
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.stages import Stage
 from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, NO_FAULT, EpochEnd, RoundReport, Segment, Turn
@@ -177,15 +177,16 @@ class Session(EvaluationSession[ConfigT]):
         """Enclose an evaluation; gives what tells the seconds so far.
 
         A compiled model runs uncompiled: graphs of an evaluation's few batches would never pay.
+        Its modules are in the same modes afterwards: a round may go on.
         """
         pauses = self.accelerator.num_processes == 1 or self.shares_evaluation  # nobody trains
-        with self.stopwatch.evaluating(pauses=pauses) as spent, uncompiled(self.model):
+        alone = uncompiled(self.model), kept_modes(self.model)
+        with self.stopwatch.evaluating(pauses=pauses) as spent, alone[0], alone[1]:
             yield spent
 
     def evaluation_images(self, source: Any = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches; see `EvaluationSession.evaluation_images`."""
         yield from super().evaluation_images(source)
-        set_training(self.model)  # a round may go on
         if self.shares_evaluation:  # what they found is added up next
             self.cluster.control.enter()
 

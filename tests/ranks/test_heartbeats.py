@@ -1,6 +1,7 @@
 """Deaths that exchanges do not tell of: with NCCL the main thread waits on its device."""
 
 import os
+import threading
 import time
 
 import pytest
@@ -8,7 +9,7 @@ import torch.distributed as dist
 
 import dbsl.cluster.alive
 from dbsl.base.errors import ReadError, SyncError
-from dbsl.cluster.alive import Heartbeats
+from dbsl.cluster.alive import Heartbeats, end_later
 from tests.helpers import slow
 
 HANGS_S = 90.0  # beyond the test's own limit
@@ -151,3 +152,15 @@ def leaving_rank(rank):
 
 def test_ranks_that_leave_one_after_the_other_are_not_mourned_and_hear_of_no_late_error(run_ranks):
     assert run_ranks(leaving_rank, world_size=3) == ["left"] * 3
+
+
+def test_a_process_that_saves_in_its_own_time_ends_when_that_is_done(monkeypatch):
+    ended, saving = threading.Event(), threading.Event()
+    monkeypatch.setattr(dbsl.cluster.alive, "_END_S", 0.0)
+    monkeypatch.setattr(os, "_exit", lambda status: ended.set())
+    writer = threading.Thread(target=saving.wait, args=(10,), name=dbsl.cluster.alive.WRITER)
+    writer.start()
+    end_later("rank 1 was lost", threading.Event(), saves=True)
+    assert not ended.wait(0.2)
+    saving.set()
+    assert ended.wait(10)

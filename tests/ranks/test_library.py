@@ -70,9 +70,9 @@ class Slow(nn.Module):
         return self.layer(x)
 
 
-def watched(rank):
+def watched(rank, wrap):
     torch.manual_seed(0)
-    model = DistributedDataParallel(Slow(0.02 if rank == 0 else 0.0))
+    model = wrap(DistributedDataParallel(Slow(0.02 if rank == 0 else 0.0)))
     watch = Watch(model)
     for step in range(4):
         watch.samples = step + 1
@@ -80,8 +80,9 @@ def watched(rank):
     return watch.read()
 
 
-def test_the_watch_leaves_out_the_wait_for_others(run_ranks):
-    slow, fast = run_ranks(watched)
+@pytest.mark.parametrize("wrap", [lambda ddp: ddp, nn.Sequential])
+def test_the_watch_leaves_out_the_wait_for_others(run_ranks, wrap):
+    slow, fast = run_ranks(watched, wrap)
     assert [samples for samples, _ in slow] == [1, 2, 3, 4]
     assert all(seconds >= 0.02 * samples for samples, seconds in slow)
     assert sum(seconds for _, seconds in fast) < 0.5 * sum(seconds for _, seconds in slow)

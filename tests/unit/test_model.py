@@ -18,6 +18,7 @@ from dbsl.model import (
     build_model,
     check_sides,
     count_once,
+    kept_modes,
     load_initial,
     load_model,
     save_model,
@@ -389,3 +390,11 @@ def test_activations_that_are_computed_again_do_not_count_twice_in_statistics(na
         assert {norm.momentum for norm in batch_norms(model)} == {0.1}
     for own, value in found[0].items():
         assert torch.equal(value, found[1][own]), own
+
+
+def test_modules_are_in_their_modes_again_after_an_evaluation():
+    model = nn.Sequential(nn.Dropout(), nn.Dropout())
+    model[1].eval()
+    with kept_modes(model):
+        model.eval()
+    assert [module.training for module in model.modules()] == [True, True, False]

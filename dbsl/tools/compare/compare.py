@@ -134,7 +134,10 @@ class Arm:
 
     @property
     def hash(self) -> str:
-        """Tell these settings from others on any machine: where the data lie does not count."""
+        """Tell these settings from others on any machine.
+
+        Where the data lie does not count, if the arm names its dataset.
+        """
         text = json.dumps(_alike(self.settings) | {"dataset": self.dataset}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -94,16 +94,17 @@ def test_help_wins_over_wrong_flags_and_one_process_prints_it(monkeypatch, capsy
 class Forked:
     """Settings that a fork of train.py may add."""
 
-    frozen: list[str] = field(default_factory=list)  # modules
-    steps: list[int] | None = None  # numbers
+    frozen: tuple[str, ...] = ()  # modules
+    steps: tuple[int, ...] | None = None  # numbers
 
 
-def test_lists_are_read_as_tuples_are_and_a_type_that_yaml_lacks_is_named():
+def test_a_forks_tuples_go_through_yaml_and_a_type_that_does_not_is_named():
     found = parse_flags(Forked, ["--frozen", "layer1,layer2", "--steps", "3", "6"])
-    assert found == Forked(["layer1", "layer2"], [3, 6])
+    assert found == Forked(("layer1", "layer2"), (3, 6))
     for settings in (found, Forked()):
         flags = yaml_to_argv(yaml.safe_load(config_to_yaml(asdict(settings))))
         assert parse_flags(Forked, flags) == settings
-    bad = make_dataclass("Bad", [("teacher", Path | None, None)], bases=(RunConfig,), frozen=True)
-    with pytest.raises(TypeError, match=r"Bad.teacher must be of bool, .* got .*Path"):
-        parse_flags(bad, [])
+    for kind in (Path | None, list[str]):
+        bad = make_dataclass("Bad", [("own", kind, None)], bases=(RunConfig,), frozen=True)
+        with pytest.raises(TypeError, match=r"Bad.own must be of bool, .* or a tuple of one, got "):
+            parse_flags(bad, [])

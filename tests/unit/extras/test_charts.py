@@ -342,5 +342,6 @@ def test_a_tracker_that_raises_is_left_out_and_the_others_go_on(folder, monkeypa
     assert recorder.records[-1] == "finished"
     assert any("train/loss" in values for _, values in recorder.records[:-1])
     said = capsys.readouterr()
-    told = "warning: comet_ml gets nothing from now on (the server is gone): the run goes on"
+    told = "warning: comet_ml gets nothing from now on (the server is gone)\n"
     assert (said.out + said.err).count(told) == 1
+    assert shown.state_dict()["trackers"].keys() == {"comet_ml", "mlflow"}  # to go on there

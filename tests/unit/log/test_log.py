@@ -496,3 +496,22 @@ def test_extras_get_every_row_as_it_is_read_back_and_those_of_before_at_once(mak
     assert [row["event"] for row in reporter.before] == ["plan"] * 2
     assert reporter.before + reporter.rows == rows()
     assert reporter.rows[-1] == {"event": "norm", "epoch": 1, "resolution": 32, "value": None}
+
+
+def test_a_last_epoch_of_refused_rounds_is_known_to_a_run_that_ends_after_a_resume(make_log):
+    with make_log() as log:
+        log.round(report_of(0, refused=True))
+        log.epoch_end(0, EVALUATION, train_time_s=1.0)
+        state = unpack(*pack(log.state_dict()))
+    with make_log(state=state) as log:
+        assert log.results()["last_epoch_refused"] is True
+
+
+def test_patience_is_counted_on_the_main_process_alone(make_log):
+    """The others have no evaluations to compare with, and one wish ends the run."""
+    with make_log() as log:
+        log.epoch_end(0, EVALUATION, train_time_s=1.0)
+        assert not log.is_best(EVALUATION)
+        log.enabled = False
+        assert log.is_best(EVALUATION)
+        log.enabled = True

@@ -382,3 +382,9 @@ def test_planner_from_the_shell_prints_the_promised_json_or_refuses_in_one_line(
     assert (ended.returncode, ended.stderr) == (EXIT_UNREAD, b"")
     line = refused(capsys, plan_from_the_shell, [*SHELL, "--small-workers", "5"])
     assert line == "small_workers must be in [0, workers=4], got 5"
+
+
+def test_a_slow_workers_least_lowers_the_batches_of_those_that_give_it_up():
+    models = [TimeModel(0.001, 1e-6), TimeModel(0.1, 1e-6)]
+    plan = plan_dual_batch(1000, 2, 0, 245, models, PlanRules(rounds=4, min_batch_size=8))
+    assert [(w.local_batch_size, w.samples) for w in plan.workers] == [(242, 968), (8, 32)]
