@@ -123,7 +123,7 @@ def _training(lines: Sequence[Line]) -> str:
     accuracies: dict[str, list[float]] = {}
     for line in lines:
         name = line["stage"].partition("-")[2]
-        name = (name.rpartition("-seed")[0] or name) + _rate(line)
+        name = (name.rpartition("-seed")[0] or name).removesuffix("-full") + _rate(line)
         if part := line["figures"].get("train_images"):
             name += f" ({part} images)"
         accuracies.setdefault(name, []).append(line["figures"]["final_accuracy"])

@@ -336,8 +336,8 @@ def test_the_table_says_not_yet_until_a_gpu_has_run_a_stage(tmp_path):
     assert "| 0/4 |" in rows["resume"]
     assert "resume-bsp-deterministic failed" in rows["resume"]
     assert rows["arm"].endswith(
-        "| 3/24 | H200, 0123456 | dual-full 71.00% (n=2); "
-        "dual_tuned-full at 0.4 73.00%; dual_tuned-full at 0.8 74.00% |"
+        "| 3/24 | H200, 0123456 | dual 71.00% (n=2); "
+        "dual_tuned at 0.4 73.00%; dual_tuned at 0.8 74.00% |"
     )
 
 
