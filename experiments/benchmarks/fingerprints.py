@@ -110,8 +110,11 @@ def measure(scratch: Path, only: str) -> dict[str, dict[str, str] | str]:
     found: dict[str, dict[str, str] | str] = {}
 
     def note(name: str, status: int, folder: Path) -> None:
-        found[name] = fingerprint(folder) if status == 0 else _tail(folder.with_suffix(".log"))
+        log = folder.with_suffix(".log")
+        found[name] = fingerprint(folder) if status == 0 else _tail(log)
         print(f"{name}: {found[name]}", flush=True)
+        if status and log.exists():  # whole: the folder goes
+            print(log.read_text(), file=sys.stderr)
 
     for number, (name, flags) in enumerate(CASES.items()):
         if only in name:
