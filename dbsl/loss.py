@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dbsl.base.errors import SettingError
-from dbsl.config.fields import PAIRS, Needs, Within, read_kwargs, refuse
+from dbsl.config.fields import PAIRS, Needs, Within, read_kwargs
 from dbsl.data.transforms import global_streams
 from dbsl.plan.types import RESERVED
 
@@ -64,8 +64,11 @@ def figure_names(
                 )
         loss.backward()  # a fault in it shows itself here, not in the first step
     unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    must = "use all parameters that several processes train jointly (requires_grad_(False) freezes)"
-    refuse([(joint and bool(unused), f"loss_function must {must}", f"none of {unused[:1]}")])
+    if joint and unused:
+        raise SettingError(
+            "loss_function must use every parameter that is trained, where several processes take "
+            f"joint steps, got no gradient of {unused[0]}: requires_grad_(False) freezes it"
+        )
     if isinstance(more, str):
         raise SettingError(f"figures must be a list of names, got {more!r}")
     names = [*figures]

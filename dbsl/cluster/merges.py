@@ -12,7 +12,6 @@ they are. `mean` and `Delta` get the pushes of all workers together, the others 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -94,9 +93,9 @@ def choose_rule(config: RunConfig, weights: FlatWeights, own: MergeRule | None) 
     name = config.merge or ("mean" if config.sync == "bsp" else "ratio")
     if name == "delta":
         trained = len(weights.vector) - len(weights.buffers)
-        delta = partial(Delta, trained, config.outer_lr, config.outer_momentum)
         # A server without a worker does not hear what the loop freezes, and all must agree.
-        return delta() if config.dedicated_server else delta(weights.frozen)
+        frozen = () if config.dedicated_server else (weights.frozen,)
+        return Delta(trained, config.outer_lr, config.outer_momentum, *frozen)
     return {"mean": mean, "ratio": ratio, "half": half}[name]
 
 

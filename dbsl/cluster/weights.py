@@ -107,8 +107,9 @@ class FlatWeights:
     def frozen(self) -> Tensor | None:
         """Return which numbers are of frozen parameters, bool [P]; None: none is."""
         frozen = [isinstance(t, nn.Parameter) and not t.requires_grad for t in self.tensors]
-        on_device = torch.tensor(frozen, device=self.vector.device)
-        return self.spread(on_device) if any(frozen) else None
+        if not any(frozen):
+            return None
+        return self.spread(torch.tensor(frozen, device=self.vector.device))
 
     def spread(self, values: Tensor) -> Tensor:
         """Return a value for each number, [P], of one for each tensor, [T]."""

@@ -356,9 +356,7 @@ class PlanMaker:
             sizes = machines.bounded_split(total, proportions, lowest, limits)
             return self._of_all(plan_steps(self._samples, sizes, models, rules), active)
         planned = [plan.workers[worker] for worker in active]
-        lowest = rules.lowest(plan.samples // rules.rounds, workers)
-        lowest = rules.rounds * np.minimum(lowest, np.maximum(limits, rules.least))
-        lowest = np.minimum(lowest, plan.samples // workers)
+        lowest = np.minimum(rules.lowest_shares(plan.samples, limits), plan.samples // workers)
         shares = machines.bounded_split(plan.samples, proportions, lowest, plan.samples)
         sizes = np.minimum([w.local_batch_size for w in planned], shares // rules.rounds)
         steps = machines.steps_in_shares(shares, sizes, rules.rounds)

@@ -76,6 +76,11 @@ class PlanRules:
         """Return the least samples of a joint step that a worker gets where shares move."""
         return max(self.least, min(self.min_batch_size, global_batch_size // workers))
 
+    def lowest_shares(self, samples: int, limits: np.ndarray) -> np.ndarray:
+        """Return the least samples of an epoch in rounds that workers of such limits get."""
+        of_round = self.lowest(samples // self.rounds, len(limits))
+        return self.rounds * np.minimum(of_round, np.maximum(limits, self.least))
+
 
 _ANY = PlanRules()
 
@@ -354,7 +359,7 @@ class _DualBatch:
     def _fit_rounds(self, shares: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Lower batch sizes that exceed a round of their worker's share; shares follow.
 
-        A worker so slow that its round would have fewer samples than `rules.lowest` gets that many.
+        A worker so slow that it would have fewer than `rules.lowest_shares` gets that many.
         """
         samples, rounds = self.samples, self.rules.rounds
         lowered = np.zeros(len(sizes), dtype=bool)
@@ -365,8 +370,7 @@ class _DualBatch:
             lowered |= over
             sizes = np.where(over, np.maximum(shares // rounds, 1), sizes)
             shares = largest_remainder(self._speeds(sizes), samples)
-        lowest = self.rules.lowest(samples // rounds, len(shares))
-        lowest = rounds * np.minimum(lowest, np.maximum(self.limits, self.rules.least))
+        lowest = self.rules.lowest_shares(samples, self.limits)
         slow = np.flatnonzero(shares < lowest)
         if len(slow) and lowest.sum() <= samples:
             shares = bounded_split(samples, self._speeds(sizes), lowest, samples)

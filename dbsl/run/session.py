@@ -180,8 +180,11 @@ class Session(EvaluationSession[ConfigT]):
         Its modules are in the same modes afterwards: a round may go on.
         """
         pauses = self.accelerator.num_processes == 1 or self.shares_evaluation  # nobody trains
-        alone = uncompiled(self.model), kept_modes(self.model)
-        with self.stopwatch.evaluating(pauses=pauses) as spent, alone[0], alone[1]:
+        with (
+            self.stopwatch.evaluating(pauses=pauses) as spent,
+            uncompiled(self.model),
+            kept_modes(self.model),
+        ):
             yield spent
 
     def evaluation_images(self, source: Any = None) -> Iterator[tuple[Tensor, Tensor]]:

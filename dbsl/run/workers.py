@@ -76,8 +76,8 @@ def know_workers(
     limits, most, micro = None, largest_auto_batch(share), None
     if find_limits:
         # Where a worker may be lost, the others have its part of the joint batch, too.
-        given_or_lost = config.global_batch_size is not None or meets_at_server(config.sync)
-        whole = shifting or (joint and given_or_lost)
+        moves = shifting or meets_at_server(config.sync)
+        whole = joint and (moves or config.global_batch_size is not None)
         at_most = len(data.train) if whole else most
         limits = measure.largest_batches([at_most] * len(config.resolutions))
     if auto:

@@ -204,11 +204,11 @@ class _Table:
         # Of equal time: an arm that has the baseline's already is the same run.
         self.done = self._of_arms(read_runs(config.output, "arms")) | self._of_arms(self.recorded)
         self.lacking: dict[Path, tuple[Arm, int]] = {}  # by the folder of the run
-        self.others: list[Path] = []  # folders of runs that another train.py has made
+        self.folders: list[Path] = []  # of all runs
         for seed in config.seed_range:  # all arms with one seed before any with the next
             for arm in arms:
                 folder = Path(config.runs_dir) / f"{config.group}-{arm.run}-s{seed}"
-                self.others += [folder] * _made_by_other(folder)
+                self.folders.append(folder)
                 is_needed = is_finished(folder) or not config.report_only
                 if (arm.name, seed) not in self.done and is_needed:
                     self.lacking[folder] = arm, seed
@@ -216,9 +216,9 @@ class _Table:
     def make(self, stopping: Stopping) -> dict[str, list[ArmRun]]:
         """Make the runs that are lacking, and return all that are finished, by arm."""
         self._check()
-        if self.others:
-            what = f"made by another {SCRIPT.name}, such as {self.others[0]}"
-            print(f"warning: {plural(len(self.others), 'run')} of this table {what}", flush=True)
+        if others := _made_by_another(self.folders):
+            what = f"{plural(len(others), 'run')} of this table, such as {others[0]}"
+            print(f"warning: another {SCRIPT.name} made {what}", flush=True)
         for folder, (arm, _) in self.lacking.items():
             if not folder.exists():
                 folder.parent.mkdir(parents=True, exist_ok=True)
@@ -354,11 +354,12 @@ def _note_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.arm.yaml")
 
 
-def _made_by_other(folder: Path) -> bool:
-    """Whether a run was made by another train.py than there is now."""
-    sums = folder / "code" / SUMS  # the script comes first
+def _made_by_another(folders: Sequence[Path]) -> list[Path]:
+    """Return the folders of runs that another train.py made than there is now."""
     now = hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
-    return sums.exists() and not sums.read_text(encoding="utf-8").startswith(now)
+    sums = {folder: folder / "code" / SUMS for folder in folders}  # the script comes first
+    texts = {folder: path.read_text("utf-8") for folder, path in sums.items() if path.exists()}
+    return [folder for folder, text in texts.items() if not text.startswith(now)]
 
 
 def _check_same(arm: Arm, folder: Path) -> None:

@@ -371,7 +371,7 @@ def test_runs_of_another_script_are_told_of(tmp_path, monkeypatch, capsys, read_
             compare._note_of(folder).write_text(compare.parse.config_to_yaml(arms[0].settings))
         compare._Table("arms", arms, config).make(None)
         said = capsys.readouterr().out
-        assert ("warning: 2 runs of this table made by another train.py" in said) == (
+        assert ("warning: another train.py made 2 runs of this table" in said) == (
             sums == b"another"
         )
 
