@@ -37,14 +37,14 @@ NO_PROSE = re.compile(r"<!-- table.*?<!-- end -->|```.*?```|`[^`]*`|\]\([^)]*\)"
 def stages() -> pd.DataFrame:
     """Return the stages of results/gpu that trained; `arm` is the stage, accuracies the last.
 
-    Where a tuning gave a rate, it stands behind the stage's name.
+    Where a tuning gave a rate, it ends the stage's name.
     """
     texts = [path.read_text() for path in sorted((RESULTS / "gpu").glob("*.jsonl"))]
     lines = [json.loads(line) for line in "".join(texts).splitlines()]
     lines = [one for one in lines if one["status"] == "ok" and "accuracy" in one["figures"]]
     for one in lines:
-        flags = [*one["figures"].get("flags", ()), "--lr", ""]
-        one["stage"] += flags[flags.index("--lr") + 1]
+        if "--lr" in (flags := one["figures"].get("flags", ())):
+            one["stage"] += f"-lr{flags[flags.index('--lr') + 1]}"
     found = pd.DataFrame({"arm": one["stage"], **one["figures"]} for one in lines)
     return found.assign(accuracy=found["accuracy"].str[-1])
 

@@ -42,7 +42,7 @@ def all_stages() -> list[Stage]:
     stages += [resumed.pop(f"resume-{sync}-deterministic") for sync in ("bsp", "step")]
     stages += [*modes.values(), *processes.values(), *resumed.values()]
     stages += [*first.values(), *_lines()]
-    stages += [stage for own in _tuning().values() for stage in own] + _arms(SEEDS[:1], SHORT)
+    stages += _tuning() + _arms(SEEDS[:1], SHORT)
     for seed in SEEDS:
         stages += _arms([seed], None)
     return stages + _others()
@@ -119,30 +119,29 @@ def _training(name: str, given: dict[str, Any], *seconds: float, **how: Any) -> 
     return Stage(name, call, given, *seconds, **how, alone=False)  # its figure is an accuracy
 
 
-def _tuning() -> dict[str, list[Stage]]:
-    """Return runs on held-out training images, one for each rate, by arm."""
-    found: dict[str, list[Stage]] = {}
+def _tuning() -> list[Stage]:
+    """Return runs on held-out training images, one for each arm and rate."""
+    stages = []
     for arm, rates in RATES.items():
         for rate in rates:
             given = {"config": ARMS[arm], "seed": TUNED_ON_SEED, "epochs": SHORT}
             given["flags"] = ["--compile", "--lr", f"{rate:g}", "--holdout", f"{HELD_OUT:g}"]
             dry = arm == "all_large" and rate in (0.1, 0.2)
-            stage = _training(f"tune-{arm}-lr{rate:g}", given, 100, 400, dry=dry)
-            found.setdefault(arm, []).append(stage)
-    return found
+            stages.append(_training(f"tune-{arm}-lr{rate:g}", given, 100, 400, dry=dry))
+    return stages
 
 
 def _arms(seeds: tuple[int, ...] | list[int], epochs: int | None) -> list[Stage]:
     """Return the arms of the paper; short ones first, and a tuned rate only once it is known."""
-    tuning = {arm: tuple(stage.name for stage in own) for arm, own in _tuning().items()}
-    arms = {**ARMS, **{f"{arm}_tuned": ARMS[arm] for arm in tuning}}
+    tuned = {f"{arm}_tuned": arm for arm in RATES}
     stages = []
     for seed in seeds:
-        for arm, config in arms.items():
+        for arm, config in (ARMS | {arm: ARMS[of] for arm, of in tuned.items()}).items():
             given = {"config": config, "seed": seed, "epochs": epochs}
             if epochs is None:  # long enough for compilation to pay
                 given["flags"] = ["--compile", "--eval-every", "10"]
-            needs = tuning.get(arm.removesuffix("_tuned"), ()) if arm not in ARMS else ()
+            names = (stage.name for stage in _tuning())
+            needs = tuple(name for name in names if name.startswith(f"tune-{tuned.get(arm)}-"))
             if needs:
                 given["rate_from"] = list(needs)
             name = f"arm-{arm}-{f'{epochs}epochs' if epochs else 'full'}-seed{seed}"
