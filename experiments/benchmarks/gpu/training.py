@@ -19,7 +19,7 @@ from experiments.benchmarks.gpu.runner import ROOT, read_results
 from experiments.benchmarks.gpu.runs import peak_memory, results_of, train_here
 
 # On held-out images; a best rate at an end asks for the next.
-RATES = {"all_large": (0.1, 0.2, 0.4, 0.8, 1.6), "dual": (0.2, 0.4, 0.8, 1.6)}
+RATES = {"all_large": (0.1, 0.2, 0.4, 0.8, 1.6, 3.2), "dual": (0.2, 0.4, 0.8, 1.6)}
 TUNED_ON_SEED, HELD_OUT = 100, 0.1
 _SAVE_S = 25.0  # before the end of a stage, for a save
 
