@@ -5,9 +5,9 @@
 Data-parallel by default. ``local_steps`` above 1 is Accelerate's LocalSGD instead: every process
 steps by itself and parameters are averaged after that many steps. Model, initial weights, images,
 augmentation, optimizer and learning rate are those of train.py, and so is what glibc does with
-freed memory (`keep_freed_memory`). Besides how processes work together one thing differs: LocalSGD
-averages parameters alone, so that rank 0's own batch-norm statistics are evaluated. Rank 0 prints
-one line of JSON.
+freed memory (`keep_freed_memory`). LocalSGD averages parameters alone. Neither it nor DDP averages
+batch-norm statistics: rank 0's own are evaluated. An epoch leaves out what does not fill a batch.
+Rank 0 prints one line of JSON.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ MODULE = "experiments.benchmarks.demos.uneven"
 MODEL, SAMPLES, EPOCHS, SPLIT_EPOCHS = "test_resnet", 5000, 12, 4
 BATCH = 64  # a process's, where parts are equal
 ARMS = ("accelerate_ddp", "equal", "dynamic", "dbs")
+ALONE = "alone"  # after the fact: the first process, with the joint batch of all
 SLOW_PARTS = (64, 51, 43, 36, 30, 26, 22, 18)  # samples of 128, of the slower process
 
 
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--label-column", default="coarse_label")
     parser.add_argument("--turns", type=int, help="each with its own seed; unset: 5 (splits: 3)")
     parser.add_argument("--machines", nargs="+", choices=list(MACHINES))
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=(*ARMS, ALONE))
     parser.add_argument("--lr", type=float, help="unset: that of slow_link's joint steps")
     parser.add_argument("--folder", type=Path, default=Path("experiments/results/uneven"))
     arguments = parser.parse_args(argv)
@@ -103,13 +104,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(arm: str, machine: Machine, run: dict[str, Any]) -> dict[str, float]:
     """Return seconds and accuracy of one run of an arm."""
+    processes = len(machine.parts)
+    if arm == ALONE:
+        machine = Machine(machine.parts[:1], machine.cores[:1])
     with quotas(machine.parts, machine.cores) as (prefixes, change):
         halfway = (lambda: change(machine.later)) if machine.later else None
         if arm == "accelerate_ddp":
             plain = {"eval_samples": None, **run, "batch": BATCH}
             return run_plain(prefixes, "127.0.0.1", halfway, **plain)
         flags = {name.replace("_", "-"): value for name, value in run.items()}
-        flags |= {"sync": "step", **flags_of(arm, len(machine.parts))}
+        flags |= {"sync": "step", **flags_of(arm, processes)}
         return run_train(prefixes, "127.0.0.1", flags, halfway)
 
 
@@ -117,6 +121,8 @@ def flags_of(arm: str, processes: int) -> dict[str, Any]:
     """Return the flags of an arm of train.py: a rule of `--balance`, or parts by hand as 96/32."""
     if arm == "equal":
         return {"local-batch-sizes": [BATCH] * processes}
+    if arm == ALONE:
+        return {"workers": 1, "local-batch-sizes": [BATCH * processes]}
     if "/" in arm:
         return {"local-batch-sizes": [*map(int, arm.split("/"))]}
     at_these_speeds = {"profile-refresh": [], "profile-seconds": 5}

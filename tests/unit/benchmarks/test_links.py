@@ -179,6 +179,7 @@ def test_quotas_fit_on_their_cores_and_the_limit_is_that_of_the_speeds():
                 assert 0 < sum(there) <= 1
     assert uneven.MACHINES["4:1"].limit == pytest.approx(0.4)
     assert uneven.flags_of("equal", 3) == {"local-batch-sizes": [64, 64, 64]}
+    assert uneven.flags_of("alone", 2) == {"workers": 1, "local-batch-sizes": [128]}
     assert uneven.flags_of("96/32", 2) == {"local-batch-sizes": [96, 32]}
     assert uneven.flags_of("dbs", 3)["global-batch-size"] == 192
 
