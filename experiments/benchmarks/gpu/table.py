@@ -44,7 +44,7 @@ def table(files: Iterable[Path]) -> str:
             continue
         good = [line for line in lines if line["status"] == "ok"]
         bad = [f"{line['stage']} {line['status']}" for line in lines if line["status"] != "ok"]
-        devices = sorted({f"{_card(x['device'])}, {x['commit'][:7]}" for x in lines})
+        devices = sorted({_card(line["device"]) for line in lines})
         found = [row.found(good)] if good else []
         cells = (
             f"{row.what} (`{row.prefix}`)",
