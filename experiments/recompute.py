@@ -59,7 +59,10 @@ def rows(where: str, arm: str = "") -> pd.DataFrame:
             tables.append(stages())
             continue
         names = (f"{part}_runs.csv", f"{part}/arms_runs.csv", f"{part}.csv")
-        tables.append(pd.read_csv(next(f for name in names if (f := RESULTS / name).is_file())))
+        file = next((RESULTS / name for name in names if (RESULTS / name).is_file()), None)
+        if file is None:
+            raise LookupError(f"no file of rows for {part}")
+        tables.append(pd.read_csv(file))
     table = pd.concat(tables)
     table = table.query(condition) if condition else table
     table = table[table["arm"] == arm] if arm else table

@@ -8,7 +8,8 @@ from decimal import Decimal
 from dbsl.extras.emulate import EmulatedLink
 from experiments.benchmarks.demos import hybrid
 from experiments.benchmarks.demos.advise import errors
-from experiments.plots.links import DDP, Against, links_against
+from experiments.plots.links import DDP, links_against
+from experiments.plots.quotas import quotas_against
 from experiments.plots.rows import RESULTS, fixed, read, with_interval
 
 DEMO_UNEVEN = {  # arms of results/demos/uneven.csv
@@ -66,22 +67,12 @@ def demo_uneven(up: str) -> list[str]:
 
 def seconds(up: str) -> list[str]:
     """Return README's rows: training time and accuracy next to a control's, turn by turn."""
-    rows = read(RESULTS / "demos/uneven.csv")
-    plain = {row["turn"]: row for row in rows if row["arm"] == DDP}
-    pairs = [(row, plain[row["turn"]]) for row in rows if row["arm"] == "balanced"]
-    shared = Against(
-        "a core shared: `--sync step --balance dynamic`, plain DDP",
-        "demos/uneven.csv",
-        12,
-        [float(own["train_s"]) / float(ddp["train_s"]) for own, ddp in pairs],
-        [100 * (float(own["accuracy"]) - float(ddp["accuracy"])) for own, ddp in pairs],
-    )
     lines = [
         "| two processes on two cores: what ran, its control | training time over the control's "
         "| points over it | seeds | epochs |",
         "|---|---|---|---|---|",
     ]
-    for case in (shared, *links_against()):
+    for case in (*quotas_against(), *links_against()):
         lines.append(
             f"| {case.text} ([rows]({up}results/{case.rows})) | {with_interval(case.ratios, 2)} "
             f"| {with_interval(case.points, 1, '+')} | {len(case.points)} | {case.epochs} |"

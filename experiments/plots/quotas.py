@@ -15,14 +15,19 @@ from matplotlib.figure import Figure
 from scipy.stats import ttest_1samp
 
 from dbsl.tools.compare.statistics import holm, interval
-from experiments.benchmarks.demos.uneven import ARMS, MACHINES, SWEPT
+from experiments.benchmarks.demos.uneven import ARMS, EPOCHS, MACHINES, SWEPT
 from experiments.plots.evidence import COLORS
+from experiments.plots.links import Against
 from experiments.plots.rows import RESULTS, Rows, equivalence_p, read, shown_p, with_interval
 
 FOLDER = RESULTS / "uneven"
 PLAIN, BALANCED, MARGIN = ARMS[0], ("dynamic", "dbs"), 1.0
 UNEVEN = [name for name in MACHINES if name != "1:1"]
 LOOK = {arm: color for arm, color in zip(ARMS, COLORS, strict=False)}
+README_ROWS = {
+    "2:1": "speeds 2:1: `--sync step --balance dynamic`, plain DDP",
+    "4:1": "speeds 4:1: the same",
+}
 
 
 def main() -> None:
@@ -42,11 +47,9 @@ def quota_arms(up: str) -> list[str]:
     for name, machine in MACHINES.items():
         cells = []
         for arm in ARMS:
-            right = with_interval(
-                [100 * float(row["accuracy"]) for row in _own(rows, arm, name)], 1
-            )
-            cells.append(f"{with_interval(_ratios(rows, arm, name), 2)}; {right}")
-        cells[0] = cells[0].replace(cells[0].partition(";")[0], "1")
+            own = [100 * float(row["accuracy"]) for row in _own(rows, arm, name)]
+            time = "1" if arm == PLAIN else with_interval(_ratios(rows, arm, name), 2)
+            cells.append(f"{time}; {with_interval(own, 1)}")
         lines.append(f"| {name} | {' | '.join(cells)} | {machine.limit:.2f} |")
     return lines
 
@@ -83,14 +86,48 @@ def quota_questions(up: str) -> list[str]:
     return lines
 
 
+def quota_more(up: str) -> list[str]:
+    """Return what was registered without a test, machine by machine."""
+    rows = read(FOLDER / "quota.csv")
+    lines = [
+        f"| without a test ([CSV]({up}results/uneven/quota.csv)) | s of training: `dynamic` over "
+        "`equal` | s of the second half: `dynamic` over plain DDP "
+        "| points: `dynamic` less plain DDP | points: `dbs` less plain DDP |",
+        "|---|---|---|---|---|",
+    ]
+    for name in MACHINES:
+        times = (
+            _ratios(rows, "dynamic", name, "equal"),
+            _ratios(rows, "dynamic", name, column="epoch_s"),
+        )
+        points = (list(_less(rows, arm, name).values()) for arm in BALANCED)
+        cells = [with_interval(each, 2) for each in times]
+        cells += [with_interval(each, 1, "+") for each in points]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def quotas_against() -> list[Against]:
+    """Return README's rows: balanced parts next to plain DDP."""
+    rows = read(FOLDER / "quota.csv")
+    return [
+        Against(
+            text,
+            "uneven/quota.csv",
+            EPOCHS,
+            _ratios(rows, "dynamic", name),
+            list(_less(rows, "dynamic", name).values()),
+        )
+        for name, text in README_ROWS.items()
+    ]
+
+
 def pooled(rows: Rows, arm: str) -> dict[str, float]:
     """Return an arm's accuracy less plain DDP's, mean of the uneven machines, by turn."""
     found: dict[str, list[float]] = {}
     for name in UNEVEN:
-        control = {row["turn"]: float(row["accuracy"]) for row in _own(rows, PLAIN, name)}
-        for row in _own(rows, arm, name):
-            less = 100 * (float(row["accuracy"]) - control[row["turn"]])
-            found.setdefault(row["turn"], []).append(less)
+        for turn, less in _less(rows, arm, name).items():
+            found.setdefault(turn, []).append(less)
     return {turn: fmean(each) for turn, each in found.items() if len(each) == len(UNEVEN)}
 
 
@@ -140,10 +177,19 @@ def _own(rows: Rows, arm: str, machine: str) -> Rows:
     return [row for row in rows if (row["arm"], row["machine"]) == (arm, machine)]
 
 
-def _ratios(rows: Rows, arm: str, machine: str) -> list[float]:
-    """Return an arm's seconds of training over plain DDP's, by turn."""
-    control = {row["turn"]: float(row["train_s"]) for row in _own(rows, PLAIN, machine)}
-    return [float(row["train_s"]) / control[row["turn"]] for row in _own(rows, arm, machine)]
+def _less(rows: Rows, arm: str, machine: str) -> dict[str, float]:
+    """Return an arm's accuracy less plain DDP's, in points, by turn."""
+    control = {row["turn"]: float(row["accuracy"]) for row in _own(rows, PLAIN, machine)}
+    own = {row["turn"]: float(row["accuracy"]) for row in _own(rows, arm, machine)}
+    return {turn: 100 * (right - control[turn]) for turn, right in own.items()}
+
+
+def _ratios(
+    rows: Rows, arm: str, machine: str, control: str = PLAIN, column: str = "train_s"
+) -> list[float]:
+    """Return an arm's seconds over those of a control, by turn."""
+    base = {row["turn"]: float(row[column]) for row in _own(rows, control, machine)}
+    return [float(row[column]) / base[row["turn"]] for row in _own(rows, arm, machine)]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,14 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from experiments.plots import accuracy_tables, gap_tables, links, machine_tables, recipe_table
+from experiments.plots import (
+    accuracy_tables,
+    gap_tables,
+    links,
+    machine_tables,
+    quotas,
+    recipe_table,
+)
 from experiments.plots.rows import ROOT
 
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -37,6 +44,9 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
         gap_tables.fixed_rate,
         machine_tables.seconds,
         machine_tables.demo_uneven,
+        quotas.quota_arms,
+        quotas.quota_questions,
+        quotas.quota_more,
         links.links_questions,
         links.links_test_resnet,
         links.links_resnet10t,

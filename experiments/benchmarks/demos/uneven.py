@@ -114,7 +114,9 @@ def measure(arm: str, machine: Machine, run: dict[str, Any]) -> dict[str, float]
             return run_plain(prefixes, "127.0.0.1", halfway, **plain)
         flags = {name.replace("_", "-"): value for name, value in run.items()}
         flags |= {"sync": "step", **flags_of(arm, processes)}
-        return run_train(prefixes, "127.0.0.1", flags, halfway)
+        found = run_train(prefixes, "127.0.0.1", flags, halfway)
+        found.pop("virtual_s", None)  # of one process
+        return found
 
 
 def flags_of(arm: str, processes: int) -> dict[str, Any]:
