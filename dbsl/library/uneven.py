@@ -110,7 +110,8 @@ class UnevenBatchSampler:
         self.epoch = 0
         self._drop_last, self._seed = drop_last, asked["seed"] if shuffle else None
         self._start = 0  # samples of the epoch that are trained on
-        self._iterator: _Epoch | None = None
+        self._iterator: _Epoch | None = None  # which drew last
+        self._trained: _Epoch | None = None  # of which scale was called last
         # Whether set_epoch chose the epoch that comes next; None: it is the first, or a state's.
         self._chosen: bool | None = None
         self._asked: int | None = None  # the epoch that set_epoch chose before a state was loaded
@@ -152,9 +153,12 @@ class UnevenBatchSampler:
         elif before is not None and before.exhausted and len(before):
             if not self._scaled:
                 self._warn_of_no_scale()
-            elif before.taken < len(before):
+            elif before.taken < len(before) and self._chosen:  # else it may be a look
                 what = f"{before.taken} of the {len(before)} batches of an epoch"
                 _warn(f"scale was called for {what}")
+        left_early = before is not None and before.skipped < before.taken < len(before)
+        if left_early and before.number != self.epoch and self._watch and not self.balance_every:
+            _warn("balance_every must be given where epochs are left early: no sizes have moved")
         if self._chosen is False:
             _warn(f"set_epoch was not called: epoch {self.epoch} is repeated in the same order")
         self._chosen = False
@@ -177,7 +181,7 @@ class UnevenBatchSampler:
         if epoch != self.epoch:
             if self._start and self._cut(self._start).steps_per_epoch:
                 _warn(f"set_epoch({epoch}) leaves epoch {self.epoch}, inside which the state was")
-            self._start = 0
+            self._start, self._trained = 0, None
         self.epoch, self._chosen = int(epoch), True
 
     def scale(self, count: int) -> float:
@@ -188,7 +192,9 @@ class UnevenBatchSampler:
         is a `SettingError` if `count`, the batch's samples, is not what is planned, or if no batch
         is left that was drawn.
         """
-        epoch = self._iterator
+        epoch, before = self._iterator, self._trained
+        if before is not None and before.exhausted and before.ahead and epoch.looked_at:
+            epoch = before  # it draws no more: the other one was a look
         if epoch is None or not epoch.ahead:
             raise SettingError(
                 "scale must be called once for each batch, in order, got another call after "
@@ -206,6 +212,7 @@ class UnevenBatchSampler:
         epoch.ahead.popleft()
         epoch.taken += 1
         self._scaled += 1
+        self._trained = epoch
         if self._watch is not None:
             self._watch.samples = planned
             now = self.balance_every and epoch.taken % self.balance_every == 0
@@ -231,6 +238,8 @@ class UnevenBatchSampler:
         StatefulDataLoader, which counts itself.
         """
         start, epoch = self._start, self._iterator
+        if epoch is not None and epoch.looked_at:
+            epoch = self._trained or epoch
         if epoch is not None and epoch.number == self.epoch:
             window = epoch.taken % self.accumulate if epoch.taken < len(epoch) else 0
             start = epoch.cut.begin(epoch.taken - window)
@@ -259,11 +268,12 @@ class UnevenBatchSampler:
         if 0 < left < least * self.num_replicas and not self._drop_last:
             raise SettingError(
                 f"num_replicas must be at most {left // least}, for which samples are left of "
-                f"epoch {state['epoch']}, got {self.num_replicas}: begin the next epoch instead"
+                f"epoch {state['epoch']}, got {self.num_replicas}: begin the next epoch instead "
+                f"(in the state, 'epoch' {state['epoch'] + 1} and 'samples' 0)"
             )
         self._asked = self.epoch if self._chosen else None
         self.epoch, self._start = state["epoch"], state["samples"]
-        self._iterator, self._chosen = None, None
+        self._iterator, self._trained, self._chosen = None, None, None
         sizes = state["local_batch_sizes"]
         alike = len(sizes) == self.num_replicas and sum(sizes) == self.global_batch_size
         alike = alike and bool(((limits >= sizes) & (least <= np.array(sizes))).all())
@@ -313,7 +323,11 @@ class UnevenBatchSampler:
                 f"{'goes' if sharded else 'does not go'} through accelerator.prepare, which gives "
                 f"each process every n-th batch, got {self.interleave}"
             )
-        return getattr(users.get("SkipBatchSampler"), "skip_batches", 0)
+        skipping = users.get("SkipBatchSampler")
+        passed_on = self._chosen or self._start
+        if skipping is not None and "DataLoaderShard" in users and not passed_on:
+            self.set_epoch(users["DataLoaderShard"].iteration)  # which it does not pass on there
+        return getattr(skipping, "skip_batches", 0)
 
     def _move(self, epoch: _Epoch) -> None:
         """Give all processes new sizes from the first step that none has drawn."""
@@ -334,7 +348,7 @@ class _Epoch:
     def __init__(self, sampler: UnevenBatchSampler, skipped: int) -> None:
         self._of = sampler
         self.number: int | None = None  # known once a batch is drawn: set_epoch may come until then
-        self._skipped = self.taken = skipped
+        self.skipped = self.taken = skipped
         # This process's batches that are drawn but not trained on: their samples, their windows'.
         self.ahead: deque[tuple[int, int]] = deque()
         self._open(sampler._start)
@@ -355,7 +369,7 @@ class _Epoch:
     def looked_at(self) -> bool:
         """Whether batches were drawn and not trained on, such as for a summary of the model."""
         drawn_ahead = self.exhausted and not self.start and not self._of._scaled
-        return self.taken == self._skipped and not drawn_ahead
+        return self.taken == self.skipped and not drawn_ahead
 
     @property
     def steps_drawn(self) -> int:
@@ -366,10 +380,14 @@ class _Epoch:
         of = self._of
         if self.number is None:
             must = "skip_first_batches must be left out inside the epoch of a loaded state"
-            refuse([(bool(self._skipped and of._start), must, self._skipped)])
+            whole = f"skip_first_batches must skip a multiple of accumulate ({of.accumulate})"
+            inside, parts = bool(self.skipped and of._start), self.skipped % of.accumulate
+            refuse([(inside, must, self.skipped), (parts, whole, self.skipped)])
             of._begin(self)
             self._open(of._start)
             self.number, of._start = of.epoch, 0
+        if self.ahead or not self.exhausted:
+            of._iterator = self  # again, where another one was drawn from meanwhile
         number, rank = self.drawn, of.rank
         if of.interleave:
             number, rank = divmod(self.drawn, of.num_replicas)
@@ -379,7 +397,7 @@ class _Epoch:
         sizes = next(sizes for first, sizes in reversed(self.sizes) if first <= number)
         (part,) = self.cut.step(self.number, number, sizes, (rank,)).parts
         self.drawn += 1
-        if rank == of.rank and number >= self._skipped:
+        if rank == of.rank and number >= self.skipped:
             begin = number - number % of.accumulate
             end = min(begin + of.accumulate, len(self))
             self.ahead.append((len(part.indices), self.cut.begin(end) - self.cut.begin(begin)))
@@ -411,7 +429,7 @@ class _Epoch:
             refuse([(inside and state[name] != mine, must, mine)])
         of._begin(self)
         self.number, self.taken = state["epoch"], self.steps_drawn
-        self._skipped, of._start = self.taken, 0
+        self.skipped, of._start = self.taken, 0
 
 
 class _Speeds:

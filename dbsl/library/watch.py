@@ -8,6 +8,7 @@ takes no communication hook.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,13 +42,14 @@ class Watch:
         self._began: Any = None
         self._ending = False
         self._pauses: list[tuple[Any, Any]] = []  # of the step under way
-        self._finished: list[tuple[int, list[tuple[Any, Any]]]] = []
+        self._finished: deque[tuple[int, list[tuple[Any, Any]]]] = deque(maxlen=4096)
         inner.register_forward_pre_hook(self._begin)
         inner.register_forward_hook(self._catch_backward)
 
     def read(self) -> list[tuple[int, float]]:
         """Return samples and seconds of each step since the last call; waits for the device."""
-        finished, self._finished = self._finished, []
+        finished = [*self._finished]
+        self._finished.clear()
         if self._cuda:
             torch.cuda.synchronize()
         found = []

@@ -124,6 +124,31 @@ def test_batches_that_accelerate_skips_are_left_out_of_the_scales(run_ranks, int
         assert "skip_first_batches must be left out inside the epoch of a loaded state" in error
 
 
+def skipping_later(rank, accumulate):
+    """Skip the first batch of a later epoch, of which the new loader alone is told."""
+    os.environ.update(place_of(rank, 2))
+    from accelerate import Accelerator, skip_first_batches
+
+    accelerator = Accelerator(cpu=True)
+    options = {"local_batch_sizes": [3, 5], "accumulate": accumulate, "interleave": True}
+    sampler = dbsl.UnevenBatchSampler(19, **options)
+    loader = skip_first_batches(
+        accelerator.prepare(DataLoader(range(19), batch_sampler=sampler)), 1
+    )
+    loader.set_epoch(2)
+    return [batch.tolist() for batch in loader]
+
+
+def test_the_order_of_an_epoch_whose_first_batches_are_skipped_is_its_own(run_ranks):
+    found = run_ranks(skipping_later, 1)
+    for rank, batches in enumerate(found):
+        alone = dbsl.UnevenBatchSampler(19, local_batch_sizes=[3, 5], rank=rank, num_replicas=2)
+        alone.set_epoch(2)
+        assert batches == [*alone][1:]
+    for error in run_ranks(skipping_later, 2, expect_errors=True):
+        assert "skip_first_batches must skip a multiple of accumulate (2), got 1" in error
+
+
 def sharded(rank, way):
     """Watch a model that FSDP shards."""
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

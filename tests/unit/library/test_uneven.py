@@ -478,6 +478,30 @@ def test_a_look_at_a_batch_trains_on_nothing(looks):
     assert other.state_dict()["samples"] == 20
 
 
+@pytest.mark.filterwarnings("ignore:set_epoch was not called")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_look_inside_an_epoch_changes_nothing(workers):
+    (sampler,) = samplers(40, [4])
+    loader = DataLoader(range(40), batch_sampler=sampler, num_workers=workers)
+    seen = []
+    for number, batch in enumerate(loader, 1):
+        assert sampler.scale(len(batch)) == 1.0
+        seen += batch.tolist()
+        if number in (3, 9, 10):
+            assert len([*zip(range(2), loader, strict=False)]) == 2  # such as for a loss
+        assert sampler.state_dict()["samples"] == 4 * number
+    assert sorted(seen) == [*range(40)]
+
+
+def test_epochs_that_are_left_early_move_no_sizes_and_say_so():
+    sampler = UnevenBatchSampler(12, 4, balance="dynamic")
+    sampler.watch(nn.Linear(1, 1))
+    sampler.scale(len(next(iter(sampler))))
+    sampler.set_epoch(1)
+    with pytest.warns(UserWarning, match="balance_every must be given where epochs are left early"):
+        next(iter(sampler))
+
+
 def test_a_look_by_a_loader_that_draws_ahead_trains_on_nothing():
     _, other = resumed(20, 4, steps=3)
     loader = DataLoader(range(20), batch_sampler=other, num_workers=1, prefetch_factor=4)
