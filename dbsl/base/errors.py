@@ -24,6 +24,7 @@ from dbsl.base.machine import ask_faults
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}  # nobody's code's fault
 
+_GLOO = re.compile(r"^\[\S+\.(?:cc|h):\d+\] ")  # how its errors begin
 # Words of torch's about exchanges that failed.
 _EXCHANGE = ("peer", "timed out", "timeout", "gloo", "nccl", "connection", "socket", "broken pipe")
 
@@ -106,7 +107,7 @@ def one_line_errors() -> Iterator[None]:
             os._exit(EXIT_UNREAD)
         if isinstance(error, OSError) and error.errno in _DISK:
             error = SaveError(f"{error.strerror}: {error.filename or 'the run folder'}")
-        elif one_of_several() and is_lost_peer(error) and _raised_in_exchange(error):
+        elif one_of_several() and is_lost_peer(error) and _raised_in(error, "torch.distributed"):
             # While a run starts nobody watches the others; from then on the cluster names the rank.
             error = SyncError(f"another process died or fell silent: {reason_of(error)}")
         elif not isinstance(error, _OWN):
@@ -183,18 +184,30 @@ def reason_of(error: BaseException) -> str:
 
     That is without the place in torch's sources, and without its advice behind the first sentence.
     """
-    return re.sub(r"^\[\S+:\d+\] ", "", words_of(error, None)).split(". ")[0]
+    return _GLOO.sub("", words_of(error, None)).split(". ")[0]
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether torch says that an exchange between processes failed."""
+    """Whether torch says that an exchange between processes failed.
+
+    Errors of a loop's own code and of data loaders may have the same words.
+    """
+    if not isinstance(error, RuntimeError):
+        return False
+    if type(error).__module__.startswith("torch.distributed") or _GLOO.match(str(error)):
+        return True
     said = reason_of(error).lower()
-    return isinstance(error, RuntimeError) and any(word in said for word in _EXCHANGE)
+    named = any(word in said for word in _EXCHANGE)
+    return (
+        named and _raised_in(error, "torch", "dbsl") and not _raised_in(error, "torch.utils.data")
+    )
 
 
-def _raised_in_exchange(error: BaseException) -> bool:
-    place = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    return Path(sys.modules["torch.distributed"].__path__[0]).resolve() in place.parents
+def _raised_in(error: BaseException, *packages: str) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = Path(frames[-1].filename).resolve() if frames else Path()
+    roots = (Path(sys.modules[name].__path__[0]) for name in packages if name in sys.modules)
+    return any(root.resolve() in place.parents for root in roots)
 
 
 def one_of_several() -> bool:

@@ -371,6 +371,15 @@ class ControlGroup:
         for peer in range(1, self._group.size()):
             self._group.send([word], peer, 0).wait()
 
+    def let_first_wait(self, peer: int) -> None:
+        """Have the first process wait until another one calls this, for as long as it takes."""
+        self.enter()
+        word = torch.zeros(1)
+        if self._group.rank() == 0:
+            self._group.recv([word], peer, 0).wait(wire.EVER)
+        elif self._group.rank() == peer:
+            self._group.send([word], 0, 0).wait()
+
     def gather_saved(self, text: str) -> list[str]:
         """Return the texts of all processes (a collective of their writer threads)."""
         return wire.gather_texts(text, self._writers)

@@ -280,14 +280,19 @@ class BarrierCluster(Cluster):
     pull.
 
     A worker may be an `island` of several processes. Its first process sums with those of other
-    workers, and the others get the sum from it.
+    workers, and the others get the sum from it. Where workers are `served`, rank 0 has none.
     """
 
     def __init__(
-        self, *both: Any, delta: Delta | None = None, gathers: bool = False, **common: Any
+        self,
+        *both: Any,
+        delta: Delta | None = None,
+        gathers: bool = False,
+        served: bool = False,
+        **common: Any,
     ) -> None:
         super().__init__(*both, **common)
-        self._gathers, self._has_global = gathers, False
+        self._gathers, self._served, self._has_global = gathers, served, False
         self._at_server = delta is not None and self.server is not None
         self._delta = None if self._at_server else delta
         rounds = self.wire != "float32"
@@ -329,6 +334,8 @@ class BarrierCluster(Cluster):
             action = self._island.control.agree(action)
         if not round_over and action != Action.STOP:
             return Action.GO_ON
+        if self._served:  # a round may last longer than processes wait for each other
+            self.control.let_first_wait(1)
         return Action(*self.control.highest(action))
 
     def state_dict(self) -> dict[str, Any]:

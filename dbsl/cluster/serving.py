@@ -261,6 +261,8 @@ class ServedCluster(MemberCluster):
             yield
         except RuntimeError as error:
             self._leaves.set()
+            if not is_lost_peer(error) and self._pulse.thread.is_alive():
+                raise  # a fault of this process
             raise SyncError(self._loss(error)) from error
 
     def _loss(self, error: BaseException) -> str:

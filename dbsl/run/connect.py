@@ -79,7 +79,7 @@ def connect(
     elif meets:
         if config.merge == "delta":
             common["delta"] = choose_rule(config, weights, None)
-        common["gathers"] = merge is not None
+        common |= {"gathers": merge is not None, "served": config.dedicated_server}
         cluster = BarrierCluster(weights, server, **common)
     else:
         if job is not None:

@@ -27,7 +27,7 @@ from dbsl.cluster.wire import isend
 from dbsl.plan.follow import Planner
 from dbsl.plan.ledger import Members
 from dbsl.plan.solve import PlanRules, TimeModel, plan_dual_batch
-from dbsl.plan.types import EpochEnd, RoundReport
+from dbsl.plan.types import Action, EpochEnd, RoundReport
 from tests.helpers import ROOT, free_port, short, slow
 
 FAST = TimeModel(0.001, 0.01)
@@ -103,6 +103,23 @@ def test_barrier_sets_everyone_to_the_weighted_mean(run_ranks, processes, server
     torch.testing.assert_close(pulled[1:] - pulled[:-1], torch.full_like(pulled[1:], moved))
     expected = [(w, e, r, 0.5) for e in range(3) for r in range(2) for w in range(len(f))]
     assert [result[2] for result in results] == [expected, *[[]] * (processes - 1)]
+
+
+def long_round_rank(rank):
+    _, cluster, plan = make(rank, "bsp", 2, timeout_s=1.0, server_only=True, served=True)
+    ask = partial(cluster.agree, Action.GO_ON, round_over=True)  # as the checkpointer does
+    cluster.idle = ask
+
+    def inside(turn):
+        time.sleep(1.5)
+        ask()
+
+    train(cluster, plan, inside)
+    return len([*cluster.reports()])
+
+
+def test_a_server_without_a_worker_waits_for_rounds_longer_than_the_timeout(run_ranks):
+    assert run_ranks(long_round_rank, world_size=3) == [4, 0, 0]
 
 
 def async_rank(rank, sync, staleness, slow_s, server_only):
@@ -321,6 +338,24 @@ def test_a_worker_that_dies_in_the_middle_of_a_push_is_dropped(run_ranks):
 def test_a_worker_whose_server_dies_in_the_middle_of_an_answer_ends(run_ranks, capfd):
     assert run_ranks(dying_in_a_vector, 0, expect_errors=True) == [None, None]
     assert "error: the server (rank 0) was lost: " in capfd.readouterr().err
+
+
+def failing_to_send(rank):
+    def fail(vector):
+        raise RuntimeError("CUDA out of memory")
+
+    _, cluster, plan = make(rank, "asp", 2)
+    if rank:
+        cluster._link.send = fail
+    train(cluster, plan)
+    return [loss.rank for loss in cluster.membership()]
+
+
+def test_a_workers_own_fault_in_an_exchange_is_not_the_servers(run_ranks):
+    others, own = run_ranks(failing_to_send, expect_errors=True)
+    assert others == [1]
+    assert "RuntimeError: CUDA out of memory" in own
+    assert "SyncError" not in own
 
 
 def test_nobody_waits_for_the_mates_of_a_process_that_is_lost():
