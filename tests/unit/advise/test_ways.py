@@ -143,10 +143,8 @@ def test_the_way_that_meets_most_often_is_advised_among_those_that_are_as_fast(
 
 def test_rules_stand_in_the_docs_as_they_do_in_the_code():
     text = (ROOT / "docs/planning.md").read_text()
-    words = {"less": "less", "merges": "merges"}
-    said = [(kind, wire, why.format(**words)) for kind, wire, why in RULES]
-    rows = [f"| `{f'{kind} {wire}'.strip()}` | {why} |" for kind, wire, why in said]
-    assert "\n".join(rows) in text
+    names = (f"`{kind} {wire}`".replace(" `", "`") for kind, wire, _ in RULES)
+    assert ", ".join(names) in text
     results = (ROOT / "docs/results.md").read_text()
     of = dict(re.findall(r"^\| \[(\w+)\]\([^)]*\): [^|]*\| ([\d.]+) ±", results, re.M))
     arms = ("ddp_128", "ddp_512", "all_large_rounds_4", "all_large")
