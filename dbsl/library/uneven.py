@@ -153,14 +153,14 @@ class UnevenBatchSampler:
         elif before is not None and before.exhausted and len(before):
             if not self._scaled:
                 self._warn_of_no_scale()
-            elif before.taken < len(before) and self._chosen:  # else it may be a look
+            elif before.taken < len(before) and before is not self._trained:  # else it is a look
                 what = f"{before.taken} of the {len(before)} batches of an epoch"
                 _warn(f"scale was called for {what}")
         left_early = before is not None and before.skipped < before.taken < len(before)
         if left_early and before.number != self.epoch and self._watch and not self.balance_every:
             _warn("balance_every must be given where epochs are left early: no sizes have moved")
         if self._chosen is False:
-            _warn(f"set_epoch was not called: epoch {self.epoch} is repeated in the same order")
+            _warn(f"set_epoch was not called: epoch {self.epoch} comes in the same order again")
         self._chosen = False
 
     def _warn_of_no_scale(self) -> None:

@@ -446,7 +446,7 @@ def test_what_is_forgotten_is_warned_of():
     sampler = samplers(4000, [1, 2])[0]
     with pytest.warns(UserWarning, match="scale was not called for any batch"):
         list(sampler)
-    with pytest.warns(UserWarning, match="epoch 0 is repeated in the same order"):
+    with pytest.warns(UserWarning, match="epoch 0 comes in the same order again"):
         next(iter(sampler))
     sampler = samplers(6, [1, 2])[0]
     assert len(list(sampler)) == 2
