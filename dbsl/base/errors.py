@@ -24,7 +24,7 @@ from dbsl.base.machine import ask_faults
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}  # nobody's code's fault
 
-_GLOO = re.compile(r"^\[\S+\.(?:cc|h):\d+\] ")  # how its errors begin
+_GLOO = re.compile(r"^\[\S+\.(?:cc|cpp|h|hpp):\d+\] ")  # how its errors and c10d's begin
 # Words of torch's about exchanges that failed.
 _EXCHANGE = ("peer", "timed out", "timeout", "gloo", "nccl", "connection", "socket", "broken pipe")
 

@@ -26,6 +26,7 @@ def raised_in(file, said, kind=RuntimeError):
         (raised_in(__file__, "the connection to the teacher timed out"), False),
         (raised_in(__file__, "[teacher:8080] timed out"), False),
         (raised_in(DATALOADER, "DataLoader timed out after 5 seconds"), False),
+        (raised_in(__file__, "[c10d/socket.cpp:9] Broken pipe"), True),
         (raised_in(GRAPH, "40 MB are missing"), False),
         (raised_in(GRAPH, "Connection reset by peer", OSError), False),
     ],
