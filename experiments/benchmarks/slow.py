@@ -54,6 +54,7 @@ Point = tuple[int, ...]  # the place of each of an arm's settings, and n of the 
 # After joint steps: what a chain's later part must take back.
 ROUNDS = {"sync": "bsp", "local-batch-sizes": "None", "link-overlap": 0, "wire": "float32"}
 LARGE = "causes/all_large_rounds_8"  # 156 samples a step, eight steps an epoch
+HALVED = "16"  # merges an epoch that leave a worker 78 samples between them
 DUAL_3 = ("gap/dual_3", "causes/dual_3_rounds_4", "causes/dual_3_rounds_8")  # 1, 4 and 8 merges
 DUAL_4 = ("gap/dual_4", "causes/dual_4_rounds_4", "causes/dual_4_rounds_8")
 MERGES = ("1", "2", "4", "8", "16")
@@ -76,7 +77,12 @@ class Arm:
         chosen = {
             name: own[n] for (name, own), n in zip(self.settings.items(), point, strict=False)
         }
-        return [{**self.flags, **chosen, **part} for part in self.parts]
+        found = [{**self.flags, **chosen, **part} for part in self.parts]
+        for flags in found:
+            if flags.get("config") == LARGE and flags.get("sync") != "step":
+                size = "78" if flags["rounds-per-epoch"] == HALVED else "156"
+                flags["large-batch-size"] = f"{size},{size}"
+        return found
 
     def neighbours(self, point: Point) -> list[Point]:
         """Return the points that differ from this one by one place in one setting."""
