@@ -246,6 +246,38 @@ def speed_limit(where: str) -> float:
     return len(speeds) * min(speeds) / sum(speeds)
 
 
+def slow_p(megabits: str, question: str) -> float:
+    """Return p of a question on a slow link, corrected for three questions on three links.
+
+    The best arms are those of the tuning; a test whose runs are not all there counts as 1.
+    """
+    tests = {(rate, each): slow_less(rate, each) for rate in (10, 100, 1000) for each in "123"}
+    return holm(tests, (int(megabits.replace(",", "")), question))
+
+
+def tuned(gbps: float) -> pd.Series:
+    """Return the best mean of both tuning seeds, percent, by arm of a slow link."""
+    each = rows(f"slow/tuning:gbps == {gbps}").groupby(["arm", "point"])["accuracy"]
+    return each.mean()[each.size() == 2].groupby("arm").max()
+
+
+def slow_less(megabits: int, question: str) -> pd.Series:
+    """Return the points of a question on a slow link, seed by seed; none if arms are not whole."""
+    joint, small = ["ddp", "ddp_fp16", "powersgd", "larger_batch"], ["dual_3_rounds"]
+    small.append("dual_4_rounds")
+    rounds = ["local_sgd", "diloco", "post_local", "qsr", *small, "dual_4_int"]
+    own = rows("slow").query(f"gbps == {megabits / 1000}").groupby("arm").size()
+    if [own.get(arm, 0) for arm in joint + rounds] != [5] * 11:
+        return pd.Series()
+    best = tuned(megabits / 1000)
+    one, other = {
+        "1": (best[rounds].idxmax(), best[joint].idxmax()),
+        "2": (best[small].idxmax(), "local_sgd"),
+        "3": ("dual_4_int", "dual_4_rounds"),
+    }[question]
+    return ahead(f"slow:gbps == {megabits / 1000}", one, other)
+
+
 def advice(where: str, what: str) -> float:
     """Return how the adviser's predictions came true, in settings of one link."""
     own = rows(where).dropna(subset="measured_s")
@@ -258,7 +290,7 @@ def advice(where: str, what: str) -> float:
 
 VERBS = {verb.__name__: verb for verb in (cost, corrected, hypothesis, cause, detectable, change)}
 VERBS |= {verb.__name__: verb for verb in (format_p, goal_p, gain_p, speed_limit, advice)}
-VERBS |= {verb.__name__: verb for verb in (more_workers_p, repeats, alike)}
+VERBS |= {verb.__name__: verb for verb in (more_workers_p, repeats, alike, slow_p)}
 VERBS |= {
     "const": lambda *numbers: [*map(float, numbers)],  # what no row says, such as a margin
     "formats": lambda wire: interval(format_less(wire)),
@@ -268,6 +300,7 @@ VERBS |= {
     "quotas_p": lambda arm: holm_p(
         {a: within(quota_less(a), 1.0) for a in ("dynamic", "dbs")}, arm
     ),
+    "held_out": lambda where, arm: tuned(float(where.rpartition(" ")[2]))[arm],
     "over5": lambda *names: interval(ahead(*names)[:5]),
     "n5": lambda *names: len(ahead(*names)[:5]),
     "ci": lambda where, arm, column="accuracy": interval(rows(where, arm)[column]),

@@ -23,6 +23,7 @@ from experiments.plots import (
     machine_tables,
     quotas,
     recipe_table,
+    slow_links,
 )
 from experiments.plots.rows import ROOT
 
@@ -51,6 +52,9 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
         links.links_test_resnet,
         links.links_resnet10t,
         links.links_more_workers,
+        slow_links.slow_arms,
+        slow_links.slow_questions,
+        slow_links.slow_more,
         machine_tables.demo_hybrid,
         machine_tables.link_check,
         machine_tables.islands,

@@ -3,7 +3,17 @@
 import pytest
 
 from experiments.benchmarks import slow
-from experiments.benchmarks.slow import ARMS, CONFIGS, Arm, best, climb, fitting, stage_ends
+from experiments.benchmarks.slow import (
+    ARMS,
+    CONFIGS,
+    MERGES,
+    Arm,
+    best,
+    climb,
+    fitting,
+    stage_ends,
+)
+from experiments.plots import slow_links
 
 
 def test_climbing_ends_where_no_neighbour_is_better_however_far_the_start():
@@ -23,6 +33,17 @@ def test_climbing_ends_where_no_neighbour_is_better_however_far_the_start():
 def test_parts_have_the_flags_of_the_arm_then_what_is_tuned_then_their_own():
     arm = Arm({"a": 1, "b": 1}, (1, 0), {"b": ("2", "3")}, ({"c": 4}, {"b": 5}))
     assert arm.at((1, 0)) == [{"a": 1, "b": "3", "c": 4}, {"a": 1, "b": 5}]
+
+
+def test_workers_have_78_samples_between_sixteen_merges_an_epoch_and_156_otherwise():
+    def sizes(name, merges):
+        point = (MERGES.index(merges), *ARMS[name].start[1:])
+        return [flags.get("large-batch-size") for flags in ARMS[name].at(point)]
+
+    assert sizes("local_sgd", "16") == sizes("diloco", "16") == ["78,78"]
+    assert sizes("local_sgd", "8") == ["156,156"]
+    assert sizes("post_local", "16") == [None, "78,78"]  # joint steps, then rounds
+    assert sizes("qsr", "16") == ["78,78", "156,156"]  # from 16 merges to one
 
 
 @pytest.mark.parametrize(
@@ -84,3 +105,41 @@ def test_a_run_that_diverged_counts_as_no_accuracy_and_other_ends_are_errors(mon
     ended.stderr = "error: dataset must be there"
     with pytest.raises(RuntimeError, match="dataset"):
         slow.measure(parts, 3, {})
+
+
+def rows_of(gbps, accuracies):
+    keys = {"gbps": str(gbps), "epochs": "3", "train_accuracy": "50", "point": "0 0"}
+    return [
+        {"arm": arm, "turn": str(turn), "accuracy": str(each + turn), **keys}
+        for arm, each in accuracies.items()
+        for turn in range(5)
+    ]
+
+
+def test_a_link_counts_once_all_its_arms_are_complete_and_held_out_images_choose_the_best():
+    accuracies = {arm: 40.0 + n for n, arm in enumerate(ARMS)}
+    tuning = [
+        row | {"turn": str(100 + int(row["turn"])), "accuracy": str(-float(row["accuracy"]))}
+        for row in rows_of(0.1, accuracies)
+        if int(row["turn"]) < 2
+    ]
+    link = slow_links._link(0.1, tuning, rows_of(0.1, accuracies))
+    # On held-out images the order is the other way round.
+    assert link.questions()["S1"] == ("local_sgd", "ddp")
+    assert link.less("local_sgd", "ddp") == [accuracies["local_sgd"] - 40.0] * 5
+    assert slow_links._link(0.1, tuning, rows_of(0.1, accuracies)[:-1]) is None
+    assert slow_links._link(0.01, tuning, rows_of(0.1, accuracies)) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "p", "said"),
+    [
+        ([-2.0, -3.0, -2.5], 0.01, "below"),
+        ([2.0, 3.0, 2.5], 0.01, "above"),
+        ([2.0, 3.0, 2.5], 0.2, "not settled"),
+        ([0.1, 0.2, 0.1], 0.2, "within"),
+        ([-0.9, 1.1, 0.1], 0.9, "not settled"),  # the interval is wider than the margin
+    ],
+)
+def test_what_is_said_of_a_difference_is_the_first_that_holds(values, p, said):
+    assert slow_links._verdict(values, p, "below", "above", "within") == said
