@@ -278,6 +278,14 @@ def slow_less(megabits: int, question: str) -> pd.Series:
     return ahead(f"slow:gbps == {megabits / 1000}", one, other)
 
 
+def repeated() -> float:
+    """Return the root mean square of what tuning runs made for two slow links differ by."""
+    own = rows("slow/tuning").reset_index().query("device == 'NVIDIA H200' and epochs == 133")
+    pairs = own.groupby(["arm", "point", "turn"])["accuracy"].agg(["size", "max", "min"])
+    pairs = pairs[pairs["size"] == 2]
+    return float(np.sqrt(((pairs["max"] - pairs["min"]) ** 2).mean()))
+
+
 def advice(where: str, what: str) -> float:
     """Return how the adviser's predictions came true, in settings of one link."""
     own = rows(where).dropna(subset="measured_s")
@@ -290,7 +298,7 @@ def advice(where: str, what: str) -> float:
 
 VERBS = {verb.__name__: verb for verb in (cost, corrected, hypothesis, cause, detectable, change)}
 VERBS |= {verb.__name__: verb for verb in (format_p, goal_p, gain_p, speed_limit, advice)}
-VERBS |= {verb.__name__: verb for verb in (more_workers_p, repeats, alike, slow_p)}
+VERBS |= {verb.__name__: verb for verb in (more_workers_p, repeats, alike, slow_p, repeated)}
 VERBS |= {
     "const": lambda *numbers: [*map(float, numbers)],  # what no row says, such as a margin
     "formats": lambda wire: interval(format_less(wire)),

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from threading import Lock
+from threading import Lock, Semaphore
 from typing import Any
 
 from accelerate import Accelerator
@@ -58,6 +58,7 @@ HALVED = "16"  # merges an epoch that leave a worker 78 samples between them
 DUAL_3 = ("gap/dual_3", "causes/dual_3_rounds_4", "causes/dual_3_rounds_8")  # 1, 4 and 8 merges
 DUAL_4 = ("gap/dual_4", "causes/dual_4_rounds_4", "causes/dual_4_rounds_8")
 MERGES = ("1", "2", "4", "8", "16")
+SIZES = tuple(",".join([size] * 4) for size in ("32", "64", "128", "256"))
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ ARMS = {
     "larger_batch": Arm(
         JOINT,
         (1, 3),
-        {"local-batch-sizes": tuple(",".join([size] * 4) for size in ("64", "128", "256"))},
+        {"local-batch-sizes": SIZES[1:]},
     ),
     "local_sgd": Arm({"config": LARGE}, (2, 3), {"rounds-per-epoch": MERGES}),
     "diloco": Arm(
@@ -134,13 +135,32 @@ ARMS = {
     "dual_4_int": Arm({}, (2, 1, 3), {"config": DUAL_4, "wire": ("int2", "int4", "int8")}),
 }
 
+AFTER = {  # the fact: what a sceptic missed
+    "powersgd_larger": Arm(
+        {"config": "gap/ddp_128"},
+        (1, 1, 2),
+        {
+            "local-batch-sizes": SIZES,
+            "wire": ("powersgd:4", "powersgd:8", "powersgd:16"),
+        },
+    ),
+    "fp16_larger": Arm(JOINT | {"wire": "fp16"}, (2, 3), {"local-batch-sizes": SIZES}),
+    "local_sgd_once": Arm({"config": LARGE}, (0, 2), {"rounds-per-epoch": MERGES}),
+    "local_sgd_int": Arm(
+        {"config": LARGE},
+        (3, 1, 2),
+        {"rounds-per-epoch": MERGES, "wire": ("int2", "int4", "int8")},
+    ),
+}
+EVERY = ARMS | AFTER
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the epochs of all arms, tune them, or make the runs that the table lacks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("do", choices=("epochs", "tune", "run"))
     parser.add_argument("--dataset", required=True, help="folder of CIFAR-100")
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(EVERY))
     parser.add_argument("--gbps", nargs="+", type=float, default=list(GBPS), choices=list(GBPS))
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=5, help="of `run`")
@@ -149,18 +169,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.do == "epochs":
         for gbps, name in every:
             print(
-                f"{gbps:g} Gb/s  {name}: {epochs_of(given.dataset, gbps, ARMS[name].start, name)}"
+                f"{gbps:g} Gb/s  {name}: {epochs_of(given.dataset, gbps, EVERY[name].start, name)}"
             )
         return
     tuning, registered = (
         _Runs(given.dataset, given.jobs, name) for name in ("tuning", "arms_runs")
     )
-    for gbps, name in every:
+
+    def work(case: tuple[float, str]) -> None:
         if given.do == "tune":
-            print(f"{gbps:g} Gb/s  {name}: {tune(tuning, gbps, name)}")
+            print(f"{case[0]:g} Gb/s  {case[1]}: {tune(tuning, *case)}")
         else:
-            point = best(tuning.table.rows, gbps, name)
-            registered.make([(gbps, name, point, seed) for seed in range(given.seeds)])
+            point = best(tuning.table.rows, *case)
+            registered.make([(*case, point, seed) for seed in range(given.seeds)])
+
+    for link in given.gbps:  # its arms beside each other: each climbs a step at a time
+        with ThreadPoolExecutor(len(given.arms)) as arms:
+            list(arms.map(work, [case for case in every if case[0] == link]))
 
 
 def tune(runs: _Runs, gbps: float, name: str) -> Point:
@@ -173,8 +198,8 @@ def tune(runs: _Runs, gbps: float, name: str) -> Point:
         return {point: runs.accuracy(*case) for point, case in cases.items()}
 
     known = next(iter(GBPS))
-    start = ARMS[name].start if gbps == known else best(runs.table.rows, known, name)
-    found = climb(start, ARMS[name].neighbours, measured)
+    start = EVERY[name].start if gbps == known else best(runs.table.rows, known, name)
+    found = climb(start, EVERY[name].neighbours, measured)
     for seed in others:
         measured(sorted(found, key=found.__getitem__, reverse=True)[:AGAIN], seed)
     return best(runs.table.rows, gbps, name)
@@ -214,15 +239,15 @@ class _Runs:
     """A table of runs, and those that it lacks."""
 
     def __init__(self, dataset: str, jobs: int, table: str) -> None:
-        self.dataset, self.jobs, self._lock = dataset, jobs, Lock()
+        self.dataset, self._free, self._lock = dataset, Semaphore(jobs), Lock()
         self._tuning = table == "tuning"
         keys = ("arm", "gbps", "point", "turn")
         self.table = Table(RESULTS / f"{table}.csv", keys, "experiments.benchmarks.slow")
 
     def make(self, cases: Sequence[tuple[float, str, Point, int]]) -> None:
-        """Make the runs that are not in the table, several at a time."""
+        """Make the runs that are not in the table, as many at a time as there are jobs."""
         lacking = [case for case in cases if not self.table.has(*_key(*case))]
-        with ThreadPoolExecutor(self.jobs) as pool:
+        with ThreadPoolExecutor(max(1, len(lacking))) as pool:
             list(pool.map(self._run, lacking))
 
     def accuracy(self, *case: Any) -> float:
@@ -236,7 +261,8 @@ class _Runs:
             epochs = epochs_of(self.dataset, gbps, point, name)
         flags = {"dataset": self.dataset, "link-gbps": gbps, "lr": rate(point), "seed": seed}
         flags |= {"holdout": 0.1} if self._tuning else {}
-        found = measure(ARMS[name].at(point), epochs, flags)
+        with self._free:
+            found = measure(EVERY[name].at(point), epochs, flags)
         self.table.add(*_key(*case), {"lr": rate(point), "epochs": epochs} | found)
 
 
@@ -280,7 +306,7 @@ def epochs_of(dataset: str, gbps: float, point: Point, name: str) -> int:
     """Return the most epochs that fit into the seconds of `BUDGET` on a link."""
     seconds = [
         epoch_s(dataset, gbps, tuple(flags.items()))
-        for flags in ({"config": BUDGET}, *ARMS[name].at(point))
+        for flags in ({"config": BUDGET}, *EVERY[name].at(point))
     ]
     return fitting(GBPS[gbps] * seconds[0], seconds[1:])
 

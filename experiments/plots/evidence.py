@@ -44,6 +44,7 @@ COMPARISONS = {  # with their baselines
 GAP_ARMS = ("all_large", "all_large_rounds_4", "dual_3", "dual_4", "hybrid")
 GAP_ARMS += ("ddp_128", "ddp_128_1gbps")  # those of experiments/configs/gap that are drawn
 UNTUNED = ("dual_1", "dual_2")  # they have the rate of dual_3
+TUNED_LATER = "dual_1-lr0.2"  # after the fact
 PAIRS = [  # other than with the baseline
     ("dual_3_rounds_4", "all_large_rounds_4"),
     ("hybrid_rounds_4", "all_large_rounds_4"),
@@ -117,6 +118,12 @@ def plans_figure(published: Rows, profile: Rows) -> Figure:
     return figure
 
 
+def small_workers_runs() -> dict[str, list[ArmRun]]:
+    """Return the runs of configs/gap, and of one small worker at a rate of its own."""
+    after = read_runs(RESULTS / "gap/after")
+    return {**read_runs(RESULTS / "gap"), TUNED_LATER: after[TUNED_LATER]}
+
+
 def small_workers_figure(published: Rows, runs: dict[str, list[ArmRun]]) -> Figure:
     """Return accuracy over the number of small workers: published, and of the gap runs."""
     figure = Figure(figsize=(11, 4.8), dpi=110, layout="constrained")
@@ -167,12 +174,12 @@ def _draw_published(axes: Axes, published: Rows) -> None:
 
 
 def _draw_measured(axes: Axes, runs: dict[str, list[ArmRun]]) -> None:
-    names = ["all_large", *(f"dual_{count}" for count in range(1, 5))]
-    places = {**dict(zip(names, range(5), strict=True)), "hybrid": 3, "ddp_128": 4.35}
+    names = ["all_large", TUNED_LATER, *(f"dual_{count}" for count in range(2, 5))]
+    places = {**dict(zip(names, range(5), strict=True)), "dual_1": 1, "hybrid": 3, "ddp_128": 4.35}
     found = {name: interval([100 * run.accuracy for run in runs[name]]) for name in places}
     axes.plot(range(5), [found[name].mean for name in names], "-", color=COLORS[4])
     for color, group, label in (
-        (COLORS[4], names, "dual batch, k = 1.05; hollow: rate not tuned"),
+        (COLORS[4], [*names, "dual_1"], "dual batch, k = 1.05; hollow: rate not tuned"),
         (COLORS[5], ["hybrid"], "hybrid, k = 1.05, in 0.81 of the time"),
         ("black", ["ddp_128"], "plain data parallelism, 128 samples, free link"),
     ):
@@ -181,7 +188,7 @@ def _draw_measured(axes: Axes, runs: dict[str, list[ArmRun]]) -> None:
                 places[name],
                 found[name].mean,
                 yerr=found[name].half,
-                fmt="o" if group is names else "s",
+                fmt="o" if names[0] in group else "s",
                 mfc="none" if name in UNTUNED else color,
                 capsize=4,
                 color=color,
@@ -322,9 +329,7 @@ def main() -> None:
     published, profile = (read(RESULTS / f"{name}.csv") for name in ("published", "profile"))
     arms, curves = (with_ddp(folder, f"{name}.csv") for name in ("arms", "arms_curves"))
     save_figure(plans_figure(published, profile), folder / "plans.png")
-    save_figure(
-        small_workers_figure(published, read_runs(RESULTS / "gap")), folder / "small_workers.png"
-    )
+    save_figure(small_workers_figure(published, small_workers_runs()), folder / "small_workers.png")
     save_figure(time_figure(arms, curves), folder / "time.png")
     write_table(folder / "pairs.csv", pair_rows(read(folder / "arms_runs.csv")))
     for name, baseline in COMPARISONS.items():

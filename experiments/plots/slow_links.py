@@ -27,7 +27,8 @@ SEEDS, LEVEL, MARGIN = 5, 0.05, 1.0
 JOINT = ("ddp", "ddp_fp16", "powersgd", "larger_batch")
 SMALL = ("dual_3_rounds", "dual_4_rounds")
 ROUNDS = tuple(arm for arm in ARMS if arm not in JOINT)
-PLAIN = ("diloco", "post_local", "qsr")  # each is `local_sgd` but for one thing
+PLAIN = ("diloco", "post_local", "qsr")
+REFERENCE, WITH_REFERENCE = "dual_3", (0.1, 0.01)  # of experiments/results/gap, on these links
 LINKS = sorted(GBPS, reverse=True)
 KINDS = {  # colour and name of a kind of arms
     "joint steps": (JOINT, COLORS[0]),
@@ -57,7 +58,11 @@ class Link:
 
     def less(self, one: str, other: str) -> list[float]:
         """Return by how many points an arm is ahead of another one, seed by seed."""
-        return [right - self.accuracy[other][turn] for turn, right in self.accuracy[one].items()]
+        return self.over(one, self.accuracy[other])
+
+    def over(self, arm: str, reference: Mapping[str, float]) -> list[float]:
+        """Return by how many points an arm is ahead of accuracies by seed."""
+        return [right - reference[turn] for turn, right in self.accuracy[arm].items()]
 
     def questions(self) -> dict[str, tuple[str, str]]:
         """Return the arms of each registered difference."""
@@ -85,9 +90,8 @@ def _link(gbps: float, tuning: Rows, rows: Rows) -> Link | None:
     points = {arm: best(tuning, gbps, arm) for arm in ARMS}
     tuned = {arm: (point, _held_out(tuning, gbps, arm, point)) for arm, point in points.items()}
     epochs = {row["arm"]: int(row["epochs"]) for row in own}
-    fitted = {
-        arm: fmean(float(row["train_accuracy"]) for row in own if row["arm"] == arm) for arm in ARMS
-    }
+    right = [(row["arm"], float(row["train_accuracy"] or 0)) for row in own]  # diverged: none
+    fitted = {arm: fmean(each for name, each in right if name == arm) for arm in ARMS}
     return Link(gbps, tuned, epochs, fitted, accuracy)
 
 
@@ -173,6 +177,14 @@ def slow_more(up: str) -> list[str]:
     for one, other in pairs:
         cells = (with_interval(link.less(one, other), 1, "+") for link in links())
         lines.append(f"| `{one}` minus `{other}` | {' | '.join(cells)} |")
+    rows = [row for row in read(RESULTS / "gap/arms_runs.csv") if row["arm"] == REFERENCE]
+    reference = {row["seed"]: float(row["accuracy"]) for row in rows}
+    for arm in ARMS:
+        found = [
+            link.over(arm, reference) if link.gbps in WITH_REFERENCE else [] for link in links()
+        ]
+        cells = (with_interval(each, 1, "+") for each in found)
+        lines.append(f"| `{arm}` minus gap's `{REFERENCE}` | {' | '.join(cells)} |")
     return lines
 
 

@@ -86,8 +86,7 @@ def _speed(lines: Sequence[Line]) -> str:
 
 
 def _kernels(lines: Sequence[Line]) -> str:
-    text = "{launches:g} launches, {graph_launches:g} graphs, {waits:g} waits, {step_ms:g} ms"
-    return _joined(lines, "kernels-", text)
+    return _joined(lines, "kernels-", "{launches:g} launches, {step_ms:g} ms")
 
 
 def _tests(lines: Sequence[Line]) -> str:
@@ -133,6 +132,18 @@ def _training(lines: Sequence[Line]) -> str:
     )
 
 
+def _tuned(lines: Sequence[Line]) -> str:
+    """Return the best rate of each arm."""
+    arms: dict[str, list[Line]] = {}
+    for line in lines:
+        arms.setdefault(line["stage"].partition("-lr")[0], []).append(line)
+    best = (max(own, key=lambda line: line["figures"]["final_accuracy"]) for own in arms.values())
+    counts = (len(own) for own in arms.values())
+    return "; ".join(
+        f"{_training([one])}, best of {n}" for one, n in zip(best, counts, strict=True)
+    )
+
+
 def _joined(lines: Sequence[Line], prefix: str, text: str) -> str:
     found = []
     for line in lines:
@@ -155,7 +166,7 @@ ROWS = (
     Row("largest", "Largest batch", _largest),
     Row("two-processes", "Two processes, gloo", _two),
     Row("killed-rank", "One of two processes killed", _killed),
-    Row("tune", "Rates, on held-out images", _training),
+    Row("tune", "Rates, on held-out images", _tuned),
     Row("arm", "The paper's arms", _training),
     Row("recipe", "cifar100_best, control", _training),
     Row("conference", "The conference paper's setting", _training),

@@ -4,7 +4,7 @@ from statistics import fmean
 
 import pytest
 
-from dbsl.tools.compare.report import arms_figure, read_runs
+from dbsl.tools.compare.report import arms_figure
 from experiments.plots import evidence
 from experiments.plots.evidence import COMPARISONS, MAIN_ARMS, plans_figure, time_figure, with_ddp
 from experiments.plots.idea import ROUNDS, first_plan, idea_figure, mixed_split
@@ -37,9 +37,9 @@ def test_pictures_show_the_published_points_on_the_planners_lines():
 def test_pictures_of_accuracy_have_every_arm():
     published = read(RESULTS / "published.csv")
     arms, curves = (with_ddp(RESULTS / "mini", f"{name}.csv") for name in ("arms", "arms_curves"))
-    runs = read_runs(RESULTS / "gap")
+    runs = evidence.small_workers_runs()
     _, ours = evidence.small_workers_figure(published, runs).axes
-    counted = ("all_large", "dual_1", "dual_2", "dual_3", "dual_4")
+    counted = ("all_large", "dual_1-lr0.2", "dual_2", "dual_3", "dual_4")
     means = [100 * fmean(run.accuracy for run in runs[name]) for name in counted]
     assert list(ours.lines[0].get_ydata()) == pytest.approx(means)
     along, ends = time_figure(arms, curves).axes

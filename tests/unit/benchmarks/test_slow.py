@@ -6,6 +6,7 @@ from experiments.benchmarks import slow
 from experiments.benchmarks.slow import (
     ARMS,
     CONFIGS,
+    EVERY,
     MERGES,
     Arm,
     best,
@@ -90,7 +91,7 @@ def test_tuning_begins_at_the_best_point_of_the_first_link():
 
 
 def test_every_arm_begins_at_a_point_of_its_settings_and_its_configs_are_there():
-    for arm in ARMS.values():
+    for arm in EVERY.values():
         assert len(arm.start) == len(arm.settings) + 1
         for point in (arm.start, *arm.neighbours(arm.start)):
             for flags in arm.at(point):
