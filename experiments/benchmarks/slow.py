@@ -10,6 +10,9 @@ held-out training images: from an arm's start (on later links from its best poin
 moves to the best neighbour, one place up or down in one setting or half or twice the learning rate,
 until none is better. `run` takes what `tune` has found. An arm of several parts is a chain of
 `train.py` calls on one run folder, a part for each stage of the learning rate, as in recipe.py.
+
+One GPU takes 16 runs at a time (`--jobs 16`) under NVIDIA's MPS. Images that `gpu --pack` has packed
+are read with experiments/benchmarks/gpu/standin first on PYTHONPATH.
 """
 
 from __future__ import annotations

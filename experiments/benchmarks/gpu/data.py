@@ -24,9 +24,9 @@ def pack_rows(
     Args:
         path: The file, new.
         images: Encoded images of all rows of the split.
-        labels: Their classes, int64 [N].
+        labels: Their classes, int64 [N, L] of L columns.
         rows: Which of them to write, int64 [n].
-        facts: Names of the columns, the classes, and the split's rows in all.
+        facts: Name of the images' column, classes by column, and the split's rows in all.
     """
     chosen = [images[row] for row in rows]
     with path.open("wb") as file:

@@ -184,7 +184,7 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 
 
 def _read(folder: Path) -> Iterator[tuple[str, tuple[list[bytes], np.ndarray, dict]]]:
-    """Yield each split's encoded images, labels and facts: those that dbsl would choose."""
+    """Yield each split's encoded images, labels of all columns of classes, and facts."""
     import datasets
 
     tables = datasets.load_dataset(str(folder))
@@ -193,16 +193,15 @@ def _read(folder: Path) -> Iterator[tuple[str, tuple[list[bytes], np.ndarray, di
         features = table.features
         image_column = next(n for n, f in features.items() if isinstance(f, datasets.Image))
         classes = {n: f for n, f in features.items() if isinstance(f, datasets.ClassLabel)}
-        label_column = max(classes, key=lambda name: classes[name].num_classes)
         table = table.cast_column(image_column, datasets.Image(decode=False))
         facts = {
             "image_column": image_column,
-            "label_column": label_column,
-            "classes": classes[label_column].names,
+            "classes": {name: feature.names for name, feature in classes.items()},
             "total": len(table),
         }
         images = [value["bytes"] for value in table[:][image_column]]
-        yield split, (images, np.asarray(table[:][label_column], dtype=np.int64), facts)
+        labels = np.array([table[:][name] for name in classes], dtype=np.int64).T
+        yield split, (images, labels, facts)
 
 
 def _size(folder: Path) -> int:

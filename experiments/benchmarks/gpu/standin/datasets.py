@@ -179,13 +179,12 @@ def _read(files: Sequence[Path]) -> Dataset:
             facts = json.loads(str(file["facts"]))
         digest.update(content)
     order = np.argsort(np.concatenate(rows), kind="stable")
-    columns = {
-        facts["image_column"]: _objects(images)[order],
-        facts["label_column"]: np.concatenate(labels)[order],
-    }
-    features = Features(
-        {facts["image_column"]: Image(), facts["label_column"]: ClassLabel(facts["classes"])}
-    )
+    columns = {facts["image_column"]: _objects(images)[order]}
+    features = Features({facts["image_column"]: Image()})
+    for own, (name, classes) in zip(
+        np.concatenate(labels).T, facts["classes"].items(), strict=True
+    ):
+        columns[name], features[name] = own[order], ClassLabel(classes)
     return Dataset(columns, features, digest.hexdigest())
 
 
