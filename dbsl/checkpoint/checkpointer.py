@@ -126,9 +126,11 @@ class Writer:
 
     def write(self, copy: Copy) -> None:
         """Write this process's shard and, on rank 0, what makes it a checkpoint."""
-        target, began = self._folder / copy.name, time.perf_counter()
+        target, began, made = self._folder / copy.name, time.perf_counter(), False
         lower_priority()  # training goes first
         try:
+            target.mkdir(parents=True, exist_ok=True)
+            made = True
             files = write_shard(target, self._rank, *copy.packed, late=self.late)
             if copy.model is not None:
                 data, resolution = self._run.data, self._run.config.resolutions[-1]
@@ -144,8 +146,8 @@ class Writer:
                 seconds = copy.manifest.seconds | {"write": time.perf_counter() - began}
                 write_manifest(target, replace(copy.manifest, files=files, seconds=seconds))
         except Exception as error:
-            # Newer checkpoints may be complete, and this one removed.
-            if target.exists() or not self.late:
+            pruned = made and self.late and not target.exists()  # newer ones are complete
+            if not pruned:
                 self._failed(target, error)
             return
         self.last_good = copy.name  # it is whole: whatever fails from here on, it stays

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 
 from dbsl.base.errors import SettingError, as_given, px
 from dbsl.base.files import link_or_copy
+from dbsl.base.machine import remember
 from dbsl.checkpoint.disk import (
     MODEL_FILE,
     CheckpointError,
@@ -29,7 +30,7 @@ from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_text
 from dbsl.config.complete import RESOLVED, follow, is_as_given, set_back, still_true, with_resolved
 from dbsl.config.fields import NODES, PROCESSES, Role, refuse, sources, with_role
 from dbsl.config.hooks import found_extras
-from dbsl.config.parse import is_checkpoint, parse_config, run_folder_of
+from dbsl.config.parse import RUN_FOLDER, is_checkpoint, parse_config, run_folder_of
 from dbsl.config.settings import (
     CHECKPOINTS,
     FLOAT32,
@@ -114,6 +115,8 @@ def is_finished(found: Found, config: RunConfig) -> bool:
     is_lost = found.folder is None and trained < config.epochs and path.exists()
     text = "keep_checkpoints must be at least 1 to make a run longer"
     refuse([(is_lost, text, f"a finished run without a checkpoint in {run}")])
+    if is_checkpoint(config.resume) and found.manifest.epoch < trained:
+        return False  # it goes back to that
     return trained == config.epochs
 
 
@@ -251,30 +254,53 @@ def adapt_to_processes(
         return config
     before, workers = _complete(found.manifest.config, config), found.manifest.workers
     now = workers_of(config, processes) or workers
-    if now == workers:
-        return replace(config, workers=now)
-    same = config.resolved.get(PROCESSES)  # a launch of other processes has dropped its own
-    kept = still_true(config.resolved, config, replace(config, workers=now), same)
-    config = set_back(config, given, config.resolved.keys() - kept.keys() - {"workers"})
     changes: dict[str, Any] = {"workers": now}
-    for name in _PER_WORKER:  # what has a value for each worker, as it was, has no meaning now
-        value = getattr(config, name)
-        if value in (None, "auto"):
-            continue
-        by_hand = name == "local_batch_sizes" and workers > 1
-        by_worker = len(value) > len(before["resolutions"]) or by_hand
-        if by_worker and _in_short(name, value) == _in_short(name, before[name]):
-            changes |= dict.fromkeys(_TIMES if name in _TIMES else (name,))
-    if config.small_workers is not None:
-        changes["small_workers"] = min(config.small_workers, now)
-    joint = before["sync"] == "step" or before["push"] == "gradients"
-    if joint and takes_joint_steps(config) and config.global_batch_size is None:
-        planner = found.shard(SERVER_RANK)["planner"]
-        plans = [planner["plans"][number] for number in planner["current"].values()]
-        sizes, by_hand = {plan["global_batch_size"] for plan in plans}, config.local_batch_sizes
-        if len(sizes) == 1 and (by_hand is None or len(by_hand) != now):
-            changes |= {"global_batch_size": sizes.pop(), "local_batch_sizes": None}
+    if now != workers:
+        same = config.resolved.get(PROCESSES)  # a launch of other processes has dropped its own
+        kept = still_true(config.resolved, config, replace(config, workers=now), same)
+        config = set_back(config, given, config.resolved.keys() - kept.keys() - {"workers"})
+        for name in _PER_WORKER:  # what has a value for each worker, as it was, has no meaning now
+            value = getattr(config, name)
+            if value in (None, "auto"):
+                continue
+            by_hand = name == "local_batch_sizes" and workers > 1
+            by_worker = len(value) > len(before["resolutions"]) or by_hand
+            if by_worker and _is_as_before(name, config, before):
+                changes |= dict.fromkeys(_TIMES if name in _TIMES else (name,))
+        if config.small_workers is not None:
+            changes["small_workers"] = min(config.small_workers, now)
+    # It may have been kept before, from yet other workers.
+    if now != workers or "global_batch_size" in before[RESOLVED]:
+        changes |= _same_global_batch(config, before, found, now)
     return replace(config, **changes)
+
+
+def _same_global_batch(
+    config: RunConfig, before: Mapping[str, Any], found: Found, now: int
+) -> dict[str, Any]:
+    """Return what keeps the global batch of joint steps, unless it or its parts are given."""
+    joint = before["sync"] == "step" or before["push"] == "gradients"
+    by_hand = config.local_batch_sizes
+    parts = by_hand is not None and len(by_hand) == now
+    given = config.global_batch_size is not None or parts
+    if given or not (joint and takes_joint_steps(config)):
+        return {}
+    if by_hand is not None and not _is_as_before("local_batch_sizes", config, before):
+        return {}
+    planner = found.shard(SERVER_RANK)["planner"]
+    plans = [planner["plans"][number] for number in planner["current"].values()]
+    sizes = {plan["global_batch_size"] for plan in plans}
+    if len(sizes) > 1:
+        return {}
+    changes = {"global_batch_size": sizes.pop(), "local_batch_sizes": None}
+    # Without a global batch it was each worker's part; with one it would be the most of each.
+    if before["global_batch_size"] is None and _is_as_before("large_batch_size", config, before):
+        changes["large_batch_size"] = None
+    return changes
+
+
+def _is_as_before(name: str, now: RunConfig, before: Mapping[str, Any]) -> bool:
+    return _in_short(name, getattr(now, name)) == _in_short(name, before[name])
 
 
 # --- what it takes over
@@ -316,7 +342,7 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             state = _own_shard(found, saved, rank, run)
         else:
             handover = make_handover(saved, _of_all_shards(found, state, config.workers), run)
-            if takes_joint_steps(config) and not saved.joint:
+            if takes_joint_steps(config) and not (saved.joint or saved.pushes):
                 accelerator.print("warning: optimizers of workers are dropped: all share one now")
         if _drops_remainders(saved.settings, config, kept=handover is None):
             wire = saved.settings["wire"]
@@ -363,6 +389,8 @@ def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:
     (found.run_folder / "summary.json").unlink(missing_ok=True)
     for folder in set_aside_after(found.run_folder, manifest.sequence):
         accelerator.print(f"a later checkpoint is set aside: {folder}")
+    if is_checkpoint(run.config.resume):  # processes that are restarted go on from later ones
+        remember(RUN_FOLDER, str(found.run_folder))
     epochs = f"{manifest.epoch} of {run.config.epochs} epochs complete"
     accelerator.print(f"resumed from {found.folder} ({epochs}, saved {manifest.saved_at})")
     for name, version in manifest.versions.items():

@@ -228,8 +228,9 @@ class ServedCluster(MemberCluster):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        if state["left"] is not None:
-            self._link.end.rounding.left = state["left"].to(self.weights.vector.device)
+        rounding = self._link.end.rounding
+        if state["left"] is not None and rounding.wire != "float32":
+            rounding.left = state["left"].to(self.weights.vector.device)
 
     def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
         return self._announced

@@ -11,8 +11,8 @@ moves to the best neighbour, one place up or down in one setting or half or twic
 until none is better. `run` takes what `tune` has found. An arm of several parts is a chain of
 `train.py` calls on one run folder, a part for each stage of the learning rate, as in recipe.py.
 
-One GPU takes 16 runs at a time (`--jobs 16`) under NVIDIA's MPS. Images that `gpu --pack` has packed
-are read with experiments/benchmarks/gpu/standin first on PYTHONPATH.
+One GPU takes 16 runs at a time (`--jobs 16`) under NVIDIA's MPS. Images packed by `gpu --pack`
+need experiments/benchmarks/gpu/standin first on PYTHONPATH.
 """
 
 from __future__ import annotations

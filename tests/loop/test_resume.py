@@ -23,6 +23,7 @@ from dbsl.checkpoint.disk import Found, newest, read_manifest
 from dbsl.checkpoint.resume import changed_settings
 from dbsl.cluster.meeting import SimulatedCluster
 from dbsl.cluster.steps import Stepper
+from dbsl.config import parse
 from dbsl.config.complete import with_resolved
 from dbsl.config.hooks import found_extras
 from dbsl.config.parse import parse_config
@@ -541,8 +542,8 @@ def test_a_run_trains_by_what_was_changed_and_takes_each_sample_once(
     assert all(row["end_epoch"] > row.get("from_epoch", 0) for row in told)
 
 
-@pytest.mark.parametrize("mode", short(["bsp", "asp", "gradients"], "bsp"))
-def test_joint_steps_go_on_with_the_weights_that_the_server_had(left, tmp_path, mode):
+@pytest.mark.parametrize("mode", short(["bsp", "asp", "gradients"], "bsp", "gradients"))
+def test_joint_steps_go_on_with_the_weights_that_the_server_had(left, tmp_path, mode, capsys):
     folder = shutil.copytree(left(mode, False), tmp_path / "run")
     before = load_file(folder / "model.safetensors")
     settings = {**MODES[mode], "train_samples": 90, **BY_STEP, "sync": "step", **NO_PUSHES}
@@ -552,6 +553,8 @@ def test_joint_steps_go_on_with_the_weights_that_the_server_had(left, tmp_path, 
     assert trained
     for name in trained:
         assert torch.allclose(before[name], after[name], atol=1e-6), name
+    # Where gradients were pushed one optimizer was shared already, and it stays.
+    assert ("optimizers of workers are dropped" in capsys.readouterr().out) == (mode != "gradients")
 
 
 def test_a_run_whose_checkpoints_cannot_be_read_does_not_start_again(left, tmp_path, capsys):
@@ -603,6 +606,46 @@ def test_settings_of_other_workers_are_written_as_they_are_trained_with(left):
     assert (written.workers, written.local_batch_sizes) == (2, None)
     assert written == replace(now, global_batch_size=None)  # found out, not given
     assert _given_now(replace(given, workers=None), given, now).workers is None
+
+
+@pytest.mark.parametrize(
+    ("before", "given", "expected"),
+    [  # the run of `left` had parts 3, 3, 4 and 6 of a global batch of 16
+        ({}, {"local_batch_sizes": (3, 5, 4, 6), "workers": 2}, (None, (3, 5, 4, 6), None)),
+        ({}, {"local_batch_sizes": (3, 3, 4, 6), "workers": 2}, (16, None, None)),
+        ({"global_batch_size": 16}, {"workers": 4}, (None, None, None)),  # it is taken back
+        ({"global_batch_size": 16, "resolved": {"global_batch_size": 16}}, {}, (16, None, None)),
+        ({"large_batch_size": [4]}, {"large_batch_size": (4,), "workers": 2}, (16, None, None)),
+        ({"large_batch_size": [4]}, {"large_batch_size": (9,), "workers": 2}, (16, None, (9,))),
+    ],
+)
+def test_other_workers_keep_the_global_batch_unless_its_parts_are_given(
+    left, before, given, expected
+):
+    found = newest(left("step", False))
+    saved = {**found.manifest.config, **before}
+    if before:
+        saved["local_batch_sizes"] = None
+    found = replace(found, manifest=replace(found.manifest, config=saved))
+    config = {**SETTINGS, "sync": "step", "workers": 4, **given}
+    now = resume.adapt_to_processes(Config(**config), found, 1, Config(**config))
+    assert (now.global_batch_size, now.local_batch_sizes, now.large_batch_size) == expected
+
+
+def test_a_finished_run_goes_back_to_a_checkpoint_that_is_named_and_its_restarts_do_not(
+    tmp_path, monkeypatch, capsys
+):
+    folder, told = tmp_path / "run", []
+    once = {"epochs": 2, "lr_milestones": (), "workers": 2, "train_samples": 40}
+    run(folder, **ONE_SIDE, **once)
+    first = folder / "checkpoints/epoch-0001"
+    monkeypatch.setattr(resume, "remember", lambda *said: told.append(said))
+    helpers.train_by("--resume", str(first))
+    assert f"resumed from {first}" in capsys.readouterr().out
+    assert told == [("run folder", str(folder))]
+    monkeypatch.setattr(parse, "recall", dict(told).get)  # in a process that was restarted
+    again = parse_config(Config, ["--resume", str(first), "--epochs", "2"])
+    assert (again.resume, again.output_dir) == ("auto", str(folder))
 
 
 def test_joint_steps_are_counted_once_however_often_workers_change(tmp_path):

@@ -5,11 +5,13 @@ import hashlib
 import json
 import os
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from dbsl.base.errors import SaveError
 from dbsl.checkpoint import checkpointer, disk
 from dbsl.checkpoint.disk import CheckpointError, Found, Manifest, pack, write_manifest, write_shard
 
@@ -83,6 +85,28 @@ def test_files_of_other_nodes_are_waited_for_but_not_for_ever(tmp_path, monkeypa
     monkeypatch.setattr(checkpointer, "_SEEN_S", 0.1)
     with pytest.raises(OSError, match="all nodes must see it, but rank 0 sees no rank-00002"):
         checkpointer._wait_for([path, tmp_path / "rank-00002.json"])
+
+
+@pytest.mark.parametrize("pruned", [False, True])
+def test_a_worker_that_saves_late_fails_unless_its_folder_was_pruned(tmp_path, monkeypatch, pruned):
+    def fails(folder, *_, **__):
+        if pruned:
+            folder.rmdir()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if pruned:
+        monkeypatch.setattr(checkpointer, "write_shard", fails)
+    else:
+        (tmp_path / "checkpoints").touch()  # so that no folder can be made in it
+    accelerator, cluster = SimpleNamespace(process_index=1), SimpleNamespace(control=None)
+    session = SimpleNamespace(run=None, folder=tmp_path, accelerator=accelerator, cluster=cluster)
+    writer = checkpointer.Writer(session, None)
+    writer.write(checkpointer.Copy("save-000001", None, pack({}), None))
+    if pruned:
+        writer.raise_failure()
+    else:
+        with pytest.raises(SaveError, match="there is no checkpoint"):
+            writer.raise_failure()
 
 
 @pytest.mark.parametrize("name", ["rank-00000.json", "rank-00000.safetensors", "manifest.json"])
