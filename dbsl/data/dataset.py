@@ -9,7 +9,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -402,9 +402,13 @@ def _read_local(path: str, **more: str) -> dict[str, datasets.Dataset]:
     `datasets` would take those of the first split for all: in another order, their names change.
     """
     builder = datasets.load_dataset_builder(path, **more)
-    files = {name: list(map(Path, found)) for name, found in builder.config.data_files.items()}
-    columns = {name: same_classes(_read_columns(found)) for name, found in files.items()}
     endings = builder.EXTENSIONS if builder.name == "imagefolder" else ()
+    patterns = None
+    if endings and (patterns := _patterns_of_splits(Path(path), builder)):
+        builder = datasets.load_dataset_builder(path, data_files=patterns)
+    files = {name: list(map(Path, found)) for name, found in builder.config.data_files.items()}
+    say_left_out(path, [file for found in files.values() for file in found])
+    columns = {name: same_classes(_read_columns(found)) for name, found in files.items()}
     images = {
         name: [f for f in found if f.suffix.lower() in endings] for name, found in files.items()
     }
@@ -413,7 +417,7 @@ def _read_local(path: str, **more: str) -> dict[str, datasets.Dataset]:
         described = [file for found in files.values() for file in found if file.name in names]
         _check_metadata(described)
         if not described and len(labelled := _with_labels(path, images)) < len(images):
-            patterns = datasets.data_files.get_data_patterns(path)
+            patterns = patterns or datasets.data_files.get_data_patterns(path)
             of_labelled = {name: patterns[name] for name in labelled}
             builder = datasets.load_dataset_builder(path, data_files=of_labelled)
     builder.download_and_prepare()
@@ -432,6 +436,57 @@ def _read_local(path: str, **more: str) -> dict[str, datasets.Dataset]:
             if hasattr(feature, "names") and hasattr(table.features.get(column), "names"):
                 table.info.features[column] = feature
     return tables
+
+
+def _patterns_of_splits(folder: Path, builder: Any) -> dict[str, list[str]] | None:
+    """Return patterns of each split's files; None: `datasets` puts each image into one split.
+
+    It takes any file or folder named like a split for a part of one, such as a class ``train``, and
+    leaves all others out. Then the folders at the top are splits, if one of them has folders.
+    """
+    folder = folder.expanduser().resolve()
+    cards = (folder / name for name in ("README.md", ".huggingface.yaml"))
+    if any("configs:" in card.read_text("utf-8", "replace") for card in cards if card.is_file()):
+        return None  # a card says which files are whose
+    found = [file for files in builder.config.data_files.values() for file in files]
+    images = [file for file in found if Path(file).suffix.lower() in builder.EXTENSIONS]
+    if not images or sorted(images) == sorted(files_below(folder, builder.EXTENSIONS)):
+        return None
+    finder, splits, whole = datasets.data_files, {}, False
+    folders, end = [e for e in sorted(folder.iterdir()) if e.is_dir()], finder.NON_WORDS_CHARS
+    for name, words in finder.SPLIT_KEYWORDS.items():  # training first: `datasets` asks it for all
+        word = re.compile(rf"(?:^|[{end}])(?:{'|'.join(words)})(?:$|[{end}])")
+        for entry in (entry for entry in folders if word.search(entry.name)):
+            splits.setdefault(name, []).append(f"{entry.name}/**")
+            inside = list(entry.iterdir())
+            described = {path.name for path in inside} & {*builder.METADATA_FILENAMES}
+            whole |= bool(described) or any(path.is_dir() for path in inside)
+    return splits if whole else {"train": ["**"]}
+
+
+def files_below(folder: Path, endings: Collection[str]) -> list[str]:
+    """Return the files in a folder that end so; hidden ones are left out."""
+    found = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith((".", "__"))]
+        for name in names:
+            if Path(name).suffix.lower() in endings and not name.startswith((".", "__")):
+                found.append(f"{parent}/{name}")
+    return found
+
+
+def say_left_out(path: str, files: Iterable[Path | str]) -> None:
+    """Warn of parquet files in a folder that are in no split, by their names."""
+    folder, used = Path(path).expanduser().resolve(), {str(file) for file in files}
+    ending = [".parquet"]
+    if folder.is_dir() and any(file.endswith(*ending) for file in used):
+        left = {Path(file).name for file in files_below(folder, ending) if file not in used}
+        if left:
+            logger.warning(
+                "parquet files of %s without train, test or the like in their names are left out, "
+                "for others have it: %s",
+                *(path, listed(left)),
+            )
 
 
 def _read_columns(files: Iterable[Path]) -> Iterator[tuple[Path, datasets.Features]]:

@@ -28,6 +28,7 @@ from dbsl.data.dataset import (
     choose_columns,
     label_splits,
     same_classes,
+    say_left_out,
 )
 from dbsl.data.images import ImageSplit, Stored
 from dbsl.extras.streaming.groups import GroupCache
@@ -212,6 +213,7 @@ def _find_files(dataset: str) -> dict[str, list[File]]:
         found = finder.DataFilesDict.from_patterns({"train": [file]})
     elif path.exists():
         found = datasets.load_dataset_builder(str(path)).config.data_files
+        say_left_out(dataset, [file for files in found.values() for file in files])
     elif HUB_ID.fullmatch(dataset) and dataset != "digits":
         with hub_or_cache() as answers:
             if not answers:

@@ -389,6 +389,17 @@ def test_the_hub_is_asked_once_and_not_again_if_it_does_not_answer(monkeypatch, 
     assert not huggingface_hub.constants.HF_HUB_OFFLINE  # for an upload at the end of a run
 
 
+@pytest.mark.parametrize("cache_gib", [None, 0.01])
+def test_parquet_files_that_are_in_no_split_are_told(tmp_path, caplog, cache_gib):
+    tables = {
+        "cars": of_classes(["a", "b"], [0, 1] * 6),
+        "cars_test": of_classes(["a", "b"], [0, 1] * 4),
+    }
+    data = load(str(write_parquet(tmp_path / "set", **tables)), cache_gib=cache_gib)
+    assert len(data.train) + len(data.evaluation) == 8
+    assert "are left out, for others have it: cars.parquet" in caplog.text
+
+
 # --- folders of images
 
 
@@ -414,6 +425,40 @@ def test_an_unlabelled_test_folder_is_left_out(tmp_path, caplog, val, test):
     assert (len(data.train), len(data.evaluation)) == ((10, 2) if val else (8, 2))
     assert data.eval_split == ("validation" if val else "a fifth of train")
     assert val or "split 'test'" in caplog.text
+
+
+def of_each(*folders):
+    return [f"{folder}/{n}.jpg" for folder in folders for n in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("files", "counts", "classes"),
+    [  # `datasets` would take files and folders at any depth for splits, by words in their names
+        (of_each("train/train", "train/bus", "test/train", "test/bus"), (10, 10), ("bus", "train")),
+        (of_each("train/a", "train/test-b", "test/a", "test/test-b"), (10, 10), ("a", "test-b")),
+        (of_each("a", "test-b"), (8, 2), ("a", "test-b")),
+        (of_each("train", "bus"), (8, 2), ("bus", "train")),
+        ([*of_each("a", "b"), "a/test_1.jpg", "b/train_2.jpg"], (9, 3), ("a", "b")),
+        (of_each("data/train2017/a", "data/train2017/b", "data/val2017/a"), (10, 5), ("a", "b")),
+        (of_each("train/a", "train/b", "test/a", "more/c"), (10, 5), ("a", "b")),
+    ],
+)
+def test_words_of_splits_in_names_of_classes_and_images_move_no_image(
+    tmp_path, files, counts, classes
+):
+    data = load(make_files(tmp_path / "set", files))
+    assert (len(data.train), len(data.evaluation)) == counts
+    assert data.class_names == classes
+
+
+def test_a_card_says_which_files_are_whose(tmp_path):
+    path = make_files(tmp_path / "set", of_each("one/train", "one/bus", "two/train", "two/bus"))
+    splits = "{split: train, path: one/**}, {split: test, path: two/**}"
+    (tmp_path / "set/README.md").write_text(
+        f"---\nconfigs: [{{config_name: default, data_files: [{splits}]}}]\n---\n"
+    )
+    data = load(path)
+    assert (len(data.train), len(data.evaluation)) == (10, 10)
 
 
 @pytest.mark.parametrize(
