@@ -167,7 +167,12 @@ class _Opening:
                     f"end, or such a checkpoint, with eval_only, got {config.resume}"
                 )
         self.meet()
-        yield prepare_evaluation(config, self.accelerator, self.replaced, folder)
+        session = prepare_evaluation(config, self.accelerator, self.replaced, folder)
+        if folder is not None and is_checkpoint(str(folder)):
+            manifest = Found.at(folder).manifest
+            if manifest.config["dataset"] == config.dataset:
+                resume.check_held_out(manifest, session.data, config.dataset)
+        yield session
         self.accelerator.end_training()
 
     @contextmanager

@@ -360,6 +360,7 @@ class Checkpointer:
             config=asdict(config),
             classes=data.num_classes,
             samples=len(data.train),
+            held_out=getattr(data, "held_out", ""),
             files={},
             seconds={"copy": time.perf_counter() - began},
         )

@@ -134,6 +134,7 @@ class Manifest:
     files: dict[str, dict[str, Any]]  # length and SHA-256, by name
     classes: int  # in the data
     samples: int  # training images
+    held_out: str = ""  # which of them the evaluation images were; see `dbsl.data.dataset.Data`
     saved_at: str = field(
         default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
     )

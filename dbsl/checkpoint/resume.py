@@ -19,6 +19,7 @@ from dbsl.checkpoint.disk import (
     MODEL_FILE,
     CheckpointError,
     Found,
+    Manifest,
     MissingShardError,
     newest,
     reading_checkpoint,
@@ -41,6 +42,7 @@ from dbsl.config.settings import (
     without_rates,
     workers_of,
 )
+from dbsl.data.sources import TrainingData
 from dbsl.model import BEST
 from dbsl.optimizer import optimizer_class
 from dbsl.plan.ledger import Ledger, Members, left_of_epochs
@@ -325,10 +327,11 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
         orders = _draw_another_order(changed, type(config))
         at_epoch_end = MODEL_FILE in manifest.files
         check_epochs_under_way(saved, orders, run, at_epoch_end=at_epoch_end)
-        for name in ("seed", "holdout") if getattr(run.data, "held_out", False) else ():
+        for name in ("seed", "holdout") if getattr(run.data, "held_out", "") else ():
             if name in changed:
                 why = ", which has drawn the evaluation images from those to train on"
                 raise must_stay(name, *changed[name], why)
+        check_held_out(manifest, run.data, config.dataset)
         if accelerator.is_main_process:
             path, keep = found.run_folder / "metrics.jsonl", state["log"]["metrics_bytes"]
             size = path.stat().st_size if path.exists() else 0
@@ -351,6 +354,14 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
     if absent := ", ".join(sorted(own - found_extras().keys())):
         accelerator.print(f"warning: dropped the state of missing extras: {absent}")
     return Resumed(found.folder, manifest.sequence, state, handover)
+
+
+def check_held_out(manifest: Manifest, data: TrainingData, dataset: str) -> None:
+    """Refuse to evaluate on other images than the run has held out: it has trained on them."""
+    now = getattr(data, "held_out", "")
+    text = "dataset, seed and holdout must be those that drew the run's evaluation images"
+    other = now and manifest.held_out not in ("", now)
+    refuse([(other, text, f"another draw, or other images, from {dataset}")])
 
 
 def _drops_remainders(before: Mapping[str, Any], now: RunConfig, *, kept: bool) -> bool:

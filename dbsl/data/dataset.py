@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import logging
 import math
@@ -79,7 +80,7 @@ class Data:
     # stored, 64 of each split were looked at.
     image_side: int | None
     eval_split: str  # name of the split that `evaluation` comes from, or how it was cut off
-    held_out: bool  # whether the seed drew it from the training images
+    held_out: str  # what tells which training images the seed drew for it; empty: none
     crop_pct: float  # side of the centre crop of evaluation images over their shorter side
     unit: ClassVar[str] = "image"
 
@@ -150,8 +151,7 @@ def load_data(
     train, evaluation, class_names = (streams.open if streams else open_labelled)(config)
     if only_evaluate and evaluation is None:
         evaluation = train
-    held_out = evaluation is None or config.holdout is not None
-    train, evaluation, eval_split = _cut(train, evaluation, config, seed)
+    train, evaluation, eval_split, held_out = _cut(train, evaluation, config, seed)
     if unmet := {class_names[label] for label in np.setdiff1d(train.labels, evaluation.labels)}:
         logger.warning("classes without an evaluation image: %s", listed(unmet))
     splits = (train, evaluation)
@@ -205,9 +205,9 @@ def stratified_subset(labels: np.ndarray, size: int, rng: np.random.Generator) -
 
 def _cut(
     train: ImageSplit, evaluation: ImageSplit | None, config: ImageConfig, seed: int
-) -> tuple[ImageSplit, ImageSplit, str]:
-    """Return what to train on, what to evaluate on, and in words where that comes from."""
-    eval_split = evaluation.name if evaluation else "a fifth of train"
+) -> tuple[ImageSplit, ImageSplit, str, str]:
+    """Return what to train on, what to evaluate on, where that comes from, and `Data.held_out`."""
+    eval_split, drawn = evaluation.name if evaluation else "a fifth of train", ""
     if config.holdout is not None:
         evaluation, eval_split = None, f"{config.holdout:.3g} of train, held out"
     if evaluation is None:
@@ -217,6 +217,7 @@ def _cut(
         size = min(math.ceil(round(share * len(train), 6)), len(train) - 1)
         rng = generator(seed, "evaluation split")
         held_out = stratified_subset(train.labels, size, rng)
+        drawn = hashlib.sha256(f"{len(train)} {held_out.tolist()}".encode()).hexdigest()[:16]
         evaluation = train.select(held_out)
         train = train.select(np.delete(np.arange(len(train)), held_out))
 
@@ -229,7 +230,7 @@ def _cut(
         rng = generator(seed, f"{kind} samples")
         return split.select(stratified_subset(split.labels, size, rng))
 
-    return subset(train, "train"), subset(evaluation, "eval"), eval_split
+    return subset(train, "train"), subset(evaluation, "eval"), eval_split, drawn
 
 
 def _common_side(

@@ -1,5 +1,6 @@
 """A run that was killed or stopped goes on to the bits of one that was not."""
 
+import itertools
 import json
 import os
 import random
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
@@ -606,6 +608,28 @@ def test_settings_of_other_workers_are_written_as_they_are_trained_with(left):
     assert (written.workers, written.local_batch_sizes) == (2, None)
     assert written == replace(now, global_batch_size=None)  # found out, not given
     assert _given_now(replace(given, workers=None), given, now).workers is None
+
+
+def test_images_that_were_trained_on_are_never_evaluated_as_held_out(tmp_path):
+    def add(numbers):
+        for name, n in itertools.product("ab", numbers):
+            path = tmp_path / "images" / name / f"{n:02d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (16, 16), 5 * n).save(path)
+
+    settings = {"dataset": str(tmp_path / "images"), "workers": 2, "large_batch_size": (4,)}
+    settings |= {"train_samples": None, "eval_samples": None, "checkpoint_every": 1}
+    folder = tmp_path / "run"
+    add(range(20))
+    helpers.run(folder, **settings, epochs=1)
+    refused = r"^dataset, seed and holdout must be those that drew the run's evaluation images, "
+    for flags in (["--seed", "1"], ["--holdout", "0.5"]):
+        with pytest.raises(ValueError, match=refused):
+            helpers.train_by("--resume", str(folder), "--eval-only", *flags)
+    helpers.train_by("--resume", str(folder), "--eval-only")
+    add(range(20, 25))
+    with pytest.raises(ValueError, match=refused):
+        helpers.run(folder, **settings, epochs=2, resume=str(folder))
 
 
 @pytest.mark.parametrize(
