@@ -46,6 +46,10 @@ class SettingError(ValueError):
     """
 
 
+class BadRoundsError(SettingError):
+    """More rounds were refused than may be: the run diverges."""
+
+
 class SyncError(RuntimeError):
     """A worker or the server was lost, or stayed silent for longer than the timeout."""
 
@@ -88,11 +92,11 @@ def one_line_errors() -> Iterator[None]:
     """End the process with one line and a status for the errors that this module defines.
 
     Status 2: a setting was refused (`SettingError`), a process was lost, data could not be read, or
-    a checkpoint could not be written. Status 3: the run diverged. Status 75: the run was asked to
-    stop, and can be resumed. Status 130: Ctrl-C outside of training, or twice in it. Status 141:
-    nobody reads the output any longer. Any other error is a fault: it keeps its traceback, and the
-    status is 1. A process among several ends at once either way. On its way out it would otherwise
-    wait for the others, and they for it.
+    a checkpoint could not be written. Status 3: the run diverged (`BadRoundsError`, too). Status
+    75: the run was asked to stop, and can be resumed. Status 130: Ctrl-C outside of training, or
+    twice in it. Status 141: nobody reads the output any longer. Any other error is a fault: it
+    keeps its traceback, and the status is 1. A process among several ends at once either way. On
+    its way out it would otherwise wait for the others, and they for it.
     """
     if signal.getsignal(signal.SIGINT) is _end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -118,7 +122,8 @@ def one_line_errors() -> Iterator[None]:
         # Every rank meets the same bad input, so one per machine reports it. A lost peer or a full
         # disk is reported by each rank.
         printed = not isinstance(error, SettingError) or _first_on_machine()
-        status = EXIT_DIVERGED if isinstance(error, DivergedError) else EXIT_REFUSED
+        diverged = isinstance(error, (DivergedError, BadRoundsError))
+        status = EXIT_DIVERGED if diverged else EXIT_REFUSED
         _end(f"error: {error}", status, printed=printed)
 
 

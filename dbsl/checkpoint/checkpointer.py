@@ -21,7 +21,7 @@ import torch
 from accelerate.utils import reduce
 from torch import Tensor
 
-from dbsl.base.errors import RunStopped, SaveError, SettingError, steadier
+from dbsl.base.errors import BadRoundsError, RunStopped, SaveError, SettingError, steadier
 from dbsl.base.files import describe, link_or_copy
 from dbsl.base.machine import lower_priority
 from dbsl.checkpoint.disk import (
@@ -285,7 +285,7 @@ class Checkpointer:
             self._writer.wait()
             config, precision = self._run.config, str(self._accelerator.mixed_precision)
             remedy = steadier(config.lr, config.optimizer, precision, finite_loss=True)
-            raise SettingError(
+            raise BadRoundsError(
                 f"max_bad_rounds must be at least the {self._cluster.refused} rounds whose loss or "
                 f"weights were not finite, got {most}: {remedy}; {self._writer.good()}"
             )

@@ -61,6 +61,7 @@ def launch_all(
     One at a time prints here; of several each writes to ``<folder>.log``. With several GPUs they
     take turns on them. `on_finished` is called after each run that came to its end, by one thread
     at a time. If a run fails, or this process is asked to stop, those under way save and end first.
+    One that diverges before its end is told at the end of all, and has no result.
     """
     waiting = [(n, one) for n, one in enumerate(launches, 1) if not is_finished(one.folder)]
     runs = _Runs(len(launches), jobs, stopping, on_finished)
@@ -81,6 +82,9 @@ def launch_all(
             f"every run must end with status 0, got status {status} of {launch.folder} (see "
             f"{where}); repeat the command to continue"
         )
+    for launch in runs.diverged:
+        where = f" (see {launch.folder}.log)" if jobs > 1 else ""
+        print(f"warning: {launch.title} diverged and has no result{where}", flush=True)
     if any(statuses) or None in statuses:
         raise RunStopped("stopped; repeat the command to continue")
 
@@ -101,6 +105,7 @@ class _Runs:
         self, total: int, jobs: int, stopping: Stopping, on_finished: Callable[[], object]
     ) -> None:
         self.failed: list[tuple[Launch, int]] = []  # the first of them is the cause
+        self.diverged: list[Launch] = []  # without a result
         self._total, self._stopping, self._on_finished = total, stopping, on_finished
         self._running: set[subprocess.Popen] = set()
         self._asked: set[subprocess.Popen] = set()  # to stop
@@ -141,8 +146,10 @@ class _Runs:
                 process = _start(launch, slot, log=self._log)
                 self._running.add(process)
             status = process.wait()
-            if status == EXIT_DIVERGED and is_finished(launch.folder):
-                status = 0  # a result, too
+            if status == EXIT_DIVERGED:
+                status = 0  # a result, too, if it came to its end
+                if not is_finished(launch.folder):
+                    self.diverged.append(launch)
             with self._lock:
                 self._running.discard(process)
                 stopped = status == EXIT_STOPPED or (status < 0 and process in self._asked)

@@ -8,7 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dbsl.base.errors import SaveError, SyncError, one_line_errors
+from dbsl.base.errors import (
+    EXIT_DIVERGED,
+    BadRoundsError,
+    SaveError,
+    SyncError,
+    one_line_errors,
+)
 from dbsl.checkpoint import checkpointer, disk
 from dbsl.plan.machines import check_global_batch
 from experiments.benchmarks import fuzz
@@ -21,8 +27,12 @@ SHORT = {**ONE_SIDE, "epochs": 2, "lr_milestones": ()}
 @pytest.mark.parametrize("mode", short(["bsp", "asp", "step", "gradients"], "bsp", "step"))
 def test_rounds_that_are_not_finite_are_refused_and_too_many_stop_the_run(tmp_path, mode):
     bad = {"lr": 1e15, "warmup_epochs": 0, "epochs": 9, "lr_milestones": (8,), "max_bad_rounds": 3}
-    with pytest.raises(ValueError, match=r"max_bad_rounds must be at least the \d+ rounds .*got 3"):
+    message = r"max_bad_rounds must be at least the \d+ rounds .*got 3"
+    with pytest.raises(BadRoundsError, match=message) as raised:
         run(tmp_path / "run", **{**MODES[mode], **ONE_SIDE, **bad})
+    with pytest.raises(SystemExit) as ended, one_line_errors():
+        raise raised.value
+    assert ended.value.code == EXIT_DIVERGED
     if mode != "gradients":  # whose rounds are recorded by epoch
         assert sum(row.get("refused", False) for row in rows(tmp_path / "run", "round")) > 3
     for found in disk.checkpoints_in(tmp_path / "run"):

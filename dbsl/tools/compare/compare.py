@@ -166,6 +166,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for path in config.arms
         for end, values in _variations(config.vary)
     ]
+    for place, named in dict.fromkeys((str(a.settings.get("dataset")), a.dataset) for a in arms):
+        if place not in ("None", named):
+            print(f"{place} is taken for a copy of {named}, of which rows and runs count")
     baseline = config.baseline or arms[0].name
     report = partial(
         write_comparison,
@@ -344,7 +347,7 @@ def _read_arm(path: Path, end: str, shared: Mapping[str, Any]) -> Arm:
     own = path.stem + end
     named, given = settings.get("dataset"), str(shared.get("dataset", "digits"))
     is_path = given != "digits" and Path(given).expanduser().exists()
-    copied = named is not None and (is_path or "dataset" not in shared)
+    copied = named is not None and ((is_path and named != "digits") or "dataset" not in shared)
     dataset = str(named) if copied else given  # a folder is taken for a copy of what a file names
     return Arm(own, own, path, {**settings, **shared}, shared, dataset)
 

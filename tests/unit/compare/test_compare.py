@@ -351,9 +351,21 @@ def test_settings_are_those_that_move_results_whatever_they_are_written_as(tmp_p
     assert read_arm(f"dataset={tmp_path}").hash == read_arm().hash  # a local copy of it
     for other in ("lr=0.002", "resolutions=24", "sync=asp", "dataset=uoft-cs/cifar10"):
         assert read_arm(other).hash != read_arm().hash
+    (tmp_path / "arm.yaml").write_text("dataset: digits\n")  # of which there is no copy
+    assert read_arm(f"dataset={tmp_path}").hash != read_arm().hash
     (tmp_path / "arm.yaml").write_text("lr: 0.1\n")  # names no dataset
     alike = [read_arm(f"dataset={tmp_path}/{name}/train").hash for name in ("cars", "dogs")]
     assert alike[0] != alike[1]
+
+
+def test_a_folder_that_is_taken_for_a_copy_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "arm.yaml").write_text("epochs: 2\ndataset: uoft-cs/cifar100\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare, "launch_all", lambda *_, **__: None)
+    with pytest.raises(ValueError, match="finished"):
+        compare.main(["arm.yaml", "--set", f"dataset={tmp_path}"])
+    line = f"{tmp_path} is taken for a copy of uoft-cs/cifar100, of which rows and runs count"
+    assert line in capsys.readouterr().out
 
 
 def test_runs_of_another_script_are_told_of(tmp_path, monkeypatch, capsys, read_arm):

@@ -20,8 +20,8 @@ kind, folder = sys.argv[1], pathlib.Path(sys.argv[sys.argv.index("--output-dir")
 assert sys.argv[-2:] == ["--resume", "auto"]
 folder.mkdir(exist_ok=True)
 print("says", kind)
-if kind == "fails":
-    sys.exit(2)
+if kind in ("fails", "diverges"):
+    sys.exit(2 if kind == "fails" else 3)
 def stop(*_):
     if (folder / "checkpoints").exists():
         os._exit(1)  # a second signal ends a run at once
@@ -87,6 +87,13 @@ def test_a_run_that_fails_stops_the_others_which_can_go_on(make, tmp_path, other
     with pytest.raises(ValueError, match=r"got status 2 of .*runs/1 \(see .*runs/1.log\)"):
         launch(make(other, "fails", "quick"), 2)
     assert not any(is_finished(tmp_path / f"runs/{n}") for n in range(3))
+
+
+def test_a_run_that_diverges_leaves_the_others_alone_and_is_told_at_the_end(make, tmp_path, capsys):
+    launch(make("diverges", "quick", "quick"), 2)
+    assert [is_finished(tmp_path / f"runs/{n}") for n in range(3)] == [False, True, True]
+    line = f"warning: diverges 0 diverged and has no result (see {tmp_path}/runs/0.log)"
+    assert capsys.readouterr().out.splitlines()[-1] == line
 
 
 @pytest.mark.usefixtures("usual_signals")
