@@ -113,7 +113,8 @@ class _Opening:
         self.stopping, self.code = Stopping(deadline_of(self.given.max_minutes)), read_code()
         self.config = with_resolved(self.given)
         if replaced.optimizer is None:
-            check_optimizer(given.optimizer, given.optimizer_settings)
+            own = given.optimizer_settings, given.momentum, given.weight_decay
+            check_optimizer(given.optimizer, *own)
         elif self.config.lr is None:
             raise SettingError(
                 f"lr must be the rate that {self.given.optimizer} builds its main parameters with "

@@ -28,7 +28,12 @@ _SETTINGS = {"lr", "momentum", "weight_decay", "lr_scale", "eps", "betas"}
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # on the CPU and on CUDA
 
 
-def check_optimizer(name: str, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
+def check_optimizer(
+    name: str,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    momentum: float = 0.9,
+    weight_decay: float = 1e-4,
+) -> None:
     """Refuse an optimizer that timm does not have, or that takes no step with its settings."""
     text = "optimizer must be a name that timm.optim.list_optimizers() knows"
     refuse([(name not in optim.list_optimizers(), text, repr(name))])
@@ -41,7 +46,7 @@ def check_optimizer(name: str, settings: Mapping[str, Any] = MappingProxyType({}
             model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         # Layers are distinguished as in timm's models.
         model.group_matcher = lambda coarse: {"stem": "^0", "blocks": "^1"}
-        optimizer = build_optimizer(name, model, 1e-3, 0.9, 1e-4, **settings)
+        optimizer = build_optimizer(name, model, 1e-3, momentum, weight_decay, **settings)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         if not name.startswith(("bnb", "fused")):  # these step on CUDA alone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from dbsl.config.hooks import Extra
 from dbsl.run.folder import PACKAGE, SUMS, Code, script_of, started_script, unlike
 
 _DIFF = "git.diff"  # begins with the commit
+_FOLDER = re.compile(r"code(-\d+)?")
 _GIT_S = 30.0  # that git may take, on a slow disk
 
 
@@ -43,7 +45,8 @@ class KeptCode(Extra):
 
 def kept_code(run_folder: Path) -> dict[Path, Mapping[str, str]]:
     """Return the folders of the code that a run was trained by, the first first, and its sums."""
-    found = [path for path in run_folder.glob("code*") if (path / SUMS).is_file()]
+    folders = (path for path in run_folder.glob("code*") if _FOLDER.fullmatch(path.name))
+    found = [path for path in folders if (path / SUMS).is_file()]
     kept = {}
     for folder in sorted(found, key=lambda path: int(path.name.partition("-")[2] or 1)):
         lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()

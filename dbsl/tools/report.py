@@ -28,12 +28,17 @@ def report(folder: Path, report_to: str | None = None) -> None:
         if report_to is not None:
             raise SettingError(f"report_to needs dbsl/extras/charts.py, got {report_to}")
         given = {}
-    read_settings(folder / "config.yaml")  # each refuses a damaged file before a picture is drawn
-    rows, whole = read_metrics(folder / "metrics.jsonl"), False
-    with suppress(ValueError, TypeError):
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        whole = "classes" in summary and any(row["event"] == "round" for row in rows)
-    refuse([(not whole, "run must have a whole summary.json and metrics.jsonl", str(folder))])
+    own, whole = read_settings(folder / "config.yaml"), False  # before a picture is drawn
+    with suppress(OSError, ValueError, TypeError):
+        rows = read_metrics(folder / "metrics.jsonl")
+        names = ("summary.json", "plan.json")
+        summary, plans = (json.loads((folder / n).read_text(encoding="utf-8")) for n in names)
+        trained = any(row["event"] == "round" for row in rows)
+        whole = "classes" in summary and bool(plans) and trained and "epochs" in own
+    files = "config.yaml, plan.json, summary.json and metrics.jsonl"
+    refuse([(not whole, f"run must have a whole {files}", str(folder))])
+    plots = folder / "plots"
+    refuse([(plots.exists() and not plots.is_dir(), "plots must be a folder", f"file {plots}")])
     first = list(takewhile(lambda row: row["event"] == "plan", rows))
     with Extras.of(settings(**given)) as extras:
         extras.each(Extra.report, folder, first)

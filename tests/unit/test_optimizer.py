@@ -96,6 +96,12 @@ def test_settings_that_an_optimizer_does_not_take_are_refused(name, settings, me
         check_optimizer(name, settings)
 
 
+def test_settings_are_tried_with_the_momentum_that_is_given():
+    check_optimizer("sgd", {"nesterov": True})
+    with pytest.raises(ValueError, match=r"sgd with nesterov=True \(Nesterov momentum requires"):
+        check_optimizer("sgd", {"nesterov": True}, momentum=0.0)
+
+
 def test_layer_decay_is_tried_without_a_false_warning_or_a_random_number(caplog):
     before = torch.get_rng_state()
     check_optimizer("sgd", {"layer_decay": 0.5, "layer_decay_min_scale": 0.0})

@@ -20,6 +20,7 @@ import numpy as np
 
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import hub_or_cache, lazy_import
+from dbsl.config.fields import refuse
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import (
     EVAL_SPLITS,
@@ -190,6 +191,10 @@ def open_shards(config: ImageConfig, folder: Path, keep: Keep) -> Splits:
         if label_column not in columns or image_column not in columns:
             continue
         shards[name], labels = _read_index(files[name], image_column, label_column, keep)
+        empty = not labels.num_rows
+        refuse([(empty and name == train_name, f"{name} of dataset must have rows", dataset)])
+        if empty:
+            continue
         of_labels = datasets.Features({label_column: columns[label_column]})
         info = datasets.DatasetInfo(features=of_labels)
         tables[name] = datasets.Dataset(labels, info=info, fingerprint=name)

@@ -49,6 +49,20 @@ def load(dataset, gib=1.0, block=16, seed=0, **settings):
     return load_data(StreamSettings(dataset=str(dataset), **settings), seed)
 
 
+def test_a_split_without_rows_is_left_out_or_refused(tmp_path):
+    folder = write_shards(tmp_path)
+    pyarrow.parquet.write_table(
+        pyarrow.parquet.read_table(folder / "test-00000-of-00001.parquet")[:0],
+        folder / "test-00000-of-00001.parquet",
+    )
+    data = load(folder)
+    assert (len(data.train) + len(data.evaluation), data.eval_split) == (TRAIN, "a fifth of train")
+    for path in folder.glob("train-*"):
+        pyarrow.parquet.write_table(pyarrow.parquet.read_table(path)[:0], path)
+    with pytest.raises(SettingError, match="train of dataset must have rows, got "):
+        load(folder)
+
+
 def epoch_of(data, rounds=1, shares=(60, 36), epoch=0, size=7):
     sampler = EpochSampler(shares, rounds=rounds, seed=4, blocks=data.train.blocks)
     return [

@@ -15,6 +15,7 @@ from accelerate.utils import LoggerType
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dbsl.base.errors import SettingError
 from dbsl.extras import charts
 from dbsl.extras.charts import Charts, tracker_names
 from dbsl.log.rows import PLAN_TOTALS
@@ -316,10 +317,16 @@ def test_a_finished_run_is_drawn_and_sent_again_from_its_folder_alone(tmp_path, 
     assert point.value == pytest.approx(summary["final_accuracy"])
     with pytest.raises(ValueError, match="run must be the folder of a finished run, got"):
         main([str(tmp_path)])
-    for name, text in (("summary.json", "{}"), ("metrics.jsonl", ""), ("config.yaml", "a: [")):
+    damages = [("summary.json", "{}"), ("metrics.jsonl", ""), ("config.yaml", "a: [")]
+    damages += [("config.yaml", ""), ("plan.json", '{"16 px": '), ("plan.json", None)]
+    damages += [("metrics.jsonl", None)]
+    for name, text in damages:
         whole = (tmp_path / "run" / name).read_text()
-        (tmp_path / "run" / name).write_text(text)
-        with pytest.raises(ValueError, match=str(tmp_path)):
+        if text is None:
+            (tmp_path / "run" / name).unlink()
+        else:
+            (tmp_path / "run" / name).write_text(text)
+        with pytest.raises(SettingError, match=str(tmp_path)):
             main([str(tmp_path / "run")])
         (tmp_path / "run" / name).write_text(whole)
 

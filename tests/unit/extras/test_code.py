@@ -1,5 +1,6 @@
 """A run keeps the code that it trains with, and says if that has changed."""
 
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -52,6 +53,7 @@ def test_code_that_has_changed_is_named_and_kept_beside_what_it_was(script, tmp_
     (tmp_path / "losses.py").write_text("smooth = 0.2\n")
     KeptCode().write(folder, read_code())
     assert capsys.readouterr().out.endswith("has changed since the run began: losses.py\n")
+    shutil.copytree(folder / "code", folder / "code-old")  # by hand
     assert [path.name for path in kept_code(folder)] == ["code", "code-2"]
     assert (folder / "code/losses.py").read_text() == "smooth = 0.1\n"
     assert (folder / "code-2/losses.py").read_text() == "smooth = 0.2\n"
@@ -59,7 +61,7 @@ def test_code_that_has_changed_is_named_and_kept_beside_what_it_was(script, tmp_
         "`mine.py` (kept in `code/` of the run folder), after a resume by "
         "`mine.py` (kept in `code-2/` of the run folder)"
     )
-    assert {path.name for path in folder.iterdir()} == {"code", "code-2"}
+    assert {path.name for path in folder.iterdir()} == {"code", "code-2", "code-old"}
     assert {path.name for path in (folder / "code").iterdir()} >= {"mine.py", "SHA256SUMS"}
     assert not (folder / "code/dbsl").exists()
 
