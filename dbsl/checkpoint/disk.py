@@ -122,6 +122,9 @@ def versions() -> dict[str, str]:
     return {"python": sys.version.split()[0], "torch": torch.__version__}
 
 
+UNKNOWN = "unknown"  # what a manifest of before `held_out` says of it
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What a checkpoint says of itself."""
@@ -134,7 +137,7 @@ class Manifest:
     files: dict[str, dict[str, Any]]  # length and SHA-256, by name
     classes: int  # in the data
     samples: int  # training images
-    held_out: str = ""  # which of them the evaluation images were; see `dbsl.data.dataset.Data`
+    held_out: str = UNKNOWN  # which images were not trained on; see `dbsl.data.dataset.Data`
     saved_at: str = field(
         default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
     )

@@ -17,6 +17,7 @@ from dbsl.base.files import link_or_copy
 from dbsl.base.machine import remember
 from dbsl.checkpoint.disk import (
     MODEL_FILE,
+    UNKNOWN,
     CheckpointError,
     Found,
     Manifest,
@@ -360,7 +361,7 @@ def check_held_out(manifest: Manifest, data: TrainingData, dataset: str) -> None
     """Refuse to evaluate on other images than the run has held out: it has trained on them."""
     now = getattr(data, "held_out", "")
     text = "dataset, seed and holdout must be those that drew the run's evaluation images"
-    other = now and manifest.held_out not in ("", now)
+    other = now and manifest.held_out not in (UNKNOWN, now)
     refuse([(other, text, f"another draw, or other images, from {dataset}")])
 
 

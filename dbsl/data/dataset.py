@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import glob
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -43,6 +45,7 @@ EVAL_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
 _LABEL_COLUMNS = ("label", "labels", "target", "class")  # all but the first: without ClassLabel
 _LABEL_TYPES = ("int", "uint", "string", "large_string", "bool")
 _COLUMNS = "file_name,label"  # the first line of a metadata.csv
+_HIDDEN = re.compile(r"\.|__")  # how names of folders begin that `datasets` leaves out
 Splits = tuple[ImageSplit, ImageSplit | None, tuple[str, ...]]  # train, evaluation, class names
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]*\w)?")  # a name or user/name; all else is a path
 
@@ -405,10 +408,11 @@ def _read_local(path: str, **more: str) -> dict[str, datasets.Dataset]:
     builder = datasets.load_dataset_builder(path, **more)
     endings = builder.EXTENSIONS if builder.name == "imagefolder" else ()
     patterns = None
-    if endings and (patterns := _patterns_of_splits(Path(path), builder)):
+    if endings and not more and (patterns := _patterns_of_splits(path, builder)):
         builder = datasets.load_dataset_builder(path, data_files=patterns)
     files = {name: list(map(Path, found)) for name, found in builder.config.data_files.items()}
-    say_left_out(path, [file for found in files.values() for file in found])
+    if not more:
+        say_left_out(path, [file for found in files.values() for file in found])
     columns = {name: same_classes(_read_columns(found)) for name, found in files.items()}
     images = {
         name: [f for f in found if f.suffix.lower() in endings] for name, found in files.items()
@@ -439,48 +443,86 @@ def _read_local(path: str, **more: str) -> dict[str, datasets.Dataset]:
     return tables
 
 
-def _patterns_of_splits(folder: Path, builder: Any) -> dict[str, list[str]] | None:
-    """Return patterns of each split's files; None: `datasets` puts each image into one split.
+def _patterns_of_splits(path: str, builder: Any) -> dict[str, list[str]] | None:
+    """Return patterns of each split's files where `datasets` would lose or mix images, else None.
 
-    It takes any file or folder named like a split for a part of one, such as a class ``train``, and
-    leaves all others out. Then the folders at the top are splits, if one of them has folders.
+    It takes any file or folder with a split's name in its own for a part of that split, a class
+    ``train`` too, and leaves all others out. Here folders at the top are splits, if one is
+    ``train`` and has class folders or a metadata.csv; else all images are for training.
     """
-    folder = folder.expanduser().resolve()
-    cards = (folder / name for name in ("README.md", ".huggingface.yaml"))
-    if any("configs:" in card.read_text("utf-8", "replace") for card in cards if card.is_file()):
-        return None  # a card says which files are whose
-    found = [file for files in builder.config.data_files.values() for file in files]
-    images = [file for file in found if Path(file).suffix.lower() in builder.EXTENSIONS]
-    if not images or sorted(images) == sorted(files_below(folder, builder.EXTENSIONS)):
+    folder, endings = Path(path).expanduser().resolve(), builder.EXTENSIONS
+    theirs = {
+        str(name): [file for file in files if Path(file).suffix.lower() in endings]
+        for name, files in builder.config.data_files.items()
+    }
+    if not any(theirs.values()) or _has_card(folder):
         return None
-    finder, splits, whole = datasets.data_files, {}, False
-    folders, end = [e for e in sorted(folder.iterdir()) if e.is_dir()], finder.NON_WORDS_CHARS
-    for name, words in finder.SPLIT_KEYWORDS.items():  # training first: `datasets` asks it for all
-        word = re.compile(rf"(?:^|[{end}])(?:{'|'.join(words)})(?:$|[{end}])")
-        for entry in (entry for entry in folders if word.search(entry.name)):
-            splits.setdefault(name, []).append(f"{entry.name}/**")
-            inside = list(entry.iterdir())
-            described = {path.name for path in inside} & {*builder.METADATA_FILENAMES}
-            whole |= bool(described) or any(path.is_dir() for path in inside)
-    return splits if whole else {"train": ["**"]}
+    more = [name for name in builder.METADATA_FILENAMES if (folder / name).exists()]
+    if splits := _split_folders(folder, builder):
+        own = {
+            str(name): sorted(file for entry in entries for file in files_below(entry, endings))
+            for name, entries in splits.items()
+        }
+        if own == {name: sorted(files) for name, files in theirs.items() if files}:
+            return None
+        return {
+            name: [f"{glob.escape(str(entry.relative_to(folder)))}/**" for entry in entries] + more
+            for name, entries in splits.items()
+        }
+    if sorted(itertools.chain(*theirs.values())) == sorted(files_below(folder, endings)):
+        return None
+    logger.warning("names in %s make no split: all its images are for training", path)
+    return {"train": ["**", *more]}
+
+
+def _split_folders(folder: Path, builder: Any) -> dict[str, list[Path]]:
+    """Return the folders of each split, training first; none if they do not look like splits."""
+    finder = datasets.data_files
+    end = finder.NON_WORDS_CHARS
+    while True:
+        folders = [e for e in sorted(folder.iterdir()) if e.is_dir() and not _HIDDEN.match(e.name)]
+        found = {
+            name: [
+                e
+                for e in folders
+                if re.search(rf"(^|[{end}])({'|'.join(words)})($|[{end}])", e.name)
+            ]
+            for name, words in finder.SPLIT_KEYWORDS.items()
+        }
+        if any(found.values()) or len(folders) != 1:
+            break
+        folder = folders[0]
+    found = {
+        name: kept
+        for name, entries in found.items()
+        if (kept := [entry for entry in entries if files_below(entry, builder.EXTENSIONS)])
+    }
+    inside = [path for entries in found.values() for entry in entries for path in entry.iterdir()]
+    described = any(path.name in builder.METADATA_FILENAMES for path in inside)
+    return found if "train" in found and (described or any(p.is_dir() for p in inside)) else {}
+
+
+def _has_card(folder: Path) -> bool:
+    """Whether a card says which of a folder's files are whose."""
+    cards = (folder / name for name in ("README.md", ".huggingface.yaml"))
+    return any("configs:" in card.read_text("utf-8", "replace") for card in cards if card.is_file())
 
 
 def files_below(folder: Path, endings: Collection[str]) -> list[str]:
-    """Return the files in a folder that end so; hidden ones are left out."""
+    """Return the files in a folder that end so; hidden ones are left out, as by `datasets`."""
     found = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith((".", "__"))]
-        for name in names:
-            if Path(name).suffix.lower() in endings and not name.startswith((".", "__")):
-                found.append(f"{parent}/{name}")
-    return found
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not _HIDDEN.match(name)]
+        paths = (f"{parent}/{name}" for name in names if not name.startswith("."))
+        found += [path for path in paths if Path(path).suffix.lower() in endings]
+    return [path for path in found if os.path.isfile(path)]
 
 
 def say_left_out(path: str, files: Iterable[Path | str]) -> None:
     """Warn of parquet files in a folder that are in no split, by their names."""
     folder, used = Path(path).expanduser().resolve(), {str(file) for file in files}
     ending = [".parquet"]
-    if folder.is_dir() and any(file.endswith(*ending) for file in used):
+    if folder.is_dir() and not _has_card(folder) and any(file.endswith(*ending) for file in used):
         left = {Path(file).name for file in files_below(folder, ending) if file not in used}
         if left:
             logger.warning(

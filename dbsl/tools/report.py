@@ -29,11 +29,12 @@ def report(folder: Path, report_to: str | None = None) -> None:
             raise SettingError(f"report_to needs dbsl/extras/charts.py, got {report_to}")
         given = {}
     own, whole = read_settings(folder / "config.yaml"), False  # before a picture is drawn
+    there = (folder / "metrics.jsonl").is_file()
+    rows = read_metrics(folder / "metrics.jsonl") if there else []
     with suppress(OSError, ValueError, TypeError):
-        rows = read_metrics(folder / "metrics.jsonl")
         names = ("summary.json", "plan.json")
         summary, plans = (json.loads((folder / n).read_text(encoding="utf-8")) for n in names)
-        trained = any(row["event"] == "round" for row in rows)
+        trained = any(row.get("event") == "round" for row in rows)
         whole = "classes" in summary and bool(plans) and trained and "epochs" in own
     files = "config.yaml, plan.json, summary.json and metrics.jsonl"
     refuse([(not whole, f"run must have a whole {files}", str(folder))])

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from dbsl.base.errors import RunStopped, SettingError, in_line
 from dbsl.base.files import describe, write_text
-from dbsl.base.machine import connect_store, lower_priority, remember, restarts
+from dbsl.base.machine import connect_store, lower_priority, recall, remember, restarts
 from dbsl.checkpoint import disk
 from dbsl.checkpoint.disk import Found
 from dbsl.cluster.wire import refused_by_all, share_text
@@ -344,6 +344,7 @@ def _claim(
         raise SettingError(f"mirror must be empty or have this run, got {url}, which has {what}")
     sequence = max(passed_over, found.manifest.sequence if found and found.manifest else 0)
     by_name = config.resume is not None and is_checkpoint(config.resume)
+    by_name |= found is not None and recall(RUN_FOLDER) == str(found.run_folder)  # or was, before
     newest = next(iter(there), None)
     if newest and there[newest].sequence > sequence and not by_name:
         raise SettingError(

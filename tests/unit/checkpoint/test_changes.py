@@ -2,13 +2,22 @@
 
 import re
 import tempfile
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from dbsl.checkpoint.disk import Found, Manifest
-from dbsl.checkpoint.resume import _drops_remainders, check_changes, check_joining, without_effect
+from dbsl.base.errors import SettingError
+from dbsl.checkpoint.disk import UNKNOWN, Found, Manifest
+from dbsl.checkpoint.resume import (
+    _drops_remainders,
+    check_changes,
+    check_held_out,
+    check_joining,
+    without_effect,
+)
 from dbsl.run.folder import SUMS, Code
 from train import Config
 
@@ -29,6 +38,19 @@ def changes(now, *, before=BEFORE, processes=1, epoch=2):
         (run / "config.yaml").touch()
         check_changes(Found(run, run / "save", manifest), now, processes, said.append)
     return said
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "refused"),
+    [("a", "a", False), ("a", "b", True), ("a", "", False), ("", "b", True), (UNKNOWN, "b", False)],
+)
+def test_images_are_held_out_as_they_were_or_none_is(saved, now, refused):
+    """Of a run with an evaluation split (empty) all other images were trained on."""
+    counts = {"sequence": 1, "epoch": 1, "processes": 1, "workers": 1, "classes": 2, "samples": 9}
+    manifest = Manifest(files={}, config={}, held_out=saved, **counts)
+    expected = pytest.raises(SettingError, match="dataset, seed and holdout must be those that")
+    with expected if refused else nullcontext():
+        check_held_out(manifest, SimpleNamespace(held_out=now), "photos")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from dbsl.checkpoint import disk
 from dbsl.checkpoint.disk import Found, newest, prune, read_manifest, remove, write_shard
-from dbsl.config.parse import parse_config
+from dbsl.config.parse import RUN_FOLDER, parse_config
 from dbsl.extras import mirror as mirroring
 from dbsl.extras.mirror.bucket import tried
 from dbsl.run.folder import LOCK
@@ -370,7 +370,7 @@ def test_another_process_that_takes_the_mirror_over_ends_this_ones(tmp_path, cap
 
 
 def test_a_mirror_of_another_run_or_ahead_of_this_one_is_refused(
-    tmp_path, memory, folder_with, mirrored
+    tmp_path, memory, folder_with, mirrored, monkeypatch
 ):
     folder = mirrored(1, 2)
     before = dict(memory.store)
@@ -383,6 +383,10 @@ def test_a_mirror_of_another_run_or_ahead_of_this_one_is_refused(
     with pytest.raises(ValueError, match=r"mirror must not be ahead of .*, got save-000002 at mem"):
         mirror_of(folder, Found.at(old), resume=str(folder))
     assert memory.store == before
+    with monkeypatch.context() as launch:  # restarted, after it went back to a named checkpoint
+        launch.setattr(mirroring, "recall", {RUN_FOLDER: str(folder)}.get)
+        with mirror_of(folder, Found.at(old), resume=str(folder)):
+            pass
     wiped(memory).pipe_file("/bucket/run/thesis.pdf", b"dear")
     with pytest.raises(ValueError, match=r"mirror must be empty .*, which has thesis.pdf"):
         mirror_of(other)

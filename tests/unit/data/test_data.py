@@ -400,6 +400,14 @@ def test_parquet_files_that_are_in_no_split_are_told(tmp_path, caplog, cache_gib
     assert "are left out, for others have it: cars.parquet" in caplog.text
 
 
+def test_one_parquet_file_is_told_of_no_others(tmp_path, caplog, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_parquet(tmp_path / "parquet", other=of_classes(["a", "b"], [0, 1]))
+    write_parquet(tmp_path / "set", mine=of_classes(["a", "b"], [0, 1] * 4))
+    load("set/mine.parquet")
+    assert "left out" not in caplog.text
+
+
 # --- folders of images
 
 
@@ -441,18 +449,35 @@ def of_each(*folders):
         ([*of_each("a", "b"), "a/test_1.jpg", "b/train_2.jpg"], (9, 3), ("a", "b")),
         (of_each("data/train2017/a", "data/train2017/b", "data/val2017/a"), (10, 5), ("a", "b")),
         (of_each("train/a", "train/b", "test/a", "more/c"), (10, 5), ("a", "b")),
+        ([*of_each("data/train/a", "data/train/b", "data/test/a"), "x.jpg"], (10, 5), ("a", "b")),
+        (of_each("d/train1/a", "d/train1/b", "d/val1/a", "d/unlabeled/x"), (10, 5), ("a", "b")),
+        ([*of_each("train/a", "train/b", "test/a"), "train/a/__x.jpg"], (11, 5), ("a", "b")),
+        ([*of_each("train/a", "train/b", "test/b"), "val/.keep"], (10, 5), ("a", "b")),
+        (
+            of_each("train [1]/a", "train [1]/b", "test/a", "test/test"),
+            (10, 10),
+            ("a", "b", "test"),
+        ),
+        (
+            of_each("cars/a", "cars/b", "test-tubes/c", "test-tubes/d"),
+            (16, 4),
+            ("a", "b", "c", "d"),
+        ),
     ],
 )
 def test_words_of_splits_in_names_of_classes_and_images_move_no_image(
     tmp_path, files, counts, classes
 ):
-    data = load(make_files(tmp_path / "set", files))
+    path = make_files(tmp_path / "set", files)
+    (tmp_path / "set" / files[0]).with_name("dead.jpg").symlink_to("nowhere")
+    data = load(path)
     assert (len(data.train), len(data.evaluation)) == counts
     assert data.class_names == classes
 
 
 def test_a_card_says_which_files_are_whose(tmp_path):
-    path = make_files(tmp_path / "set", of_each("one/train", "one/bus", "two/train", "two/bus"))
+    files = of_each("one/train", "one/bus", "two/train", "two/bus", "three/train")
+    path = make_files(tmp_path / "set", files)  # the third is nobody's
     splits = "{split: train, path: one/**}, {split: test, path: two/**}"
     (tmp_path / "set/README.md").write_text(
         f"---\nconfigs: [{{config_name: default, data_files: [{splits}]}}]\n---\n"
@@ -831,7 +856,7 @@ def test_data_to_evaluate_alone_are_evaluated_whole_unless_a_split_is_for_that(t
         config = ImageConfig(dataset=str(tmp_path / name))
         found = load_data(config, only_evaluate=whole)
         assert len(found.evaluation) == count
-        assert found.held_out == (count == 2)
+        assert bool(found.held_out) == (count == 2)
 
 
 def test_a_saved_dataset_cannot_name_files_outside_of_its_folder(tmp_path):
