@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -460,8 +461,7 @@ def _patterns_of_splits(path: str, builder: Any) -> dict[str, list[str]] | None:
     more = [name for name in builder.METADATA_FILENAMES if (folder / name).exists()]
     if splits := _split_folders(folder, builder):
         own = {
-            str(name): sorted(file for entry in entries for file in files_below(entry, endings))
-            for name, entries in splits.items()
+            str(name): sorted(itertools.chain(*files.values())) for name, files in splits.items()
         }
         if own == {name: sorted(files) for name, files in theirs.items() if files}:
             return None
@@ -475,31 +475,28 @@ def _patterns_of_splits(path: str, builder: Any) -> dict[str, list[str]] | None:
     return {"train": ["**", *more]}
 
 
-def _split_folders(folder: Path, builder: Any) -> dict[str, list[Path]]:
-    """Return the folders of each split, training first; none if they do not look like splits."""
+def _split_folders(folder: Path, builder: Any) -> dict[str, dict[Path, list[str]]]:
+    """Return the folders of each split and their images; none if they do not look like splits."""
     finder = datasets.data_files
-    end = finder.NON_WORDS_CHARS
+    end = f"[{finder.NON_WORDS_CHARS}]"
     while True:
         folders = [e for e in sorted(folder.iterdir()) if e.is_dir() and not _HIDDEN.match(e.name)]
-        found = {
-            name: [
-                e
-                for e in folders
-                if re.search(rf"(^|[{end}])({'|'.join(words)})($|[{end}])", e.name)
-            ]
-            for name, words in finder.SPLIT_KEYWORDS.items()
-        }
-        if any(found.values()) or len(folders) != 1:
+        found = {}
+        for name, words in finder.SPLIT_KEYWORDS.items():  # training first, as `datasets` needs it
+            word = re.compile(rf"(^|{end})({'|'.join(words)})($|{end})")
+            if own := [entry for entry in folders if word.search(entry.name)]:
+                found[name] = {entry: files_below(entry, builder.EXTENSIONS) for entry in own}
+        if found or len(folders) != 1:
             break
         folder = folders[0]
-    found = {
+    with_images = {
         name: kept
-        for name, entries in found.items()
-        if (kept := [entry for entry in entries if files_below(entry, builder.EXTENSIONS)])
+        for name, own in found.items()
+        if (kept := {entry: files for entry, files in own.items() if files})
     }
-    inside = [path for entries in found.values() for entry in entries for path in entry.iterdir()]
-    described = any(path.name in builder.METADATA_FILENAMES for path in inside)
-    return found if "train" in found and (described or any(p.is_dir() for p in inside)) else {}
+    inside = [path for own in with_images.values() for entry in own for path in entry.iterdir()]
+    whole = any(path.is_dir() or path.name in builder.METADATA_FILENAMES for path in inside)
+    return with_images if whole and "train" in with_images else {}
 
 
 def _has_card(folder: Path) -> bool:
@@ -510,12 +507,15 @@ def _has_card(folder: Path) -> bool:
 
 def files_below(folder: Path, endings: Collection[str]) -> list[str]:
     """Return the files in a folder that end so; hidden ones are left out, as by `datasets`."""
-    found = []
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if not _HIDDEN.match(name)]
-        paths = (f"{parent}/{name}" for name in names if not name.startswith("."))
-        found += [path for path in paths if Path(path).suffix.lower() in endings]
-    return [path for path in found if os.path.isfile(path)]
+    found, left = [], [str(folder)]
+    while left:
+        with suppress(PermissionError), os.scandir(left.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir():
+                    left += [] if _HIDDEN.match(entry.name) else [entry.path]
+                elif os.path.splitext(entry.name)[1].lower() in endings and entry.is_file():
+                    found += [] if entry.name.startswith(".") else [entry.path]
+    return found
 
 
 def say_left_out(path: str, files: Iterable[Path | str]) -> None:
