@@ -309,6 +309,7 @@ VERBS |= {
         {a: within(quota_less(a), 1.0) for a in ("dynamic", "dbs")}, arm
     ),
     "held_out": lambda where, arm: tuned(float(where.rpartition(" ")[2]))[arm],
+    "paired_p": lambda *names: float(stats.ttest_1samp(ahead(*names), 0).pvalue),
     "over5": lambda *names: interval(ahead(*names)[:5]),
     "n5": lambda *names: len(ahead(*names)[:5]),
     "ci": lambda where, arm, column="accuracy": interval(rows(where, arm)[column]),

@@ -24,6 +24,12 @@ FOLDER = RESULTS / "uneven"
 PLAIN, BALANCED, MARGIN = ARMS[0], ("dynamic", "dbs"), 1.0
 UNEVEN = [name for name in MACHINES if name != "1:1"]
 LOOK = {arm: color for arm, color in zip(ARMS, COLORS, strict=False)}
+DUAL = {  # arms of experiments/configs/uneven
+    "three_small": "dual batch, 4 steps of 57, 2 of 261",
+    "all_small": "4 steps of 60, 8 of 60",
+    "all_large": "1 step of 240, 2 of 240",
+}
+TESTED, CONTROL = "three_small", "all_small"
 README_ROWS = {
     "2:1": "speeds 2:1: `--sync step --balance dynamic`, plain DDP",
     "4:1": "speeds 4:1: the same",
@@ -104,6 +110,37 @@ def quota_more(up: str) -> list[str]:
         cells = [with_interval(each, 2) for each in times]
         cells += [with_interval(each, 1, "+") for each in points]
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def uneven_dual(up: str) -> list[str]:
+    """Return dual batch on uneven workers and a slow link, next to small and to large batches."""
+    rows = read(FOLDER / "arms_runs.csv")
+    accuracy: dict[str, dict[str, float]] = {}
+    for row in rows:
+        accuracy.setdefault(row["arm"], {})[row["seed"]] = float(row["accuracy"])
+    lines = [
+        f"| four simulated workers, three of them half as fast, 100 Mb/s "
+        f"([CSV]({up}results/uneven/arms_runs.csv)) | accuracy, % | training images right, % "
+        f"| over `{CONTROL}`, points, 95 % | n | p | epochs | virtual s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for arm, text in DUAL.items():
+        own = [row for row in rows if row["arm"] == arm]
+        less = [right - accuracy[CONTROL][seed] for seed, right in accuracy[arm].items()]
+        fitted, time_s = (
+            fmean(float(row[name]) for row in own) for name in ("train_accuracy", "train_time_s")
+        )
+        cells = (
+            with_interval([*accuracy[arm].values()], 1),
+            f"{fitted:.1f}",
+            "" if arm == CONTROL else with_interval(less, 1, "+"),
+            str(len(own)),
+            shown_p(interval(less).p) if arm == TESTED else "",
+            own[0]["epochs"],
+            f"{time_s:.1f}",
+        )
+        lines.append(f"| `{arm}`: {text} | {' | '.join(cells)} |")
     return lines
 
 

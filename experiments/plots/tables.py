@@ -48,6 +48,7 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
         quotas.quota_arms,
         quotas.quota_questions,
         quotas.quota_more,
+        quotas.uneven_dual,
         links.links_questions,
         links.links_test_resnet,
         links.links_resnet10t,
