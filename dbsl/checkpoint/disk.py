@@ -33,6 +33,7 @@ from dbsl.model import FINAL
 
 FORMAT = 2
 MANIFEST = "manifest.json"
+UNKNOWN = "unknown"  # what a manifest of before `Manifest.held_out` says of it
 MODEL_FILE = f"{FINAL}.safetensors"  # only checkpoints of an epoch's end hold it
 LATE = ".sums.json"  # ends a file with checksums that the manifest lacks
 _ABANDONED = ".old"
@@ -120,9 +121,6 @@ def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 def versions() -> dict[str, str]:
     """Return the versions that a checkpoint's bits may depend on."""
     return {"python": sys.version.split()[0], "torch": torch.__version__}
-
-
-UNKNOWN = "unknown"  # what a manifest of before `held_out` says of it
 
 
 @dataclass(frozen=True)

@@ -88,8 +88,9 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     named = {path: _read_files(path, cls)} if path else {}
     settings = _merged(named.get(path, ())) | said
     resume, output_dir = settings.get("resume"), settings.get("output_dir")
-    moves_on = resume is None or is_url(resume) or is_checkpoint(resume)  # a run's name stays
-    if moves_on and (unfinished := recall(RUN_FOLDER)):
+    # A run that is named by its folder goes on from its newest checkpoint by itself.
+    by_folder = resume is not None and not is_url(resume) and not is_checkpoint(resume)
+    if not by_folder and (unfinished := recall(RUN_FOLDER)):
         resume, output_dir = "auto", unfinished
         said |= {"resume": resume, "output_dir": output_dir}
     read = {}  # files and their bases, by path; a resumed run's own come first
