@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from scipy.stats import ttest_1samp
 
 from dbsl.tools.compare.statistics import holm, interval
-from experiments.benchmarks.slow import ARMS, GBPS, Point, best, rate
+from experiments.benchmarks.slow import AFTER, ARMS, EVERY, GBPS, Point, best, rate
 from experiments.plots.evidence import COLORS
 from experiments.plots.rows import RESULTS, Rows, read, shown_p, with_interval
 
@@ -31,15 +31,25 @@ PLAIN = ("diloco", "post_local", "qsr")
 REFERENCE, WITH_REFERENCE = "dual_3", (0.1, 0.01)  # of experiments/results/gap, on these links
 LINKS = sorted(GBPS, reverse=True)
 KINDS = {  # colour and name of a kind of arms
-    "joint steps": (JOINT, COLORS[0]),
-    "rounds, large batches": (("local_sgd", *PLAIN), COLORS[1]),
+    "joint steps": ((*JOINT, "powersgd_larger", "fp16_larger"), COLORS[0]),
+    "rounds, large batches": (
+        ("local_sgd", *PLAIN, "local_sgd_once", "local_sgd_int"),
+        COLORS[1],
+    ),
     "rounds, small batches": ((*SMALL, "dual_4_int"), COLORS[2]),
 }
+ANSWERS = (  # pairs whose first, or second, was added after the fact
+    ("dual_4_int", "powersgd_larger"),
+    ("dual_4_int", "local_sgd_int"),
+    ("dual_4_rounds", "local_sgd_once"),
+    ("powersgd_larger", "powersgd"),
+    ("fp16_larger", "larger_batch"),
+)
 
 
 @dataclass(frozen=True)
 class Link:
-    """What the rows say of a link whose arms are complete."""
+    """What the rows say of a link whose registered arms are complete, and of others that are."""
 
     gbps: float
     tuned: Mapping[str, tuple[Point, float]]  # best point and its held-out accuracy, by arm
@@ -55,6 +65,10 @@ class Link:
     def best_of(self, arms: tuple[str, ...]) -> str:
         """Return the arm with the highest mean of the tuning seeds on held-out images."""
         return max(arms, key=lambda arm: self.tuned[arm][1])
+
+    def has(self, *arms: str) -> bool:
+        """Whether all these arms are complete."""
+        return self.accuracy.keys() >= {*arms}
 
     def less(self, one: str, other: str) -> list[float]:
         """Return by how many points an arm is ahead of another one, seed by seed."""
@@ -85,13 +99,14 @@ def _link(gbps: float, tuning: Rows, rows: Rows) -> Link | None:
     accuracy: dict[str, dict[str, float]] = {}
     for row in sorted(own, key=lambda row: int(row["turn"])):
         accuracy.setdefault(row["arm"], {})[row["turn"]] = float(row["accuracy"])
-    if [len(accuracy.get(arm, ())) for arm in ARMS] != [SEEDS] * len(ARMS):
+    accuracy = {arm: accuracy[arm] for arm in EVERY if len(accuracy.get(arm, ())) == SEEDS}
+    if not ARMS.keys() <= accuracy.keys():
         return None
-    points = {arm: best(tuning, gbps, arm) for arm in ARMS}
+    points = {arm: best(tuning, gbps, arm) for arm in accuracy}
     tuned = {arm: (point, _held_out(tuning, gbps, arm, point)) for arm, point in points.items()}
     epochs = {row["arm"]: int(row["epochs"]) for row in own}
     right = [(row["arm"], float(row["train_accuracy"] or 0)) for row in own]  # diverged: none
-    fitted = {arm: fmean(each for name, each in right if name == arm) for arm in ARMS}
+    fitted = {arm: fmean(each for name, each in right if name == arm) for arm in accuracy}
     return Link(gbps, tuned, epochs, fitted, accuracy)
 
 
@@ -118,8 +133,7 @@ def slow_arms(up: str) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for link in links():
-        for arm in ARMS:
-            point, held_out = link.tuned[arm]
+        for arm, (point, held_out) in link.tuned.items():
             own = [
                 with_interval([*link.accuracy[arm].values()], 1),
                 f"{link.fitted[arm]:.1f}",
@@ -127,13 +141,14 @@ def slow_arms(up: str) -> list[str]:
                 f"{rate(point):g}",
                 f"{held_out:.1f}",
             ]
-            lines.append(f"| {link.name}: `{arm}`{_settings(arm, point)} | {' | '.join(own)} |")
+            told = f"`{arm}`{_settings(arm, point)}{', after the fact' * (arm in AFTER)}"
+            lines.append(f"| {link.name}: {told} | {' | '.join(own)} |")
     return lines
 
 
 def _settings(arm: str, point: Point) -> str:
     """Return a point's settings but for the rate as flags of train.py, configs by their names."""
-    own = zip(ARMS[arm].settings.items(), point, strict=False)
+    own = zip(EVERY[arm].settings.items(), point, strict=False)
     found = [f"{name} {values[place].rpartition('/')[2]}" for (name, values), place in own]
     return f", `{', '.join(found)}`" if found else ""
 
@@ -165,9 +180,9 @@ def slow_questions(up: str) -> list[str]:
 
 
 def slow_more(up: str) -> list[str]:
-    """Return the differences that were registered without a test."""
+    """Return the differences that were registered without a test, or after the fact."""
     pairs = [(SMALL[0], SMALL[1]), *((arm, "local_sgd") for arm in PLAIN)]
-    pairs += [(arm, JOINT[0]) for arm in JOINT[1:]]
+    pairs += [(arm, JOINT[0]) for arm in JOINT[1:]] + [*ANSWERS]
     heads = [link.name for link in links()]
     lines = [
         f"| without a test ([CSV]({up}results/slow/arms_runs.csv)): points, 95 % "
@@ -175,8 +190,12 @@ def slow_more(up: str) -> list[str]:
         "|---|" + "---|" * len(heads),
     ]
     for one, other in pairs:
-        cells = (with_interval(link.less(one, other), 1, "+") for link in links())
-        lines.append(f"| `{one}` minus `{other}` | {' | '.join(cells)} |")
+        cells = [
+            with_interval(link.less(one, other) if link.has(one, other) else [], 1, "+")
+            for link in links()
+        ]
+        if any(cells):
+            lines.append(f"| `{one}` minus `{other}` | {' | '.join(cells)} |")
     rows = [row for row in read(RESULTS / "gap/arms_runs.csv") if row["arm"] == REFERENCE]
     reference = {row["seed"]: float(row["accuracy"]) for row in rows}
     for arm in ARMS:
@@ -214,16 +233,18 @@ def slow_figure() -> Figure:
 
 
 def _draw(axes: Axes, link: Link) -> None:
-    order = sorted(ARMS, key=lambda arm: interval([*link.accuracy[arm].values()]).mean)
+    order = sorted(link.accuracy, key=lambda arm: fmean(link.accuracy[arm].values()))
     for kind, (arms, color) in KINDS.items():
-        for arm in arms:
+        for arm in filter(link.has, arms):
             values, place = [*link.accuracy[arm].values()], order.index(arm)
             found = interval(values)
             axes.errorbar(found.mean, place, xerr=found.half, fmt="o", color=color, capsize=3)
             axes.plot(values, [place] * len(values), "|", color=color, ms=8, alpha=0.6)
         axes.plot([], [], "o", color=color, label=kind)
-    axes.set_yticks(range(len(order)), [f"{arm} ({link.epochs[arm]})" for arm in order])
-    axes.set_xlabel("accuracy (%) at the last epoch: mean, 95 %; ticks: seeds")
+    names = [f"{arm}{'*' * (arm in AFTER)} ({link.epochs[arm]})" for arm in order]
+    axes.set_yticks(range(len(order)), names)
+    after = "; *: after the fact" if any(arm in AFTER for arm in order) else ""
+    axes.set_xlabel(f"accuracy (%) at the last epoch: mean, 95 %; ticks: seeds{after}")
     axes.set_title(f"{link.name}, equal virtual time (epochs)", fontsize=10)
     axes.grid(axis="x", alpha=0.3)
 

@@ -130,6 +130,14 @@ def test_a_link_counts_once_all_its_arms_are_complete_and_held_out_images_choose
     assert link.less("local_sgd", "ddp") == [accuracies["local_sgd"] - 40.0] * 5
     assert slow_links._link(0.1, tuning, rows_of(0.1, accuracies)[:-1]) is None
     assert slow_links._link(0.01, tuning, rows_of(0.1, accuracies)) is None
+    # An arm after the fact is shown once it is complete, and makes no link incomplete.
+    after = rows_of(0.1, {"fp16_larger": 60.0})
+    rows = rows_of(0.1, accuracies) + after
+    tuning += [row | {"turn": str(100 + int(row["turn"]))} for row in after[:2]]
+    assert not slow_links._link(0.1, tuning, rows[:-1]).has("ddp", "fp16_larger")
+    link = slow_links._link(0.1, tuning, rows)
+    assert link.has("ddp", "fp16_larger")
+    assert link.questions()["S1"] == ("local_sgd", "ddp")
 
 
 @pytest.mark.parametrize(
