@@ -47,7 +47,7 @@ class FlatWeights:
         refuse([(dtype.is_complex, "model must have real numbers", shown)])
         self._model, self._apart, self.layout = model, apart, layout_of(model)
         self.vector = torch.zeros(_padded_length(tensors), dtype=dtype, device=device)
-        self._parameters = list(model.parameters())
+        self._parameters = [p for p in model.parameters() if _has_fractions(p)]
         self.buffers = self.vector[_padded_length(self._parameters) :]
         self.counters = [b for b in model.buffers() if not b.is_floating_point()]
         self._lengths = [_padded(tensor.numel()) for tensor in tensors]
@@ -179,7 +179,12 @@ def _floating(model: nn.Module) -> dict[str, Tensor]:
         for name in module._non_persistent_buffers_set
     }
     buffers = {n: b for n, b in model.named_buffers() if b.is_floating_point() and n not in unsaved}
-    return dict(model.named_parameters()) | buffers
+    return {n: p for n, p in model.named_parameters() if _has_fractions(p)} | buffers
+
+
+def _has_fractions(tensor: Tensor) -> bool:
+    """Whether it can be trained, unlike packed integers of a quantised layer."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

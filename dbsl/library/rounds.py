@@ -81,6 +81,11 @@ class Rounds:
         refuse([(wire not in ROUND_WIRES, f"wire must be {in_words(ROUND_WIRES)}", wire)])
         if any(isinstance(module, SHARDED) for module in model.modules()):
             raise SettingError("model must have its parameters whole, got one that FSDP shards")
+        ddp = (m for m in model.modules() if isinstance(m, DistributedDataParallel))
+        fixed = any(module.static_graph for module in ddp)  # it does without no_sync
+        refuse([(fixed, "static_graph of DDP must be False", fixed)])
+        one = isinstance(optimizer, torch.optim.Optimizer)
+        refuse([(not one, "optimizer must be one of torch", type(optimizer).__name__)])
         self.every = every
         self.steps = 0  # since the last merge
         self.merges = 0
@@ -111,7 +116,8 @@ class Rounds:
         tensors = repr((self._weights.layout, weights.dtype)).encode()
         tensors = int.from_bytes(hashlib.sha256(tensors).digest()[:6], "big")  # a float64 holds it
         of_all = (inside, tensors, self.every or 0, *self._outer_step, number)
-        names = ("load_state_dict", "tensors of model", "every", "outer", "outer", "wire")
+        begun = "whether a round has begun (by a loaded state, or by steps before an error)"
+        names = (begun, "tensors of model", "every", "outer", "outer", "wire")
         for name, values in zip(names, zip(*self._exchange(*of_all), strict=True), strict=True):
             if name == "wire":
                 values = [ROUND_WIRES[int(number)] for number in values]
@@ -176,17 +182,18 @@ class Rounds:
                 else "no process of a weight above 0 has finite weights: nothing is left to merge"
             )
         share = weight / total
+        counts = finite and share > 0  # infinity times 0 is no number
         changed = self._weights.may_change(same)
         if self._processes > 1:
             dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._group)
         if self._rounded is not None:
-            change = own.sub_(merged).masked_fill_(same, 0).mul_(share) if finite else own.zero_()
+            change = own.sub_(merged).masked_fill_(same, 0).mul_(share) if counts else own.zero_()
             part = self._rounded(change) + merged
             if not (part.isfinite() | (part == merged)).all():
                 self._rounded.forget()
                 raise FloatingPointError("changes are too large to be rounded: not finite")
         else:
-            part = own.mul_(share) if finite else own.zero_()
+            part = own.mul_(share) if counts else own.zero_()
             if self._processes > 1:
                 dist.all_reduce(part, group=self._group)
         changed = self._weights.spread(changed) > 0

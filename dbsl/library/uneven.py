@@ -174,7 +174,8 @@ class UnevenBatchSampler:
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order comes next.
 
-        It begins at its first sample, unless the state that was loaded is inside it.
+        It begins at its first sample, unless the state that was loaded is inside it. Call it after
+        `scale` of the last batch before: what draws batches ahead must not draw the next epoch's.
         """
         bad = not isinstance(epoch, Integral) or epoch < 0
         refuse([(bad, "epoch must be an integer of at least 0", epoch)])

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -73,11 +74,8 @@ class Watch:
             self._began, self._pauses, self.called = self._now(), [], True
 
     def _catch_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not isinstance(output, Tensor) and hasattr(output, "__dict__"):
-            output = list(vars(output).values())  # torch does not know it as a container
-        for leaf in tree_leaves(output):
-            # A parameter that the model returns would gather hooks.
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+        for leaf in _tensors(output):
+            if leaf.grad_fn is not None:  # a parameter that the model returns would gather hooks
                 leaf.register_hook(self._backward_begins)
 
     def _backward_begins(self, gradient: Tensor) -> None:
@@ -95,3 +93,14 @@ class Watch:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """Yield an output's tensors, also those in objects that torch does not know as containers."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from _tensors([getattr(leaf, each.name) for each in fields(leaf)])
+        elif hasattr(leaf, "__dict__"):
+            yield from filter(torch.is_tensor, tree_leaves([*vars(leaf).values()]))

@@ -56,7 +56,8 @@ class Order(Protocol):
         """Return a permutation of the samples, int64 [n]."""
 
 
-@lru_cache(maxsize=2)  # asynchronous workers may be one epoch apart; int64, 8 bytes a sample
+# Asynchronous workers may be an epoch apart, loaders of several tasks take turns. 8 bytes a sample.
+@lru_cache(maxsize=4)
 def _permutation(
     samples: int, seed: int | None, repeats: int, blocks: Order | None, epoch: int
 ) -> np.ndarray:

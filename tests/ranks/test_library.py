@@ -237,6 +237,31 @@ def test_a_process_of_weight_0_takes_what_the_others_have(run_ranks):
     assert run_ranks(broken_round, "one") == [([[2.0, 2.0]], [])] * 2
 
 
+def from_infinity(rank, wire):
+    model = nn.Linear(16, 16)
+    model.register_buffer("least", torch.full((2,), float("inf")))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dbsl.Rounds(model, optimizer, 1, weight=1.0 - rank, wire=wire) as rounds:
+        model.least.fill_(-3.0) if rank == 0 else None
+        rounds.step()
+    return model.least.tolist()
+
+
+def test_a_process_of_weight_0_may_be_left_at_infinity(run_ranks):
+    assert run_ranks(from_infinity, "float32") == [[-3.0, -3.0]] * 2
+
+
+def fixed_graph(rank):
+    model = DistributedDataParallel(nn.Linear(2, 1), static_graph=True)
+    with pytest.raises(dbsl.SettingError, match="static_graph of DDP must be False, got true"):
+        dbsl.Rounds(model, torch.optim.SGD(model.parameters()))
+    return True
+
+
+def test_a_fixed_graph_whose_reduction_cannot_be_paused_is_refused(run_ranks):
+    assert run_ranks(fixed_graph) == [True, True]
+
+
 def equal_rounds(rank):
     torch.manual_seed(0)
     model, before = nn.Linear(16, 16).bfloat16(), []

@@ -3,6 +3,7 @@ import time
 import warnings
 import weakref
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -281,6 +282,7 @@ def test_an_iterators_state_is_not_that_of_other_steps(sizes, said):
         (lambda: with_more(rounds()), r"must keep its tensors, .* got late \[3\]"),
         (lambda: twice(rounds()), "must be left before it is entered again"),
         (lambda: rounds(model=nn.ReLU()), "one dtype and one device, got none"),
+        (lambda: Rounds(nn.Linear(1, 1), []), "optimizer must be one of torch, got list"),
         (lambda: rounds(model=nn.ParameterList([torch.ones(2) * 1j])), "must have real numbers"),
     ],
 )  # fmt: skip
@@ -365,6 +367,39 @@ def test_a_parameter_that_the_model_returns_gathers_no_hooks():
         (outputs + bias).sum().backward()
     assert len(watch.read()) == 3
     assert not model.bias._backward_hooks
+
+
+@dataclass
+class Inner:
+    found: torch.Tensor
+
+
+@dataclass(slots=True)
+class Outer:
+    inner: list[Inner]
+
+
+class Nested(nn.Linear):
+    """A model whose output torch does not know as a container."""
+
+    def forward(self, inputs):
+        return Outer([Inner(super().forward(inputs))])
+
+
+def test_the_backward_pass_of_nested_outputs_is_measured():
+    watch = Watch(model := Nested(2, 1))
+    for _ in range(2):
+        model(torch.ones(1, 2)).inner[0].found.sum().backward()
+    assert len(watch.read()) == 2
+
+
+def test_packed_integers_of_a_frozen_layer_keep_their_bits():
+    model = nn.Linear(2, 1)
+    packed = torch.tensor([16777217, 123456789], dtype=torch.int32)
+    model.packed = nn.Parameter(packed.clone(), requires_grad=False)
+    with rounds(model) as used:
+        used.step()
+    assert torch.equal(model.packed, packed)
 
 
 def test_what_the_loop_holds_is_let_go_once_it_lets_go():
