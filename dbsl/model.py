@@ -440,8 +440,10 @@ def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> 
     return model.eval()
 
 
-def load_timm_weights(name: str, *, pretrained: bool = False) -> tuple[nn.Module, Statistics, int]:
-    """Return a timm model as it was trained, its input statistics, and its image side in pixels.
+def load_timm_weights(
+    name: str, *, pretrained: bool = False
+) -> tuple[nn.Module, Statistics, dict[str, Any]]:
+    """Return a timm model as it was trained, its input statistics, and what images it wants.
 
     `name` is ``local-dir:FOLDER``, ``hf-hub:USER/NAME``, or timm's with `pretrained`.
     """
@@ -453,7 +455,7 @@ def load_timm_weights(name: str, *, pretrained: bool = False) -> tuple[nn.Module
             timm.models.load_pretrained(model, num_classes=model.num_classes)
     config = model.pretrained_cfg
     found = timm.data.resolve_data_config(pretrained_cfg=config, model=model, use_test_size=True)
-    return model, _statistics(config, f"of {name}"), found["input_size"][-1]
+    return model, _statistics(config, f"of {name}"), found
 
 
 def load_own_weights(model: nn.Module, folder: Path) -> None:

@@ -13,8 +13,9 @@ import tempfile
 import textwrap
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -102,7 +103,7 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
             own = own or run_folder_of(str(resume), output_dir) / "config.yaml"
             read = {own: _read_files(own, cls)} if own.is_file() else {}
     read |= named
-    given = [flag for files in read.values() for flag in yaml_to_argv(_merged(files))]
+    given = yaml_to_argv(_merged(chain(*read.values())))  # null takes back what is before it
     try:
         config = _build(cls, _read_flags(cls, given) | said)
     except SettingError as error:  # its first word is the setting, or its flag
@@ -318,7 +319,7 @@ def _read_files(path: Path, cls: type | None) -> list[dict[str, Any]]:
     return files
 
 
-def _merged(files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _merged(files: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: v for file in files for name, v in file.items() if name != RESOLVED}
 
 

@@ -122,6 +122,15 @@ class Data:
         """Return the data normalised as weights want it, but for what the settings give."""
         return replace(self, statistics=statistics.unless_given(self.config))
 
+    def resized_as(self, crop_pct: float, interpolation: Interpolation) -> Data:
+        """Return the data resized as weights want it, but for what the settings give."""
+        config = self.config
+        return replace(
+            self,
+            crop_pct=crop_pct if config.crop_pct is None else config.crop_pct,
+            config=replace(config, interpolation=config.interpolation or interpolation),
+        )
+
     @property
     def normalisation(self) -> str:
         """By what images are normalised, in words."""

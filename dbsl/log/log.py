@@ -273,7 +273,7 @@ class RunLog:
             self._normalises = False
             self._say(
                 f"warning: worker {sizes.index(least)} has batches of {least}, too few for batch "
-                "norm's statistics; --min-batch-size 8 plans larger ones"
+                "norm's statistics; --min-batch-size 8 makes planned ones larger"
             )
         stage, before = self._run.stage_at(epoch), self._plan_at(epoch)
         resolution = stage.resolution

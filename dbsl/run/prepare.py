@@ -529,12 +529,14 @@ def prepare_evaluation(
         model = replaced.build_model(replace(config, resolutions=(side,)), data, accelerator)
         load_own_weights(model, folder)
     else:
-        model, statistics, trained_at = load_timm_weights(name, pretrained=config.pretrained)
+        model, statistics, given = load_timm_weights(name, pretrained=config.pretrained)
+        trained_at = given["input_size"][-1]
         side = config.resolutions[-1] if config.resolutions else trained_at
         text = f"dataset must have the {model.num_classes} classes of {name} with eval_only"
         refuse([(model.num_classes != data.num_classes, text, data.num_classes)])
         _check_names(model, data, name, accelerator)
         data = data.normalised_as(statistics)
+        data = data.resized_as(given["crop_pct"], given["interpolation"])
         model = model.to(accelerator.device, memory_format=torch.channels_last)
         check_sides(name, model, data, (side,))
     also = replaced.further_sources(replace(config, resolutions=(side,)), data, accelerator)

@@ -113,6 +113,15 @@ def test_a_base_is_read_first_from_beside_its_file(tmp_path):
     assert parse_flags(train.Config, []).workers is None
 
 
+def test_null_takes_back_what_a_resumed_run_has_set(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text("max_minutes: 5\nepochs: 3\n")
+    (tmp_path / "more.yaml").write_text("max_minutes: null\n")
+    words = ["--resume", str(tmp_path / "run"), "--config", str(tmp_path / "more.yaml")]
+    config = parse_config(train.Config, words)
+    assert (config.max_minutes, config.epochs) == (None, 3)
+
+
 @pytest.mark.parametrize(
     ("first", "message"),
     [

@@ -56,6 +56,15 @@ def test_the_weights_of_a_run_or_a_folder_give_the_runs_result_and_nothing_is_wr
     assert list(tmp_path.iterdir()) == []
 
 
+def test_weights_want_images_as_they_were_trained_with(tmp_path, capsys):
+    run(tmp_path, crop_pct=0.5, interpolation="nearest", epochs=2)
+    weights = f"local-dir:{tmp_path}"
+    loss = summary_of(tmp_path)["final_loss"]
+    capsys.readouterr()
+    assert f"loss {loss:.3f}" in evaluated(capsys, model=weights, resolutions=None)
+    assert f"loss {loss:.3f}" not in evaluated(capsys, model=weights, crop_pct=1.0)
+
+
 def test_a_stopped_run_has_the_weights_of_its_last_whole_epoch(finished, tmp_path, capsys):
     folder = shutil.copytree(finished.folder, tmp_path / "run")
     for name in ("model.safetensors", "summary.json"):

@@ -169,6 +169,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for place, named in dict.fromkeys((str(a.settings.get("dataset")), a.dataset) for a in arms):
         if place not in ("None", named):
             print(f"{place} is taken for a copy of {named}, of which rows and runs count")
+    for arm in arms if config.equal_time else ():  # epochs that would not move
+        kept = f"{arm.settings.get('lr_kwargs')} {arm.settings.get('mixup_kwargs')}"
+        fixed = "cooldown_epochs" in kept or "off_epoch" in kept
+        refuse([(fixed, "equal_time must have no cooldown_epochs or off_epoch", arm.name)])
     baseline = config.baseline or arms[0].name
     report = partial(
         write_comparison,
