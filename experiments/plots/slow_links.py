@@ -182,7 +182,8 @@ def slow_questions(up: str) -> list[str]:
 def slow_more(up: str) -> list[str]:
     """Return the differences that were registered without a test, or after the fact."""
     pairs = [(SMALL[0], SMALL[1]), *((arm, "local_sgd") for arm in PLAIN)]
-    pairs += [(arm, JOINT[0]) for arm in JOINT[1:]] + [*ANSWERS]
+    pairs += [(arm, JOINT[0]) for arm in JOINT[1:]]
+    pairs += [*((arm, "powersgd") for arm in ROUNDS), *ANSWERS]
     heads = [link.name for link in links()]
     lines = [
         f"| without a test ([CSV]({up}results/slow/arms_runs.csv)): points, 95 % "
