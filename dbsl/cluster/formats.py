@@ -144,7 +144,8 @@ _BITS = {"bf16": 16, "int8": 8, "int4": 4, "int2": 2}  # bits of a number
 
 def numbers_of(model: nn.Module) -> tuple[int, int]:
     """Return how many numbers of a model's weights are in matrices, and how many are not."""
-    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    trained = filter(torch.is_floating_point, model.parameters())
+    matrices = sum(p.numel() for p in trained if p.dim() > 1)
     floating = (t.numel() for t in model.state_dict().values() if t.is_floating_point())
     return matrices, sum(floating) - matrices
 

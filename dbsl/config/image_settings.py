@@ -114,10 +114,10 @@ class ImageConfig:
     reprob: Annotated[Share, Excludes(augment="none")] = 0.0
     # side of the centre crop of evaluation images over their shorter side, in (0, 1]; unset: 0.875,
     # and 1 where images stay on the device: squares of one size up to 64 px, at most 2 GiB;
-    # --eval-only takes what the weights of --model say
+    # --eval-only takes what the config of a timm model's weights says
     crop_pct: Annotated[float | None, Within(0, 1, open_low=True)] = None
-    # how evaluation images are resized; unset: bilinear; --eval-only takes what the weights of
-    # --model say
+    # how evaluation images are resized; unset: bilinear; --eval-only takes what the config of a
+    # timm model's weights says
     interpolation: Interpolation | None = None
     # means of red, green and blue in [0, 1], or one for all; unset: those of the initial weights;
     # else the training images' own where they stay on the device (see --crop-pct); else ImageNet's

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -122,13 +122,17 @@ class Data:
         """Return the data normalised as weights want it, but for what the settings give."""
         return replace(self, statistics=statistics.unless_given(self.config))
 
-    def resized_as(self, crop_pct: float, interpolation: Interpolation) -> Data:
-        """Return the data resized as weights want it, but for what the settings give."""
+    def resized_as(self, crop_pct: float, interpolation: str) -> Data:
+        """Return the data resized as weights want it, but for what the settings give.
+
+        A crop of more than the image is the whole image; what is no interpolation here is left out.
+        """
         config = self.config
+        known = interpolation if interpolation in get_args(Interpolation) else None
         return replace(
             self,
-            crop_pct=crop_pct if config.crop_pct is None else config.crop_pct,
-            config=replace(config, interpolation=config.interpolation or interpolation),
+            crop_pct=min(crop_pct, 1.0) if config.crop_pct is None else config.crop_pct,
+            config=replace(config, interpolation=config.interpolation or known),
         )
 
     @property

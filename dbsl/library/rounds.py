@@ -82,10 +82,10 @@ class Rounds:
         if any(isinstance(module, SHARDED) for module in model.modules()):
             raise SettingError("model must have its parameters whole, got one that FSDP shards")
         ddp = (m for m in model.modules() if isinstance(m, DistributedDataParallel))
-        fixed = any(module.static_graph for module in ddp)  # it does without no_sync
+        fixed = any(module.static_graph for module in ddp)  # no_sync fails before its first step
         refuse([(fixed, "static_graph of DDP must be False", fixed)])
-        one = isinstance(optimizer, torch.optim.Optimizer)
-        refuse([(not one, "optimizer must be one of torch", type(optimizer).__name__)])
+        several = not hasattr(optimizer, "param_groups")
+        refuse([(several, "optimizer must be one optimizer", type(optimizer).__name__)])
         self.every = every
         self.steps = 0  # since the last merge
         self.merges = 0

@@ -95,12 +95,17 @@ class Watch:
         return event
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def _tensors(output: Any, inside: tuple[int, ...] = ()) -> Iterator[Tensor]:
     """Yield an output's tensors, also those in objects that torch does not know as containers."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf
+        elif isinstance(leaf, type) or id(leaf) in inside:
+            continue
         elif is_dataclass(leaf):
-            yield from _tensors([getattr(leaf, each.name) for each in fields(leaf)])
+            own = getattr(leaf, "__dict__", {}) or {
+                each.name: getattr(leaf, each.name, None) for each in fields(leaf)
+            }
+            yield from _tensors([*own.values()], (*inside, id(leaf)))
         elif hasattr(leaf, "__dict__"):
             yield from filter(torch.is_tensor, tree_leaves([*vars(leaf).values()]))

@@ -3,7 +3,7 @@
     python -m experiments.plots.slow_links
 
 reads the CSV files in experiments/results/slow, registered in experiments/configs/slow/README.md,
-and writes slow.png there. A link counts once all its arms are complete.
+and writes slow.png there. A link counts once all its registered arms are.
 """
 
 from __future__ import annotations
@@ -196,7 +196,8 @@ def slow_more(up: str) -> list[str]:
             for link in links()
         ]
         if any(cells):
-            lines.append(f"| `{one}` minus `{other}` | {' | '.join(cells)} |")
+            after = ", after the fact" * bool({one, other} & AFTER.keys())
+            lines.append(f"| `{one}` minus `{other}`{after} | {' | '.join(cells)} |")
     rows = [row for row in read(RESULTS / "gap/arms_runs.csv") if row["arm"] == REFERENCE]
     reference = {row["seed"]: float(row["accuracy"]) for row in rows}
     for arm in ARMS:

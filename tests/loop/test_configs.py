@@ -115,11 +115,12 @@ def test_a_base_is_read_first_from_beside_its_file(tmp_path):
 
 def test_null_takes_back_what_a_resumed_run_has_set(tmp_path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.yaml").write_text("max_minutes: 5\nepochs: 3\n")
-    (tmp_path / "more.yaml").write_text("max_minutes: null\n")
+    (tmp_path / "run/config.yaml").write_text("max_minutes: 5\nepochs: 3\nsave_best: true\n")
+    (tmp_path / "base.yaml").write_text("no_save_best: true\n")
+    (tmp_path / "more.yaml").write_text("base: base.yaml\nmax_minutes: null\nsave_best: true\n")
     words = ["--resume", str(tmp_path / "run"), "--config", str(tmp_path / "more.yaml")]
     config = parse_config(train.Config, words)
-    assert (config.max_minutes, config.epochs) == (None, 3)
+    assert (config.max_minutes, config.epochs, config.save_best) == (None, 3, True)
 
 
 @pytest.mark.parametrize(

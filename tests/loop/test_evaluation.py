@@ -63,6 +63,13 @@ def test_weights_want_images_as_they_were_trained_with(tmp_path, capsys):
     capsys.readouterr()
     assert f"loss {loss:.3f}" in evaluated(capsys, model=weights, resolutions=None)
     assert f"loss {loss:.3f}" not in evaluated(capsys, model=weights, crop_pct=1.0)
+    text = (tmp_path / "config.json").read_text()
+    assert '"crop_pct": 0.5' in text
+    assert '"interpolation": "nearest"' in text
+    text = text.replace('crop_pct": 0.5', 'crop_pct": 1.15').replace('"nearest"', '"random"')
+    (tmp_path / "config.json").write_text(text)
+    odd = evaluated(capsys, model=weights)  # the whole image, resized as by default
+    assert odd == evaluated(capsys, model=weights, crop_pct=1.0, interpolation="bilinear")
 
 
 def test_a_stopped_run_has_the_weights_of_its_last_whole_epoch(finished, tmp_path, capsys):

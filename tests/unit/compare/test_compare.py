@@ -259,6 +259,7 @@ def test_runs_have_their_comparison_arm_and_seed_in_trackers(arms, monkeypatch, 
         ("LARGE --vary lr=0.1,fast", "--lr must be a number, got 'fast' (arm large-lrfast)"),
         ("LARGE --report-only", "at least one finished run, got none"),
         ("LARGE --equal-time --set lr_kwargs=cooldown_epochs=1", "must have no cooldown_epochs or"),
+        ("LARGE --equal-time --report-only --set lr_kwargs=cooldown_epochs=0", "at least one fin"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_in_one_line(arguments, message, arms, capsys, tmp_path):

@@ -282,7 +282,7 @@ def test_an_iterators_state_is_not_that_of_other_steps(sizes, said):
         (lambda: with_more(rounds()), r"must keep its tensors, .* got late \[3\]"),
         (lambda: twice(rounds()), "must be left before it is entered again"),
         (lambda: rounds(model=nn.ReLU()), "one dtype and one device, got none"),
-        (lambda: Rounds(nn.Linear(1, 1), []), "optimizer must be one of torch, got list"),
+        (lambda: Rounds(nn.Linear(1, 1), []), "optimizer must be one optimizer, got list"),
         (lambda: rounds(model=nn.ParameterList([torch.ones(2) * 1j])), "must have real numbers"),
     ],
 )  # fmt: skip
@@ -383,7 +383,9 @@ class Nested(nn.Linear):
     """A model whose output torch does not know as a container."""
 
     def forward(self, inputs):
-        return Outer([Inner(super().forward(inputs))])
+        inner = Inner(super().forward(inputs))
+        inner.kind, inner.whole = Inner, inner
+        return Outer([inner])
 
 
 def test_the_backward_pass_of_nested_outputs_is_measured():
