@@ -147,6 +147,14 @@ AFTER = {  # the fact: what a sceptic missed
             "wire": ("powersgd:4", "powersgd:8", "powersgd:16"),
         },
     ),
+    "powersgd_1_larger": Arm(
+        {"config": "gap/ddp_128"},
+        (1, 0, 2),
+        {
+            "local-batch-sizes": SIZES,
+            "wire": ("powersgd:1", "powersgd:2", "powersgd:4"),
+        },
+    ),
     "fp16_larger": Arm(JOINT | {"wire": "fp16"}, (2, 3), {"local-batch-sizes": SIZES}),
     "local_sgd_once": Arm({"config": LARGE}, (0, 2), {"rounds-per-epoch": MERGES}),
     "local_sgd_int": Arm(
@@ -200,8 +208,9 @@ def tune(runs: _Runs, gbps: float, name: str) -> Point:
         runs.make([*cases.values()])
         return {point: runs.accuracy(*case) for point, case in cases.items()}
 
-    known = next(iter(GBPS))
-    start = EVERY[name].start if gbps == known else best(runs.table.rows, known, name)
+    known, start = next(iter(GBPS)), EVERY[name].start
+    if gbps != known and name in ARMS:
+        start = best(runs.table.rows, known, name)
     found = climb(start, EVERY[name].neighbours, measured)
     for seed in others:
         measured(sorted(found, key=found.__getitem__, reverse=True)[:AGAIN], seed)

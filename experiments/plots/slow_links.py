@@ -31,7 +31,7 @@ PLAIN = ("diloco", "post_local", "qsr")
 REFERENCE, WITH_REFERENCE = "dual_3", (0.1, 0.01)  # of experiments/results/gap, on these links
 LINKS = sorted(GBPS, reverse=True)
 KINDS = {  # colour and name of a kind of arms
-    "joint steps": ((*JOINT, "powersgd_larger", "fp16_larger"), COLORS[0]),
+    "joint steps": ((*JOINT, "powersgd_larger", "powersgd_1_larger", "fp16_larger"), COLORS[0]),
     "rounds, large batches": (
         ("local_sgd", *PLAIN, "local_sgd_once", "local_sgd_int"),
         COLORS[1],
@@ -40,6 +40,7 @@ KINDS = {  # colour and name of a kind of arms
 }
 ANSWERS = (  # pairs whose first, or second, was added after the fact
     ("dual_4_int", "powersgd_larger"),
+    ("dual_4_int", "powersgd_1_larger"),
     ("dual_4_int", "local_sgd_int"),
     ("dual_4_rounds", "local_sgd_once"),
     ("powersgd_larger", "powersgd"),
