@@ -83,12 +83,13 @@ def write_with(path: Path, write: Callable[[Path], object]) -> None:
 
 def put_in_place(temporary: Path, path: Path) -> None:
     """Give a file that was written under a temporary name its own, once it is on the disk."""
-    _sync(temporary)
+    sync_file(temporary)
     os.replace(temporary, path)
-    _sync(path.parent)  # the name, too
+    sync_file(path.parent)  # the name, too
 
 
-def _sync(path: Path) -> None:
+def sync_file(path: Path) -> None:
+    """Wait until what was written to a file or folder is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

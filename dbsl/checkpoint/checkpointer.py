@@ -22,7 +22,7 @@ from accelerate.utils import reduce
 from torch import Tensor
 
 from dbsl.base.errors import BadRoundsError, RunStopped, SaveError, SettingError, steadier
-from dbsl.base.files import describe, link_or_copy
+from dbsl.base.files import describe, link_or_copy, sync_file
 from dbsl.base.machine import lower_priority
 from dbsl.checkpoint.disk import (
     MODEL_FILE,
@@ -144,6 +144,7 @@ class Writer:
             if self._rank == SERVER_RANK:
                 _wait_for(target / name for name in files)
                 seconds = copy.manifest.seconds | {"write": time.perf_counter() - began}
+                sync_file(self._session.folder / "metrics.jsonl")  # as long as the shard says
                 write_manifest(target, replace(copy.manifest, files=files, seconds=seconds))
         except Exception as error:
             pruned = made and self.late and not target.exists()  # newer ones are complete

@@ -38,7 +38,7 @@ MODEL_FILE = f"{FINAL}.safetensors"  # only checkpoints of an epoch's end hold i
 LATE = ".sums.json"  # ends a file with checksums that the manifest lacks
 _ABANDONED = ".old"
 _FILE_NAME = re.compile(r"rank-\d{5}\.(json|safetensors)|model(_best)?\.safetensors|config\.json")
-_TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
+_TENSOR, _TUPLE, _PAIRS, _DTYPE = "__tensor__", "__tuple__", "__pairs__", "__dtype__"
 
 
 class CheckpointError(SettingError):
@@ -63,7 +63,7 @@ def reading_checkpoint(folder: Path | None) -> Iterator[None]:
         raise CheckpointError(f"{folder} does not fit this run ({reason[:300]})") from error
 
 
-# --- state as JSON and tensors: dicts, lists, tuples, numbers, strings, None and tensors, lossless
+# --- state as JSON and tensors, lossless: dicts, lists, tuples, numbers, strings, dtypes, None
 
 
 def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -87,6 +87,8 @@ def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
                 copy = torch.empty(value.shape, dtype=value.dtype)  # as safetensors wants it
                 tensors[names[key]] = copy.copy_(value.detach())
             return {_TENSOR: names[key]}
+        if isinstance(value, torch.dtype):
+            return {_DTYPE: str(value).removeprefix("torch.")}
         if isinstance(value, list):
             return [walk(item) for item in value]
         if isinstance(value, tuple):
@@ -108,6 +110,8 @@ def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tree
     if set(tree) == {_TENSOR}:
         return tensors[tree[_TENSOR]]
+    if set(tree) == {_DTYPE}:
+        return torch.zeros(0, dtype=getattr(torch, tree[_DTYPE])).dtype  # a TypeError if it is none
     if set(tree) == {_TUPLE}:
         return tuple(unpack(item, tensors) for item in tree[_TUPLE])
     if set(tree) == {_PAIRS}:

@@ -400,13 +400,15 @@ class BarrierCluster(Cluster):
 
         None: changes are too large to be rounded, and nothing is left of them.
         """
+        exact = torch.promote_types(self.outgoing.dtype, torch.float32)
+        own = self.outgoing.to(exact) if self.wire == "float32" else self.outgoing
         if report is None or report.refused:
-            share = torch.zeros_like(self.outgoing)  # zero times what is not finite would not be
+            share = torch.zeros_like(own)  # zero times what is not finite would not be
         elif self.pushes_weights:
-            change = self.outgoing if self.wire == "float32" else self.outgoing - self._pulled
+            change = own if self.wire == "float32" else own - self._pulled
             share = change * (report.merge_weight / sum(r.merge_weight for r in taken))
         else:
-            share = self.outgoing.clone()
+            share = own.clone()
         island = self._island
         summed = share if self._rounded is None else self._rounded(share)
         if self._rounded is None and not island.place:
@@ -414,7 +416,7 @@ class BarrierCluster(Cluster):
         if island.inside is not None:
             dist.broadcast(summed, group=island.inside, group_src=0)
         if self.wire == "float32":
-            return summed
+            return summed.to(self.outgoing.dtype)
         if not summed.isfinite().all():
             if self._rounded is not None:
                 self._rounded.forget()

@@ -25,12 +25,13 @@ MergeRule = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def mean(global_: Tensor, pushed: Tensor, factors: Tensor) -> Tensor:
-    """Return sum(f_i * w_i) / sum(f_i)."""
-    total, weight = torch.zeros_like(global_), 0.0
+    """Return sum(f_i * w_i) / sum(f_i), summed in at least float32."""
+    exact = torch.promote_types(global_.dtype, torch.float32)
+    total, weight = torch.zeros_like(global_, dtype=exact), 0.0
     for weights, factor in zip(pushed, factors.tolist(), strict=True):
         total.add_(weights, alpha=factor)
         weight += factor
-    return total / weight
+    return (total / weight).to(global_.dtype)
 
 
 def ratio(global_: Tensor, pushed: Tensor, factors: Tensor) -> Tensor:

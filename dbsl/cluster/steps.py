@@ -114,9 +114,10 @@ def take_step(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
 
 
 def begin_thawed(optimizer: torch.optim.Optimizer) -> None:
-    """Give parameters that are trained from now on a momentum of 0, where others have theirs.
+    """Give parameters that are trained from now on a momentum of 0.
 
-    Up to 2.15 torch's fused SGD fails where some have none.
+    Up to 2.15 torch's fused SGD fails where some have none, and keeps memory that nobody wrote as
+    the momentum of all where a first step is skipped: float16's gradients may overflow.
     """
     for group in optimizer.param_groups:
         if not (group.get("fused") and group.get("momentum")):
@@ -127,7 +128,8 @@ def begin_thawed(optimizer: torch.optim.Optimizer) -> None:
             if parameter.requires_grad
             and "momentum_buffer" not in optimizer.state.get(parameter, {})
         ]
-        for parameter in new if len(new) < len(group["params"]) else ():
+        # A first step is not dampened, one after a momentum of 0 is.
+        for parameter in new if len(new) < len(group["params"]) or not group["dampening"] else ():
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 

@@ -39,6 +39,7 @@ from dbsl.data.sources import Source, TrainingData, as_source
 from dbsl.data.transforms import Mixing
 from dbsl.loss import Figures, LossFunction, figure_names, with_figures
 from dbsl.model import (
+    batch_norms,
     build_model,
     check_sides,
     count_once,
@@ -155,6 +156,9 @@ class Replaced:
         # What `dbsl.model.build_model` notes of timm's models.
         model.created_with, model.small_stem, model.input_statistics = None, False, None
         model.head_dropouts = None
+        cumulative = any(norm.momentum is None for norm in batch_norms(model))
+        text = "model must have batch norm whose statistics have a momentum, and can be merged"
+        refuse([(cumulative, text, "momentum=None")])
         try_out(model, inputs, type(model).__name__, data.num_classes, several=True)
         return model
 

@@ -379,6 +379,10 @@ def hidden(width=4, classes=3):
     return nn.Sequential(nn.Linear(width, 8), nn.Linear(8, classes))
 
 
+def cumulative():
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=None))
+
+
 def weights_and_biases(model):
     return [[p for p in model.parameters() if p.dim() == dims] for dims in (2, 1)]
 
@@ -475,6 +479,7 @@ REFUSED = [
     ({"own": lambda: hidden(classes=5)}, r"3 classes, \[2, 3\] .*, got \[2, 5\] of"),
     ({"own": None}, "model must be given with your own data, got none"),
     ({"own": lambda: "net"}, "model must build a module, got str"),
+    ({"own": cumulative}, "model must have batch norm whose statistics have a mom"),
     ({"dropout": (0.1,)}, "dropout must be left out with your own model"),
     ({"opt_kwargs": ("layer_decay=0.5",)}, "opt_kwargs must leave out layer_decay"),
     ({"model": "resnet50"}, "model must be left out or hidden with .* got resnet50"),

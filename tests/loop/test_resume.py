@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
 from dbsl.base.files import write_text
-from dbsl.checkpoint import disk, resume
+from dbsl.checkpoint import checkpointer, disk, resume
 from dbsl.checkpoint.disk import Found, newest, read_manifest
 from dbsl.checkpoint.resume import changed_settings
 from dbsl.cluster.meeting import SimulatedCluster
@@ -83,6 +83,19 @@ def killed(folder, step, **settings):
         child = helpers.Forked(lambda: run(folder, **settings))
     assert child.wait() == -signal.SIGKILL, child.stderr
     assert not (folder / "summary.json").exists()
+
+
+def test_the_log_is_on_the_disk_before_a_checkpoint_counts(tmp_path, monkeypatch):
+    done, write = [], checkpointer.write_manifest
+
+    def written(*both):
+        done.append("manifest.json")
+        write(*both)
+
+    monkeypatch.setattr(checkpointer, "write_manifest", written)
+    monkeypatch.setattr(checkpointer, "sync_file", lambda path: done.append(path.name))
+    helpers.run(tmp_path / "run", epochs=1, lr_milestones=())
+    assert done == ["metrics.jsonl", "manifest.json"]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,14 @@ from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.meeting import BarrierCluster, JointCluster, SimulatedCluster
 from dbsl.cluster.server import GradientServer
 from dbsl.cluster.serving import through_server
-from dbsl.cluster.steps import ComputeTimer, DistributedSteps, PushedGradients, Stepper, take_step
+from dbsl.cluster.steps import (
+    ComputeTimer,
+    DistributedSteps,
+    PushedGradients,
+    Stepper,
+    begin_thawed,
+    take_step,
+)
 from dbsl.cluster.weights import FlatWeights
 from dbsl.config.settings import parse_wire
 from dbsl.optimizer import make_clip
@@ -498,6 +505,21 @@ def test_clipping_in_fp16_bounds_the_unscaled_gradients(accelerator, fused):
     make_clip(nn.ParameterList([weight]), 0.5, "norm")(optimizer)
     take_step(optimizer, 1.0)
     torch.testing.assert_close(weight.detach(), torch.tensor([-0.3, -0.4, 0.0, 0.0]))
+
+
+def test_a_first_step_that_overflows_leaves_no_momentum(accelerator, monkeypatch):
+    weight = nn.Parameter(torch.zeros(4))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    raw = torch.optim.SGD([weight], 1.0, momentum=0.9, fused=True)
+    optimizer = AcceleratedOptimizer(raw, scaler=scaler)
+    # What torch takes for momentum before the first step.
+    monkeypatch.setattr(torch, "empty_like", lambda like, **_: torch.full_like(like, 7.0))
+    for factor in (torch.inf, 1.0):
+        begin_thawed(optimizer)
+        scaler.scale((weight * torch.tensor([factor, 1.0, 1.0, 1.0])).sum()).backward()
+        take_step(optimizer, 1.0)
+        optimizer.zero_grad()
+    torch.testing.assert_close(weight.detach(), torch.full((4,), -1.0))
 
 
 @pytest.mark.parametrize("mode", ["norm", "value", "agc"])

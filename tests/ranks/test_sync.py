@@ -79,6 +79,20 @@ def train(cluster, plan, inside=lambda turn: None, ended=lambda end: None):
     cluster.close()
 
 
+def bf16_rank(rank):
+    model = torch.nn.Linear(99, 9).bfloat16()
+    weights, cluster, plan = make(rank, "bsp", 3, model=model)
+    seen = []
+    train(cluster, plan, lambda _: seen.append(weights.vector.tolist()))
+    return seen
+
+
+def test_the_mean_of_equal_bf16_weights_keeps_their_bits(run_ranks):
+    pulled = [each for seen in run_ranks(bf16_rank, world_size=3) for each in seen]
+    assert len(pulled) == 9
+    assert all(each == pulled[0] for each in pulled)
+
+
 def bsp_rank(rank, server_only):
     weights, cluster, plan = make(rank, "bsp", 3, rounds=2, server_only=server_only)
     pulled, ends = [], []

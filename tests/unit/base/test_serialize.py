@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from dbsl.checkpoint.disk import pack, unpack
 
-PLAIN = st.one_of(st.none(), st.booleans(), st.integers(-(2**60), 2**60), st.floats(), st.text())
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.bool])
+NUMBERS = st.one_of(st.booleans(), st.integers(-(2**60), 2**60), st.floats())
+PLAIN = st.one_of(st.none(), NUMBERS, st.text(), DTYPES)
 KEYS = st.one_of(st.text(max_size=5), st.integers(0, 9))
 STATES = st.recursive(
     PLAIN,

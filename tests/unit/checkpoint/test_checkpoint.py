@@ -62,7 +62,11 @@ def test_tensors_of_a_checkpoint_are_aligned_as_those_of_a_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "tree", [{"__tensor__": "9"}, {"__tuple__": 3}, {"__pairs__": [[1]]}, {"__pairs__": [[[], 1]]}]
+    "tree",
+    [
+        *({"__tensor__": "9"}, {"__tuple__": 3}, {"__pairs__": [[1]]}, {"__pairs__": [[[], 1]]}),
+        *({"__dtype__": "load"}, {"__dtype__": 3}),
+    ],
 )
 def test_a_signed_shard_that_was_never_packed_is_refused_in_one_line(tmp_path, tree):
     files = write_shard(tmp_path, 0, tree, {})
@@ -98,6 +102,7 @@ def test_a_worker_that_saves_late_fails_unless_its_folder_was_pruned(tmp_path, m
         monkeypatch.setattr(checkpointer, "write_shard", fails)
     else:
         (tmp_path / "checkpoints").touch()  # so that no folder can be made in it
+    monkeypatch.setattr(checkpointer, "lower_priority", lambda: None)  # of this thread: for good
     accelerator, cluster = SimpleNamespace(process_index=1), SimpleNamespace(control=None)
     session = SimpleNamespace(run=None, folder=tmp_path, accelerator=accelerator, cluster=cluster)
     writer = checkpointer.Writer(session, None)

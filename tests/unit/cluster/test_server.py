@@ -65,6 +65,13 @@ def test_a_mean_waits_for_all_and_weighs_by_factor_also_as_an_outer_step_or_a_fo
     assert s.snapshot().tolist() == [1.0, 1.0]  # nothing is left over from the round before
 
 
+def test_the_mean_of_equal_bf16_weights_is_these_weights():
+    weights = torch.linspace(-1, 1, 1000).bfloat16()
+    merged = mean(weights, weights.expand(5, -1), torch.tensor([1, 1, 1, 0.6, 0.6]).double())
+    assert merged.dtype == torch.bfloat16
+    assert torch.equal(merged, weights)
+
+
 @pytest.mark.parametrize("a_forkers", [False, True])  # what its rule keeps is saved alike
 def test_delta_is_a_nesterov_step_on_what_the_workers_changed(a_forkers):
     def new():
