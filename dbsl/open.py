@@ -169,10 +169,10 @@ class _Opening:
                 )
         self.meet()
         session = prepare_evaluation(config, self.accelerator, self.replaced, folder)
-        if folder is not None and is_checkpoint(str(folder)):
-            manifest = Found.at(folder).manifest
-            if manifest.config["dataset"] == config.dataset:
-                resume.check_held_out(manifest, session.data, config.dataset)
+        if config.model.startswith("local-dir:"):
+            folder = Path(config.model.removeprefix("local-dir:"))
+        if folder is not None:
+            resume.check_trained_on(folder, session)
         yield session
         self.accelerator.end_training()
 

@@ -20,7 +20,6 @@ from dbsl.checkpoint.disk import (
     UNKNOWN,
     CheckpointError,
     Found,
-    Manifest,
     MissingShardError,
     newest,
     reading_checkpoint,
@@ -32,7 +31,13 @@ from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_text
 from dbsl.config.complete import RESOLVED, follow, is_as_given, set_back, still_true, with_resolved
 from dbsl.config.fields import NODES, PROCESSES, Role, refuse, sources, with_role
 from dbsl.config.hooks import found_extras
-from dbsl.config.parse import RUN_FOLDER, is_checkpoint, parse_config, run_folder_of
+from dbsl.config.parse import (
+    RUN_FOLDER,
+    is_checkpoint,
+    parse_config,
+    read_settings,
+    run_folder_of,
+)
 from dbsl.config.settings import (
     CHECKPOINTS,
     FLOAT32,
@@ -48,6 +53,7 @@ from dbsl.model import BEST
 from dbsl.optimizer import optimizer_class
 from dbsl.plan.ledger import Ledger, Members, left_of_epochs
 from dbsl.plan.types import EpochEnd, Handover, Segment, Turn, report_from_plain
+from dbsl.run.evaluation import EvaluationSession
 from dbsl.run.folder import SUMS, Code, unlike
 from dbsl.run.training import Run
 
@@ -142,8 +148,8 @@ def _complete(before: Mapping[str, Any], now: RunConfig) -> dict[str, Any]:
 
 
 def _in_short(name: str, value: Any) -> Any:
-    """Return a setting's value as JSON has it; times that are the same everywhere are one time."""
-    if name in _TIMES and value and len(set(value)) == 1:
+    """Return a setting's value as JSON has it; one that is the same everywhere is there once."""
+    if name in (*_TIMES, "large_batch_size") and value and len({*value}) == 1:
         return [value[0]]
     return list(value) if isinstance(value, tuple) else value
 
@@ -266,8 +272,7 @@ def adapt_to_processes(
             value = getattr(config, name)
             if value in (None, "auto"):
                 continue
-            by_hand = name == "local_batch_sizes" and workers > 1
-            by_worker = len(value) > len(before["resolutions"]) or by_hand
+            by_worker = len(value) > len(before["resolutions"]) or name == "local_batch_sizes"
             if by_worker and _is_as_before(name, config, before):
                 changes |= dict.fromkeys(_TIMES if name in _TIMES else (name,))
         if config.small_workers is not None:
@@ -332,7 +337,7 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             if name in changed:
                 why = ", which has drawn the evaluation images from those to train on"
                 raise must_stay(name, *changed[name], why)
-        check_held_out(manifest, run.data, config.dataset)
+        _check_held_out(manifest.held_out, run.data, config.dataset)
         if accelerator.is_main_process:
             path, keep = found.run_folder / "metrics.jsonl", state["log"]["metrics_bytes"]
             size = path.stat().st_size if path.exists() else 0
@@ -357,11 +362,25 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
     return Resumed(found.folder, manifest.sequence, state, handover)
 
 
-def check_held_out(manifest: Manifest, data: TrainingData, dataset: str) -> None:
-    """Refuse to evaluate on other images than the run has held out: it has trained on them."""
+def check_trained_on(folder: Path, session: EvaluationSession) -> None:
+    """Refuse to evaluate weights on images that their run, if there is one, has trained on."""
+    if is_checkpoint(str(folder)):
+        manifest = Found.at(folder).manifest
+        before, held_out = manifest.config["dataset"], manifest.held_out
+    elif (folder / "config.yaml").is_file() and (folder / "summary.json").is_file():
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        before = read_settings(folder / "config.yaml").get("dataset", RunConfig.dataset)
+        held_out = summary.get("held_out", UNKNOWN)
+    else:
+        return
+    if before == session.config.dataset:
+        _check_held_out(held_out, session.data, before)
+
+
+def _check_held_out(before: str, data: TrainingData, dataset: str) -> None:
     now = getattr(data, "held_out", "")
     text = "dataset, seed and holdout must be those that drew the run's evaluation images"
-    other = now and manifest.held_out not in (UNKNOWN, now)
+    other = now and before not in (UNKNOWN, now)
     refuse([(other, text, f"another draw, or other images, from {dataset}")])
 
 

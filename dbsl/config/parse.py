@@ -88,7 +88,9 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     path = said.pop("config", None)
     named = {path: _read_files(path, cls)} if path else {}
     settings = _merged(named.get(path, ())) | said
-    resume, output_dir = settings.get("resume"), settings.get("output_dir")
+    # In YAML a folder's name may be a number or a date.
+    texts = (settings.get(name) for name in ("resume", "output_dir"))
+    resume, output_dir = (None if text is None else str(text) for text in texts)
     # A run that is named by its folder goes on from its newest checkpoint by itself.
     by_folder = resume is not None and not is_url(resume) and not is_checkpoint(resume)
     if not by_folder and (unfinished := recall(RUN_FOLDER)):
@@ -100,7 +102,7 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
             where = settings | {"resume": resume, "output_dir": output_dir}
             several = (e.own_settings(where, Path(scratch)) for e in found_extras().values())
             own = next(filter(None, several), None)
-            own = own or run_folder_of(str(resume), output_dir) / "config.yaml"
+            own = own or run_folder_of(resume, output_dir) / "config.yaml"
             read = {own: _read_files(own, cls)} if own.is_file() else {}
     read |= named
     given = yaml_to_argv(_merged(chain(*read.values())))  # null takes back what is before it
@@ -320,10 +322,7 @@ def _read_files(path: Path, cls: type | None) -> list[dict[str, Any]]:
 
 
 def _merged(files: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in (pair for file in files for pair in file.items()):
-        found.pop(name, None)  # the last given comes last: `x` and `no_x` are one setting
-        found[name] = value
+    found = dict(chain.from_iterable(file.items() for file in files))
     found.pop(RESOLVED, None)
     return found
 
@@ -396,7 +395,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _read_yaml(path: Path, cls: type | None) -> dict[str, Any]:
-    """Refuse what sets no field of `cls`, and true or false for one that is neither."""
+    """Refuse what sets no field of `cls`, and true or false for one that is neither, or not."""
     try:
         settings = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: an endless number, say
@@ -405,13 +404,19 @@ def _read_yaml(path: Path, cls: type | None) -> dict[str, Any]:
     settings = {} if settings is None else settings
     if not isinstance(settings, dict):
         raise SettingError(f"config must map settings to values, got a value or a list in {path}")
-    known, hints = _flags_of(cls) if cls else ({}, {})
-    for key, value in settings.items() if cls else ():
+    if cls is None:
+        return {_name(key): value for key, value in settings.items()}
+    (known, hints), found = _flags_of(cls), {}
+    for key, value in settings.items():
         name = _name(key)
-        if {name, name.removeprefix("no_")}.isdisjoint({*known, "base", RESOLVED} - {"config"}):
+        off = name not in known and hints.get(name.removeprefix("no_")) is bool
+        name = name.removeprefix("no_") if off else name
+        if name not in {*known, "base", RESOLVED} - {"config"}:
             raise _unknown(cls, "config must set what --help lists", str(key), f" in {path}")
-        if isinstance(value, bool) and hints.get(name, bool) is not bool:
+        switch = isinstance(value, bool)
+        if name in known and value is not None and switch != (hints[name] is bool):
             must = f"{key} must be {described(hints[name])[0]}"
-            how = f"YAML's yes, no, on or off without quotes; {path} sets {key}"
-            raise SettingError(f"{must}, got {as_given(value)} ({how})")
-    return {_name(key): value for key, value in settings.items()}
+            got = f"{as_given(value)} (YAML's yes, no, on or off without quotes; "
+            raise SettingError(f"{must}, got {got if switch else f'{value!r} ('}{path} sets {key})")
+        found[name] = not value if off and switch else value
+    return found

@@ -35,7 +35,7 @@ from dbsl.plan.solve import largest_remainder
 from dbsl.plan.stages import default_resolutions
 
 datasets, parquet = lazy_import("datasets"), lazy_import("pyarrow.parquet")
-timm = lazy_import("timm")
+pandas, timm = lazy_import("pandas"), lazy_import("timm")
 logger = logging.getLogger(__name__)
 
 _STORE_UP_TO = 64  # pixels; larger images are cheaper to decode when needed than to keep
@@ -662,7 +662,10 @@ def _with_labels(path: str, images: Mapping[str, Sequence[Path]]) -> list[str]:
 
 
 def _check_metadata(files: Iterable[Path]) -> None:
-    """Raise ``SettingError`` for a metadata.csv whose first row names no image next to it."""
+    """Raise ``SettingError`` for a metadata.csv whose first row names no image next to it.
+
+    Warn of words that `datasets` reads otherwise than they are written: ``001`` as 1.
+    """
     for file in (file for file in files if file.name == "metadata.csv"):
         with file.open(newline="", encoding="utf-8-sig", errors="replace") as text:
             row = next(csv.DictReader(text), {})
@@ -672,6 +675,14 @@ def _check_metadata(files: Iterable[Path]) -> None:
                 f"{file} must begin with the line {_COLUMNS} and name a file in each row, such as "
                 f"1.jpg,cat; got {','.join(map(str, row))} and {','.join(map(str, row.values()))}"
             )
+        written = pandas.read_csv(file, dtype=str, keep_default_na=False)
+        for column, read in pandas.read_csv(file).items():
+            words, other = written[column], read.astype(str) != written[column]
+            if read.dtype.kind != "f" and (unlike := other & (words != "")).any():
+                first = unlike.idxmax()
+                as_ = "missing" if pandas.isna(read[first]) else read[first]
+                text = "%s: column %r is not read as it is written: %r is taken for %s"
+                logger.warning(text, file, column, words[first], as_)
 
 
 def listed(names: Iterable[str]) -> str:

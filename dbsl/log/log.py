@@ -420,6 +420,7 @@ class RunLog:
             "epochs": self._so_far.epochs,
             **{n: getattr(config, n) for n in ("seed", "workers", "small_workers", "sync")},
             "classes": data.num_classes,
+            "held_out": getattr(data, "held_out", ""),  # which images; see `dbsl.data.dataset.Data`
             "device": device_name(session.accelerator.device),
             "precision": str(session.accelerator.mixed_precision),
             "torch": torch.__version__,

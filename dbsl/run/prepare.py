@@ -6,6 +6,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial, wraps
 from pathlib import Path
@@ -210,10 +211,9 @@ class Replaced:
                 text = "evaluate_also must have sources or datasets of tensors with your own data"
                 refuse([(self.data is not None, text, given)])
                 cut = dict.fromkeys(("train_samples", "eval_samples", "holdout"))
-                changes = {"dataset": str(given), **cut}
+                own = replace(config, **cut, dataset=str(given))
                 with first_on_node(accelerator):
-                    own = replace(config, **changes)
-                    given = load_data(own, config.seed, accelerator.device, only_evaluate=True)
+                    given = _load_further(name, own, accelerator.device)
             sources[name] = as_source(given, data, config.resolutions[-1], f"evaluate_also {name}")
         return sources
 
@@ -231,6 +231,18 @@ def _named(given: RunConfig, setting: str, name: str, void: Sequence[str]) -> Ru
     if (value := getattr(given, setting)) not in (getattr(type(given), setting), name):
         raise SettingError(f"{setting} must be left out or {name} with your own {own}, got {value}")
     return replace(given, **{setting: name})
+
+
+def _load_further(name: str, config: ConfigT, device: torch.device) -> TrainingData:
+    """Load a further evaluation set, whose columns may have names of their own."""
+    try:
+        return load_data(config, config.seed, device, only_evaluate=True)
+    except SettingError as error:
+        columns = dict.fromkeys(("image_column", "label_column"))
+        with suppress(SettingError):
+            own = replace(config, **columns)
+            return load_data(own, config.seed, device, only_evaluate=True)
+        raise SettingError(f"{error} (evaluate_also {name})") from None
 
 
 # --- a run

@@ -15,6 +15,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
+from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -29,7 +30,17 @@ from dbsl.model import load_model
 from dbsl.open import open_session
 from dbsl.plan.types import EpochEnd, Turn
 from tests import helpers
-from tests.helpers import ROOT, end_ranks, fingerprint, rows, short, start_ranks, summary_of
+from tests.helpers import (
+    ROOT,
+    end_ranks,
+    fingerprint,
+    make_table,
+    rows,
+    short,
+    start_ranks,
+    summary_of,
+    write_shards,
+)
 
 FORKS = {path.stem: path for path in sorted((ROOT / "examples/forks").glob("*.diff"))}
 MOST_LINES = {"tabular": 18, "tokens": 27}  # added and removed; else 15
@@ -346,6 +357,20 @@ def test_a_second_evaluation_set_is_a_flag(fork, tmp_path):
     run(fork("second_evaluation"), tmp_path / "held", **TINY, also=("digits",), holdout=0.5)
     held = rows(tmp_path / "held", "eval")[-1]
     assert held["digits_loss"] != held["loss"]  # of images that nobody holds out
+
+
+def test_a_second_evaluation_set_may_have_other_columns(fork, tmp_path):
+    table = make_table([Image.new("L", (16, 16), n) for n in range(60)], [n % 3 for n in range(60)])
+    table.rename_column("label", "kind").to_parquet(path := str(tmp_path / "kinds.parquet"))
+    given = {**TINY, "train_samples": 40, "eval_samples": 10}
+    given |= {"dataset": path, "label_column": "kind"}
+    (tmp_path / "shards").mkdir()
+    also = (str(write_shards(tmp_path / "shards")),)
+    run(fork("second_evaluation"), tmp_path / "run", **given, also=also)
+    assert rows(tmp_path / "run", "eval")
+    message = r"^dataset must .*'none'.* \(evaluate_also none\)$"
+    with pytest.raises(ValueError, match=message):
+        run(fork("second_evaluation"), tmp_path / "other", **given, also=("none",))
 
 
 # --- further evaluation sets

@@ -415,7 +415,8 @@ def test_momentum_is_cleared_where_it_is_said_to_be(tmp_path, monkeypatch, when,
     begin, forget = Stepper.begin, Stepper.forget
 
     def forgets(self, worker):
-        cleared.append((worker, bool(self.optimizers[worker].state)))
+        states = self.optimizers[worker].state.values()
+        cleared.append((worker, any(state["momentum_buffer"].any() for state in states)))
         forget(self, worker)
         assert not self.optimizers[worker].state
 
@@ -640,6 +641,12 @@ def test_images_that_were_trained_on_are_never_evaluated_as_held_out(tmp_path):
         with pytest.raises(ValueError, match=refused):
             helpers.train_by("--resume", str(folder), "--eval-only", *flags)
     helpers.train_by("--resume", str(folder), "--eval-only")
+    kept = shutil.copytree(folder, tmp_path / "kept", ignore=shutil.ignore_patterns("checkpoints"))
+    by_name = ["--model", f"local-dir:{folder}", "--dataset", settings["dataset"], "--eval-only"]
+    for flags in (by_name, ["--resume", str(kept), "--eval-only"]):
+        helpers.train_by(*flags)
+        with pytest.raises(ValueError, match=refused):
+            helpers.train_by(*flags, "--seed", "1")
     add(range(20, 25))
     with pytest.raises(ValueError, match=refused):
         helpers.run(folder, **settings, epochs=2, resume=str(folder))
@@ -653,6 +660,7 @@ def test_images_that_were_trained_on_are_never_evaluated_as_held_out(tmp_path):
         ({"global_batch_size": 16}, {"workers": 4}, (None, None, None)),  # it is taken back
         ({"global_batch_size": 16, "resolved": {"global_batch_size": 16}}, {}, (16, None, None)),
         ({"large_batch_size": [4]}, {"large_batch_size": (4,), "workers": 2}, (16, None, None)),
+        ({"large_batch_size": [4, 4]}, {"large_batch_size": (4,), "workers": 2}, (16, None, None)),
         ({"large_batch_size": [4]}, {"large_batch_size": (9,), "workers": 2}, (16, None, (9,))),
     ],
 )
@@ -735,6 +743,10 @@ def test_what_was_found_for_other_workers_is_found_anew(left):
     sizes = {"local_batch_sizes": [3, 5], "resolutions": [16, 32]}
     manifest = replace(found.manifest, workers=2, config={**found.manifest.config, **sizes})
     given = Config(workers=1, local_batch_sizes=(3, 5), resolutions=(16, 32))
+    now = resume.adapt_to_processes(given, replace(found, manifest=manifest), 1, given)
+    assert now.local_batch_sizes is None
+    given, sizes = Config(workers=3, local_batch_sizes=(9,)), {"local_batch_sizes": [9]}
+    manifest = replace(found.manifest, workers=1, config={**found.manifest.config, **sizes})
     now = resume.adapt_to_processes(given, replace(found, manifest=manifest), 1, given)
     assert now.local_batch_sizes is None
 

@@ -444,6 +444,8 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, capsys, arguments, m
     [
         ("lr: yes\n", "lr must be a number, got true (YAML's yes, no, .*; {} sets"),
         ("mixed-precision: no\n", "mixed-precision must be auto, no, .*got false (.*; {} sets"),
+        ("compile: 1\n", "compile must be true or false, got 1 ({} sets compile)"),
+        ("no_save_best: 'yes'\n", "no_save_best must be true or false, got 'yes' ({} sets no_"),
         ("lr: 1\nlr: 3\n", "config must .*, got {} (lr is given twice, in lines 1 and 2)"),
         ("lr: abc\n", "--lr must be a number, got 'abc' ({} sets lr"),
         (
@@ -461,9 +463,20 @@ def test_yaml_that_is_wrong_or_says_other_than_it_seems_is_refused_in_one_line(
         parse_config(Config, ["--config", str(path)])
     pattern = ".*".join(map(re.escape, message.format(path).split(".*")))
     assert re.match(pattern, str(refused.value)), refused.value
-    path.write_text("compile: yes\nmixed_precision: 'no'\nlr: 1\n")
+    path.write_text("compile: yes\nmixed_precision: 'no'\nlr: 1\nno_save_best: false\n")
     config = parse_config(Config, ["--config", str(path)])
     assert (config.compile, config.mixed_precision, config.lr) == (True, "no", 1.0)
+    assert config.save_best
+
+
+@pytest.mark.parametrize("name", ["20261127", "2026-11-27", "1.5"])
+def test_a_run_folder_in_yaml_may_be_a_number_or_a_date(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.yaml").write_text("lr: 0.7\n")
+    for text in (f"resume: auto\noutput_dir: {name}\n", f"resume: {name}\n"):
+        (tmp_path / "recipe.yaml").write_text(text)
+        assert parse_config(Config, ["--config", "recipe.yaml"]).lr == 0.7
 
 
 def test_settings_that_have_their_default_or_an_effect_are_taken_and_others_are_not():

@@ -34,7 +34,7 @@ from dbsl.config.parse import config_to_yaml, parse_flags, read_settings
 from dbsl.config.settings import MachineConfig, RunConfig
 from dbsl.data.dataset import load_data
 from dbsl.model import check_sides
-from dbsl.optimizer import check_optimizer
+from dbsl.optimizer import check_optimizer, optim
 from dbsl.plan.stages import default_resolutions
 from dbsl.run.accelerator import start_accelerator
 from dbsl.run.folder import LOCK
@@ -66,7 +66,7 @@ class StudyConfig(
     optimizers: Annotated[tuple[str, ...], Role.FREE] = ("nesterov",)
     # range of learning rate / (1 - momentum), searched on a log scale
     effective_lr: Annotated[tuple[float, ...], Within(0, open_low=True)] = (0.01, 10.0)
-    # range of momentum; 1 - momentum is searched on a log scale
+    # range of momentum, for optimizers that take it; 1 - momentum is searched on a log scale
     momentum: Annotated[tuple[float, ...], Within(0, 1, open_high=True)] = (0.5, 0.99)
     # range of last over first learning rate, searched on a log scale
     decay_factor: Annotated[tuple[float, ...], Within(0, 1, open_low=True)] = (0.01, 1.0)
@@ -130,11 +130,12 @@ class StudyConfig(
 
         The best learning rate / (1 - momentum) differs less between momenta than the best rate.
         """
-        log = "LOG_SCALE"
+        log, name = "LOG_SCALE", trials.TIMM_NAMES.get(optimizer, optimizer)
+        has_momentum = optimizer != "sgd" and optim.get_optimizer_info(name).has_momentum
         momentum = Range(*_ends("momentum", self.momentum), "REVERSE_LOG_SCALE")
         return {
             "effective_learning_rate": Range(*_ends("effective_lr", self.effective_lr), log),
-            **({} if optimizer == "sgd" else {"momentum": momentum}),
+            **({"momentum": momentum} if has_momentum else {}),
             "end_learning_rate_factor": Range(*_ends("decay_factor", self.decay_factor), log),
             "learning_rate_decay_share": Range(
                 *_ends("decay_share", self.decay_share), "LINEAR_SCALE"

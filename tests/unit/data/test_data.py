@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -521,6 +522,26 @@ def test_labels_of_metadata_are_read_and_fractions_are_refused(tmp_path, labels)
         with pytest.raises(ValueError, match=r"whole numbers or text, got .*'label' \(float64\)$"):
             load(path)
     gc.collect()  # of a file that `datasets` leaves open
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (("001", "2"), "'001' is taken for 1"),
+        (("EU", "NA"), "'NA' is taken for missing"),
+        (("1", "2"), None),
+        (("a", "1"), None),
+    ],
+)
+def test_labels_of_metadata_that_are_not_read_as_written_are_said(tmp_path, caplog, labels, said):
+    path = make_files(tmp_path / "set", [f"{n}.jpg" for n in range(8)])
+    write_metadata(tmp_path / "set", labels=labels)
+    with suppress(SettingError):
+        load(path)
+    text = f"{path}/metadata.csv: column 'label' is not read as it is written: {said}"
+    assert [record.message for record in caplog.records] == [text] * (said is not None)
+    gc.collect()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -197,6 +197,15 @@ def test_ranges_are_written_under_the_names_of_the_parameters():
     assert "weight_decay" not in entries
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "searched"),
+    [("sgd", False), ("momentum", True), ("nesterov", True), ("adamw", False), ("rmsprop", True)],
+)
+def test_momentum_is_searched_where_the_optimizer_takes_it(optimizer, searched):
+    config = study.StudyConfig(goal_error=0.1, optimizers=(optimizer,))
+    assert ("momentum" in config.ranges(optimizer)) == searched
+
+
 def make_claims(folder, trials=3):
     return Claims(folder, {"sgd/16": folder / "16"}, trials, goal=0.5)
 
