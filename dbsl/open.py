@@ -169,7 +169,7 @@ class _Opening:
                 )
         self.meet()
         session = prepare_evaluation(config, self.accelerator, self.replaced, folder)
-        if config.model.startswith("local-dir:"):
+        if folder is None and config.model.startswith("local-dir:"):
             folder = Path(config.model.removeprefix("local-dir:"))
         if folder is not None:
             resume.check_trained_on(folder, session)

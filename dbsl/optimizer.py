@@ -95,7 +95,9 @@ def build_optimizer(
     if name.startswith("kron"):
         common["deterministic"] = True  # else each process of a joint step draws its own numbers
     if optimizer_class(name) in _FUSED:
-        common["fused"] = next(model.parameters()).device.type in ("cpu", "cuda")
+        has_fused = next(model.parameters()).device.type in ("cpu", "cuda")
+        # `begin_thawed` cannot prepare a first step that is dampened.
+        common["fused"] = has_fused and not settings.get("dampening")
     return optim.create_optimizer_v2(model, opt=name, **common | settings)
 
 

@@ -111,7 +111,7 @@ def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if set(tree) == {_TENSOR}:
         return tensors[tree[_TENSOR]]
     if set(tree) == {_DTYPE}:
-        return torch.zeros(0, dtype=getattr(torch, tree[_DTYPE])).dtype  # a TypeError if it is none
+        return torch.empty(0, dtype=getattr(torch, tree[_DTYPE])).dtype  # a TypeError if it is none
     if set(tree) == {_TUPLE}:
         return tuple(unpack(item, tensors) for item in tree[_TUPLE])
     if set(tree) == {_PAIRS}:

@@ -21,6 +21,7 @@ from dbsl.checkpoint.disk import (
     CheckpointError,
     Found,
     MissingShardError,
+    checkpoints_in,
     newest,
     reading_checkpoint,
     set_aside_after,
@@ -364,17 +365,19 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
 
 def check_trained_on(folder: Path, session: EvaluationSession) -> None:
     """Refuse to evaluate weights on images that their run, if there is one, has trained on."""
-    if is_checkpoint(str(folder)):
-        manifest = Found.at(folder).manifest
-        before, held_out = manifest.config["dataset"], manifest.held_out
-    elif (folder / "config.yaml").is_file() and (folder / "summary.json").is_file():
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        before = read_settings(folder / "config.yaml").get("dataset", RunConfig.dataset)
-        held_out = summary.get("held_out", UNKNOWN)
-    else:
+    run = folder.absolute().parents[1] if is_checkpoint(str(folder)) else folder
+    config, summary, held_out = run / "config.yaml", run / "summary.json", UNKNOWN
+    if not config.is_file():
         return
-    if before == session.config.dataset:
-        _check_held_out(held_out, session.data, before)
+    with reading_checkpoint(run):
+        if saved := checkpoints_in(run):
+            held_out = saved[0].manifest.held_out
+        elif summary.is_file():
+            text = summary.read_text(encoding="utf-8")
+            held_out = json.loads(text).get("held_out", UNKNOWN)
+        before = read_settings(config).get("dataset", RunConfig.dataset)
+        if before == session.config.dataset:
+            _check_held_out(held_out, session.data, before)
 
 
 def _check_held_out(before: str, data: TrainingData, dataset: str) -> None:

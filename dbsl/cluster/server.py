@@ -275,15 +275,19 @@ class GradientServer(Server):
         self._snapshot = None
 
     def _keep(self, pushed: Tensor) -> None:
-        """Add to the round's sum, which is one row for all."""
+        """Add to the round's sum, which is one row for all, of at least float32."""
         if not self._kept_reports:
-            self._kept = torch.zeros_like(pushed)[None]
+            self._kept = self._rows()
         self._kept[0].add_(pushed)
+
+    def _rows(self) -> Tensor:
+        exact = torch.promote_types(self._weights.dtype, torch.float32)
+        return torch.zeros_like(self._weights, dtype=exact)[None]
 
     def _merge(self, pushed: Tensor, reports: Sequence[RoundReport]) -> None:
         report = reports[-1]  # all of a step have the same learning rate
         fraction = 1.0 if self._together else report.merge_weight
-        self._step(pushed[0], report.learning_rate, fraction)
+        self._step(pushed[0].to(self._weights.dtype), report.learning_rate, fraction)
         self._snapshot = None
         self.version += 1
 

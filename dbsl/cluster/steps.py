@@ -128,8 +128,9 @@ def begin_thawed(optimizer: torch.optim.Optimizer) -> None:
             if parameter.requires_grad
             and "momentum_buffer" not in optimizer.state.get(parameter, {})
         ]
-        # A first step is not dampened, one after a momentum of 0 is.
-        for parameter in new if len(new) < len(group["params"]) or not group["dampening"] else ():
+        if group.get("dampening") and len(new) == len(group["params"]):
+            continue  # a first step is not dampened, one after a momentum of 0 would be
+        for parameter in new:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 

@@ -290,7 +290,7 @@ def _channel_statistics(pixels: np.ndarray | None) -> Statistics:
 def open_labelled(config: ImageConfig) -> Splits:
     """Return train, the evaluation split if one has labels, and the names of the classes."""
     dataset = config.dataset
-    tables = _open_tables(dataset)
+    tables = _open_tables(dataset, config.label_column)
     train_name = next(iter(tables)) if len(tables) == 1 else "train"
     if train_name not in tables:
         raise SettingError(f"dataset must have a split 'train' or only one, got {list(tables)}")
@@ -379,7 +379,7 @@ def label_splits(
     return train, None, tuple(class_names)
 
 
-def _open_tables(dataset: str) -> dict[str, datasets.Dataset]:
+def _open_tables(dataset: str, label_column: str | None) -> dict[str, datasets.Dataset]:
     """Return the splits that have rows. Code that comes with a dataset is never run."""
     if dataset == "digits":
         return {"train": _digits()}
@@ -397,9 +397,9 @@ def _open_tables(dataset: str) -> dict[str, datasets.Dataset]:
             _check_saved(path)
             found = datasets.load_from_disk(path)
         elif is_file:
-            found = _read_local("parquet", data_files=str(path))
+            found = _read_local("parquet", label_column, data_files=str(path))
         else:
-            found = _read_local(str(path))
+            found = _read_local(str(path), label_column)
         if isinstance(found, datasets.Dataset):
             found = {"train": found}
         tables = {name: table.with_format(None) for name, table in found.items() if len(table)}
@@ -414,7 +414,7 @@ def _open_tables(dataset: str) -> dict[str, datasets.Dataset]:
     return tables
 
 
-def _read_local(path: str, **more: str) -> dict[str, datasets.Dataset]:
+def _read_local(path: str, label_column: str | None, **more: str) -> dict[str, datasets.Dataset]:
     """Return the splits that have rows, each with the classes that its parquet files name.
 
     `datasets` would take those of the first split for all: in another order, their names change.
@@ -434,7 +434,7 @@ def _read_local(path: str, **more: str) -> dict[str, datasets.Dataset]:
     if all(images.values()):
         names = builder.METADATA_FILENAMES
         described = [file for found in files.values() for file in found if file.name in names]
-        _check_metadata(described)
+        _check_metadata(described, {label_column, *_LABEL_COLUMNS})
         if not described and len(labelled := _with_labels(path, images)) < len(images):
             patterns = patterns or datasets.data_files.get_data_patterns(path)
             of_labelled = {name: patterns[name] for name in labelled}
@@ -661,10 +661,10 @@ def _with_labels(path: str, images: Mapping[str, Sequence[Path]]) -> list[str]:
     return labelled
 
 
-def _check_metadata(files: Iterable[Path]) -> None:
+def _check_metadata(files: Iterable[Path], names_of_labels: Collection[str | None]) -> None:
     """Raise ``SettingError`` for a metadata.csv whose first row names no image next to it.
 
-    Warn of words that `datasets` reads otherwise than they are written: ``001`` as 1.
+    Warn of labels that `datasets` reads otherwise than they are written: ``001`` as 1.
     """
     for file in (file for file in files if file.name == "metadata.csv"):
         with file.open(newline="", encoding="utf-8-sig", errors="replace") as text:
@@ -676,13 +676,16 @@ def _check_metadata(files: Iterable[Path]) -> None:
                 f"1.jpg,cat; got {','.join(map(str, row))} and {','.join(map(str, row.values()))}"
             )
         written = pandas.read_csv(file, dtype=str, keep_default_na=False)
-        for column, read in pandas.read_csv(file).items():
-            words, other = written[column], read.astype(str) != written[column]
-            if read.dtype.kind != "f" and (unlike := other & (words != "")).any():
+        for column, read in pandas.read_csv(file, low_memory=False).items():
+            words = written[column].str.strip()
+            unlike = (read.astype(str) != words) & (words != "")
+            if column in names_of_labels and read.dtype.kind not in "fb" and unlike.any():
                 first = unlike.idxmax()
                 as_ = "missing" if pandas.isna(read[first]) else read[first]
-                text = "%s: column %r is not read as it is written: %r is taken for %s"
-                logger.warning(text, file, column, words[first], as_)
+                logger.warning(
+                    "%s: %s %r is taken for %s: names with other letters are read as they are",
+                    *(file, column, words[first], as_),
+                )
 
 
 def listed(names: Iterable[str]) -> str:

@@ -157,9 +157,6 @@ class Replaced:
         # What `dbsl.model.build_model` notes of timm's models.
         model.created_with, model.small_stem, model.input_statistics = None, False, None
         model.head_dropouts = None
-        cumulative = any(norm.momentum is None for norm in batch_norms(model))
-        text = "model must have batch norm whose statistics have a momentum, and can be merged"
-        refuse([(cumulative, text, "momentum=None")])
         try_out(model, inputs, type(model).__name__, data.num_classes, several=True)
         return model
 
@@ -235,13 +232,15 @@ def _named(given: RunConfig, setting: str, name: str, void: Sequence[str]) -> Ru
 
 def _load_further(name: str, config: ConfigT, device: torch.device) -> TrainingData:
     """Load a further evaluation set, whose columns may have names of their own."""
+    given = [name for name in ("image_column", "label_column") if getattr(config, name)]
     try:
         return load_data(config, config.seed, device, only_evaluate=True)
     except SettingError as error:
-        columns = dict.fromkeys(("image_column", "label_column"))
-        with suppress(SettingError):
-            own = replace(config, **columns)
-            return load_data(own, config.seed, device, only_evaluate=True)
+        several = [[n for n in given if n != kept] for kept in (*given[::-1], None)]
+        for others in filter(None, several):
+            with suppress(SettingError):
+                own = replace(config, **dict.fromkeys(others))
+                return load_data(own, config.seed, device, only_evaluate=True)
         raise SettingError(f"{error} (evaluate_also {name})") from None
 
 
@@ -264,6 +263,9 @@ def prepare(
     data = replaced.load_data(config, accelerator)
     config, stages = _make_stages(config, data, accelerator)
     model, least = _build_model(config, data, replaced, accelerator)
+    cumulative = any(n.momentum is None and n.track_running_stats for n in batch_norms(model))
+    text = "model must have batch norm whose statistics have a momentum, and can be merged"
+    refuse([(cumulative, text, "momentum=None")])
     also = replaced.further_sources(config, data, accelerator)
     if model.input_statistics:  # what its weights were trained with
         data = data.normalised_as(model.input_statistics)

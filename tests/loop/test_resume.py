@@ -643,7 +643,10 @@ def test_images_that_were_trained_on_are_never_evaluated_as_held_out(tmp_path):
     helpers.train_by("--resume", str(folder), "--eval-only")
     kept = shutil.copytree(folder, tmp_path / "kept", ignore=shutil.ignore_patterns("checkpoints"))
     by_name = ["--model", f"local-dir:{folder}", "--dataset", settings["dataset"], "--eval-only"]
-    for flags in (by_name, ["--resume", str(kept), "--eval-only"]):
+    tuned = tmp_path / "tuned"  # from the other run's weights
+    helpers.run(tuned, **settings, epochs=1, model=f"local-dir:{folder}", seed=5)
+    other = [["--resume", str(path), "--eval-only"] for path in (kept, tuned)]
+    for flags in (by_name, *other, [*by_name[:1], f"local-dir:{kept}", *by_name[2:]]):
         helpers.train_by(*flags)
         with pytest.raises(ValueError, match=refused):
             helpers.train_by(*flags, "--seed", "1")

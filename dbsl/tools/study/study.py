@@ -34,7 +34,7 @@ from dbsl.config.parse import config_to_yaml, parse_flags, read_settings
 from dbsl.config.settings import MachineConfig, RunConfig
 from dbsl.data.dataset import load_data
 from dbsl.model import check_sides
-from dbsl.optimizer import check_optimizer, optim
+from dbsl.optimizer import check_optimizer, default_learning_rate, optim
 from dbsl.plan.stages import default_resolutions
 from dbsl.run.accelerator import start_accelerator
 from dbsl.run.folder import LOCK
@@ -64,8 +64,9 @@ class StudyConfig(
     trials: Annotated[Count, Role.FREE] = 16  # trials at every batch size
     # optimizers to study: sgd (no momentum), momentum, nesterov, or a name in timm.optim
     optimizers: Annotated[tuple[str, ...], Role.FREE] = ("nesterov",)
-    # range of learning rate / (1 - momentum), searched on a log scale
-    effective_lr: Annotated[tuple[float, ...], Within(0, open_low=True)] = (0.01, 10.0)
+    # range of learning rate / (1 - momentum), searched on a log scale; unset: a tenth to a hundred
+    # times the optimizer's default rate, 0.01 to 10 for SGD
+    effective_lr: Annotated[tuple[float, ...] | None, Within(0, open_low=True)] = None
     # range of momentum, for optimizers that take it; 1 - momentum is searched on a log scale
     momentum: Annotated[tuple[float, ...], Within(0, 1, open_high=True)] = (0.5, 0.99)
     # range of last over first learning rate, searched on a log scale
@@ -113,7 +114,8 @@ class StudyConfig(
                 raise SettingError(f"{name} must be one or more, each once, got {as_given(values)}")
         check_fields(self)
         check_images(self)
-        for name in ("effective_lr", "momentum", "decay_factor", "decay_share"):
+        rates = () if self.effective_lr is None else ("effective_lr",)
+        for name in (*rates, "momentum", "decay_factor", "decay_share"):
             _ends(name, getattr(self, name))
         low, high = _ends("weight_decay", self.weight_decay)
         Within(0, open_low=low != high).check("weight_decay", low)  # a log scale has no 0
@@ -133,8 +135,10 @@ class StudyConfig(
         log, name = "LOG_SCALE", trials.TIMM_NAMES.get(optimizer, optimizer)
         has_momentum = optimizer != "sgd" and optim.get_optimizer_info(name).has_momentum
         momentum = Range(*_ends("momentum", self.momentum), "REVERSE_LOG_SCALE")
+        rate = default_learning_rate(name)
+        rates = self.effective_lr or (rate / 10, 100 * rate)
         return {
-            "effective_learning_rate": Range(*_ends("effective_lr", self.effective_lr), log),
+            "effective_learning_rate": Range(*_ends("effective_lr", rates), log),
             **({"momentum": momentum} if has_momentum else {}),
             "end_learning_rate_factor": Range(*_ends("decay_factor", self.decay_factor), log),
             "learning_rate_decay_share": Range(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dbsl.base.machine import lazy_import
 from dbsl.base.seeds import stream_seed
-from dbsl.cluster.steps import ComputeTimer, Stepper
+from dbsl.cluster.steps import ComputeTimer, Stepper, begin_thawed
 from dbsl.data.dataset import Data
 from dbsl.data.transforms import Transform
 from dbsl.model import build_model, set_dropout
@@ -133,6 +133,7 @@ class ImageTask:
             parameters.get("momentum", 0.0),
             parameters.get("weight_decay", 0.0),
         )
+        begin_thawed(built)
         prepared = {0: accelerator.prepare_optimizer(built)}
         self._stepper = Stepper(model, None, ComputeTimer(accelerator.device), prepared)
         self._sampler = StepSampler(

@@ -203,7 +203,11 @@ def test_ranges_are_written_under_the_names_of_the_parameters():
 )
 def test_momentum_is_searched_where_the_optimizer_takes_it(optimizer, searched):
     config = study.StudyConfig(goal_error=0.1, optimizers=(optimizer,))
-    assert ("momentum" in config.ranges(optimizer)) == searched
+    ranges = config.ranges(optimizer)
+    assert ("momentum" in ranges) == searched
+    rates = ranges["effective_learning_rate"]
+    factor = {"adamw": 0.01, "rmsprop": 0.1}.get(optimizer, 1)  # of SGD's
+    assert (rates.low, rates.high) == pytest.approx((0.01 * factor, 10 * factor))
 
 
 def make_claims(folder, trials=3):
