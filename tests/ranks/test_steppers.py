@@ -578,6 +578,25 @@ def test_pushes_of_all_workers_are_one_step_of_their_joined_batch(kind):
     assert free == pytest.approx(barrier, abs=1e-12 if exact else 0.05)
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_pushes_of_a_bf16_model_are_summed_in_float32(resumed):
+    weight = torch.nn.ParameterList([torch.zeros(64, dtype=torch.bfloat16)])
+
+    def new():
+        def build_sgd(own):
+            return torch.optim.SGD(own.parameters(), lr=1.0)
+
+        return GradientServer(weight, CPU, build_sgd, Members(8, 1), staleness=0)
+
+    server, parts = new(), torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for worker, part in enumerate(parts):
+        server.push(part, replace(report_of(worker), learning_rate=1.0))
+        if resumed and worker == 5:
+            state, server = server.state_dict(), new()
+            server.load_state_dict(state)
+    assert torch.equal(server.snapshot(), -parts.float().sum(0).bfloat16())
+
+
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_fractions_of_steps_leave_frozen_parameters_where_they_are(kind):
     model = nn.Linear(3, 2)
