@@ -230,8 +230,10 @@ def slow_figure() -> Figure:
     panels = figure.subplots(1, len(links()), squeeze=False)[0]
     for axes, link in zip(panels, links(), strict=True):
         _draw(axes, link)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(KINDS), fontsize=9)
+    after = "; *: after the fact" if any(AFTER.keys() & link.accuracy for link in links()) else ""
+    text = f"accuracy (%) at the last epoch: mean, 95 %; ticks: seeds{after}"
+    where = {"loc": "outside lower center", "ncols": len(KINDS), "fontsize": 9}
+    figure.legend(*panels[0].get_legend_handles_labels(), title=text, title_fontsize=9, **where)
     return figure
 
 
@@ -246,8 +248,6 @@ def _draw(axes: Axes, link: Link) -> None:
         axes.plot([], [], "o", color=color, label=kind)
     names = [f"{arm}{'*' * (arm in AFTER)} ({link.epochs[arm]})" for arm in order]
     axes.set_yticks(range(len(order)), names)
-    after = "; *: after the fact" if any(arm in AFTER for arm in order) else ""
-    axes.set_xlabel(f"accuracy (%) at the last epoch: mean, 95 %; ticks: seeds{after}")
     axes.set_title(f"{link.name}, equal virtual time (epochs)", fontsize=10)
     axes.grid(axis="x", alpha=0.3)
 
