@@ -94,7 +94,7 @@ class ImageConfig:
     # share of the training images to evaluate on instead of the test split, in (0, 1)
     holdout: Annotated[float | None, Within(0, 1, open_low=True, open_high=True), Role.ROUND] = None
     # crop: random crop and flip; paper: flip, rotation and zoom; timm: timm's pipeline, with the
-    # settings below; none: unchanged; unset: timm with one of those settings, else crop
+    # settings below; none: as in evaluation; unset: timm with one of those settings, else crop
     augment: Augment | None = None
     # processes that decode large images; unset: by the cores; 0: none
     loader_workers: Annotated[Number | None, Role.FREE | Role.NODE] = None

@@ -295,6 +295,9 @@ def open_labelled(config: ImageConfig) -> Splits:
     if train_name not in tables:
         raise SettingError(f"dataset must have a split 'train' or only one, got {list(tables)}")
     image_column, label_column = choose_columns(config, tables[train_name].features)
+    for name in [n for n, table in tables.items() if image_column not in table.features]:
+        say_lacks(dataset, name, f"column {image_column!r}")
+        del tables[name]
 
     def split(name: str, labels: np.ndarray) -> ImageSplit:
         table = tables[name].select_columns([image_column])
@@ -361,7 +364,7 @@ def label_splits(
             continue
         values = _read_labels(tables[name], label_column)
         if values is None:
-            logger.warning("split %r of %r has no labels and is left out", name, dataset)
+            say_lacks(dataset, name, "labels")
             continue
         found = tables[name].features[label_column]
         if found != feature:
@@ -377,6 +380,11 @@ def label_splits(
             continue
         return train, split(name, _encode_labels(values, classes, name)), tuple(class_names)
     return train, None, tuple(class_names)
+
+
+def say_lacks(dataset: str, split: str, what: str) -> None:
+    """Warn that a split is left out."""
+    logger.warning("split %r of %r has no %s and is left out", split, dataset, what)
 
 
 def _open_tables(dataset: str, label_column: str | None) -> dict[str, datasets.Dataset]:
@@ -491,13 +499,11 @@ def _patterns_of_splits(path: str, builder: Any) -> dict[str, list[str]] | None:
 def _split_folders(folder: Path, builder: Any) -> dict[str, dict[Path, list[str]]]:
     """Return the folders of each split and their images; none if they do not look like splits."""
     finder = datasets.data_files
-    end = f"[{finder.NON_WORDS_CHARS}]"
     while True:
         folders = [e for e in sorted(folder.iterdir()) if e.is_dir() and not _HIDDEN.match(e.name)]
         found = {}
         for name, words in finder.SPLIT_KEYWORDS.items():  # training first, as `datasets` needs it
-            word = re.compile(rf"(^|{end})({'|'.join(words)})($|{end})")
-            if own := [entry for entry in folders if word.search(entry.name)]:
+            if own := [entry for entry in folders if _has_word(entry.name, words, re.IGNORECASE)]:
                 found[name] = {entry: files_below(entry, builder.EXTENSIONS) for entry in own}
         if found or len(folders) != 1:
             break
@@ -510,6 +516,11 @@ def _split_folders(folder: Path, builder: Any) -> dict[str, dict[Path, list[str]
     inside = [path for own in with_images.values() for entry in own for path in entry.iterdir()]
     whole = any(path.is_dir() or path.name in builder.METADATA_FILENAMES for path in inside)
     return with_images if whole and "train" in with_images else {}
+
+
+def _has_word(name: str, words: Iterable[str], flags: int = 0) -> bool:
+    end = f"[{datasets.data_files.NON_WORDS_CHARS}]"
+    return re.search(rf"(^|{end})({'|'.join(words)})($|{end})", name, flags) is not None
 
 
 def _has_card(folder: Path) -> bool:
@@ -532,7 +543,7 @@ def files_below(folder: Path, endings: Collection[str]) -> list[str]:
 
 
 def say_left_out(path: str, files: Iterable[Path | str]) -> None:
-    """Warn of parquet files in a folder that are in no split, by their names."""
+    """Warn of parquet files in a folder that are in no split, by their names, or in another."""
     folder, used = Path(path).expanduser().resolve(), {str(file) for file in files}
     ending = [".parquet"]
     if folder.is_dir() and not _has_card(folder) and any(file.endswith(*ending) for file in used):
@@ -542,6 +553,15 @@ def say_left_out(path: str, files: Iterable[Path | str]) -> None:
                 "parquet files of %s without train, test or the like in their names are left out, "
                 "for others have it: %s",
                 *(path, listed(left)),
+            )
+        named = datasets.data_files.SPLIT_KEYWORDS
+        words = [word for split in list(named)[1:] for word in named[split]]  # not of training
+        names = {Path(file).name for file in used}
+        upper = {n for n in names if _has_word(n, words, re.IGNORECASE) and not _has_word(n, words)}
+        if upper:
+            logger.warning(
+                "parquet files of %s are for training, as only names in lower case make splits: %s",
+                *(path, listed(upper)),
             )
 
 
@@ -651,13 +671,17 @@ def _with_labels(path: str, images: Mapping[str, Sequence[Path]]) -> list[str]:
     labelled = [name for name in images if depths[name] == depths[train]]
     for name in images:
         if name not in labelled:
-            logger.warning("split %r of %r has no labels and is left out", str(name), path)
+            say_lacks(path, str(name), "labels")
             continue
         folder = images[name][0].parent.parent
         used = {file.parent.name for file in images[name]}
         there = {entry.name for entry in folder.iterdir() if entry.is_dir()}
-        if empty := {class_ for class_ in there - used if class_[0] not in "._"}:
-            logger.warning("class folders of %s without an image: %s", folder, listed(empty))
+        empty = {class_ for class_ in there - used if class_[0] not in "._"}
+        links = {class_ for class_ in empty if (folder / class_).is_symlink()}
+        unread = {"without an image": empty - links, "that are links, and not followed": links}
+        for why, names in unread.items():
+            if names:
+                logger.warning("class folders of %s %s: %s", folder, why, listed(names))
     return labelled
 
 

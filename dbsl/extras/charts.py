@@ -87,7 +87,7 @@ class Charts(Extra):
         return cls(names) if names else None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"trackers": self._ids}
+        return {"trackers": {**self._before, **self._ids}}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same: bool) -> None:
         self._before = state["trackers"]

@@ -26,7 +26,8 @@ class KeptCode(Extra):
         if changed:
             print(f"warning: code has changed since the run began: {changed}", flush=True)
         if changed or not kept:
-            _write(folder / (f"code-{len(kept) + 1}" if kept else "code"), code)
+            last = max(map(_number, _folders(folder)), default=0)
+            _write(folder / (f"code-{last + 1}" if last else "code"), code)
 
     @staticmethod
     def in_words(run_folder: Path) -> str:
@@ -45,13 +46,20 @@ class KeptCode(Extra):
 
 def kept_code(run_folder: Path) -> dict[Path, Mapping[str, str]]:
     """Return the folders of the code that a run was trained by, the first first, and its sums."""
-    folders = (path for path in run_folder.glob("code*") if _FOLDER.fullmatch(path.name))
-    found = [path for path in folders if (path / SUMS).is_file()]
+    found = [path for path in _folders(run_folder) if (path / SUMS).is_file()]
     kept = {}
-    for folder in sorted(found, key=lambda path: int(path.name.partition("-")[2] or 1)):
+    for folder in sorted(found, key=_number):
         lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
         kept[folder] = {line[66:]: line[:64] for line in lines}
     return kept
+
+
+def _folders(run_folder: Path) -> list[Path]:
+    return [path for path in run_folder.glob("code*") if _FOLDER.fullmatch(path.name)]
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.partition("-")[2] or 1)
 
 
 def _write(folder: Path, code: Code) -> None:

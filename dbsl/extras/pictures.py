@@ -216,7 +216,8 @@ def _curves(
     if any("ema_accuracy" in row for row in evaluations):
         sets["ema_"] = "evaluation, averaged weights", AVERAGED
     further = dict.fromkeys(name for row in evaluations for name in further_sets(row))
-    sets |= {f"{name}_": (name, _color(number)) for number, name in enumerate(further)}
+    first = len(named) - 1  # colour that no figure has
+    sets |= {f"{name}_": (name, _color(number)) for number, name in enumerate(further, first)}
     accuracies, epochs = [], [row["epoch"] + 1.0 for row in evaluations]
     for start, (name, color) in sets.items():
         found = [[row.get(f"{start}{n}") for row in evaluations] for n in ("accuracy", "loss")]

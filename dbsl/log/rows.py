@@ -106,12 +106,17 @@ def given_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def together(reports: Sequence[RoundReport]) -> dict[str, float]:
-    """Return what rounds come to together; loss and figures are means over their samples."""
+    """Return what rounds come to together.
+
+    Loss and figures are means over samples, of the rounds that were not refused if there are any.
+    """
     samples = sum(report.samples for report in reports)
-    losses = sum(report.loss * report.samples for report in reports)
+    taken = _taken(reports)
+    losses = sum(report.loss * report.samples for report in taken)
+    of = sum(report.samples for report in taken)
     sums = ("time_s", "predicted_time_s", "compute_time_s", "wait_time_s", "steps")
     return {
-        "loss": losses / samples if samples else math.nan,
+        "loss": losses / of if of else math.nan,
         **{name: sum(getattr(report, name) for report in reports) for name in sums},
         "staleness": sum(report.staleness for report in reports) / max(len(reports), 1),
         "local_batch_size": reports[-1].local_batch_size if reports else 0,
@@ -120,9 +125,13 @@ def together(reports: Sequence[RoundReport]) -> dict[str, float]:
     }
 
 
+def _taken(reports: Sequence[RoundReport]) -> Sequence[RoundReport]:
+    return [report for report in reports if not report.refused] or reports
+
+
 def figures_together(reports: Sequence[RoundReport]) -> dict[str, float]:
     """Return the loss function's figures, each the mean over the samples of the rounds with it."""
-    found = {}
+    reports, found = _taken(reports), {}
     for name in dict.fromkeys(name for report in reports for name in report.figures):
         own = [(r.figures[name], r.samples) for r in reports if name in r.figures]
         samples = sum(count for _, count in own)

@@ -29,6 +29,7 @@ from dbsl.data.dataset import (
     choose_columns,
     label_splits,
     same_classes,
+    say_lacks,
     say_left_out,
 )
 from dbsl.data.images import ImageSplit, Stored
@@ -188,7 +189,9 @@ def open_shards(config: ImageConfig, folder: Path, keep: Keep) -> Splits:
     image_column, label_column = choose_columns(config, features[train_name])
     shards, tables = {}, {}
     for name, columns in features.items():
-        if label_column not in columns or image_column not in columns:
+        lacking = [column for column in (image_column, label_column) if column not in columns]
+        if lacking:
+            say_lacks(dataset, str(name), f"column {lacking[0]!r}")
             continue
         shards[name], labels = _read_index(files[name], image_column, label_column, keep)
         empty = not labels.num_rows

@@ -602,6 +602,42 @@ def test_an_empty_class_folder_is_said(tmp_path, caplog, split):
     assert f"class folders of {tmp_path}/set/{split} without an image: emu" in caplog.text
 
 
+@pytest.mark.parametrize(("train", "test"), [("Train", "Test"), ("TRAINING", "TESTING")])
+def test_split_folders_count_in_any_case(tmp_path, train, test):
+    files = [f"{split}/{name}.jpg" for split in (train, test) for name in ("a/0", "a/1", "b/0")]
+    data = load(make_files(tmp_path / "set", files))
+    assert (len(data.train), len(data.evaluation), data.held_out) == (3, 3, "")
+    assert data.class_names == ("a", "b")
+
+
+def test_links_to_class_folders_are_said_not_to_be_followed(tmp_path, caplog):
+    path = make_files(tmp_path / "set", CLASSES)
+    (tmp_path / "set/train/emu").symlink_to(make_files(tmp_path / "elsewhere", ["1.jpg"]))
+    assert load(path).class_names == ("cat", "dog")
+    text = f"class folders of {tmp_path}/set/train that are links, and not followed: emu"
+    assert text in caplog.text
+
+
+def test_an_evaluation_split_with_another_image_column_is_left_out(tmp_path, caplog):
+    tables = {name: make_table([flat_image(n) for n in range(9)], [0, 1, 2] * 3) for name in "ab"}
+    other = tables["b"].rename_column("image", "picture")
+    datasets.DatasetDict(train=tables["a"], test=other).save_to_disk(tmp_path)
+    data = load(str(tmp_path), holdout=0.34)
+    assert len(data.train) + len(data.evaluation) == 9
+    assert f"split 'test' of '{tmp_path}' has no column 'image' and is left out" in caplog.text
+
+
+@pytest.mark.parametrize("cache_gib", [None, 1.0])
+def test_parquet_files_that_train_for_their_capitals_are_said(tmp_path, caplog, cache_gib):
+    for name in ("Train", "Test"):
+        table = make_table([flat_image(n) for n in range(9)], [0, 1, 2] * 3)
+        table.to_parquet(tmp_path / f"{name}.parquet")
+    data = load(str(tmp_path), loader_workers=0, holdout=0.34, cache_gib=cache_gib)
+    assert len(data.train) + len(data.evaluation) == 18
+    text = "are for training, as only names in lower case make splits: Test.parquet"
+    assert text in caplog.text
+
+
 def test_a_bad_image_is_named_by_its_file(tmp_path, caplog):
     path = make_files(tmp_path / "set", CLASSES)
     (tmp_path / "set/train/dog/3.jpg").write_bytes(b"no image")

@@ -221,6 +221,15 @@ def test_shards_that_are_not_alike_are_refused_at_once(shards, tmp_path, monkeyp
         load(tmp_path / "unlike")
 
 
+def test_a_split_without_a_column_is_said_to_be_left_out(shards, tmp_path, caplog):
+    shutil.copytree(shards, tmp_path / "unlike")
+    (other,) = tmp_path.glob("unlike/test-*")
+    table = pyarrow.parquet.read_table(other)
+    pyarrow.parquet.write_table(table.drop_columns(["label"]), other)
+    assert load(tmp_path / "unlike").eval_split != "test"
+    assert f"split 'test' of '{tmp_path}/unlike' has no column 'label' and is left" in caplog.text
+
+
 def fail_often(monkeypatch, times):
     """Let each row group fail so often, with a part of its file written."""
     failed, write = {}, Shards.write

@@ -161,6 +161,9 @@ def test_a_resumed_run_goes_on_in_the_charts_of_before_and_shows_nothing_twice(f
     (tracker,) = (own.tracker for own in shown._shown)
     assert (tracker.records, tracker.tables, tracker.pictures) == ([], [], [])
     assert shown.state_dict() == {"trackers": {"mlflow": ""}}
+    monkeypatch.setitem(charts.LOGGER_TYPE_TO_CLASS, "comet_ml", Recorder)
+    other = show(folder, "comet_ml", before=before, state=shown.state_dict())
+    assert other.state_dict()["trackers"].keys() == {"comet_ml", "mlflow"}
     monkeypatch.setattr(Recorder, "finish", lambda self: 1 / 0)
     shown.close(ValueError)  # where the run has failed, a tracker does not hide why
 

@@ -43,6 +43,17 @@ def test_code_is_the_script_what_it_imports_and_dbsl_but_nothing_that_is_install
     assert {"losses.py", "dbsl/__init__.py"} <= {*found.sums}
 
 
+def test_code_is_kept_though_an_earlier_folder_is_gone(script, tmp_path):
+    folder = tmp_path / "run"
+    for number in range(4):
+        (tmp_path / "losses.py").write_text(f"smooth = {number}\n")
+        folder.mkdir(exist_ok=True)
+        KeptCode().write(folder, read_code())
+        if number == 2:
+            shutil.rmtree(folder / "code-2")
+    assert [path.name for path in kept_code(folder)] == ["code", "code-3", "code-4"]
+
+
 def test_code_that_has_changed_is_named_and_kept_beside_what_it_was(script, tmp_path, capsys):
     folder = tmp_path / "run"
     folder.mkdir()

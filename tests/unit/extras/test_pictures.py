@@ -181,15 +181,16 @@ def test_figures_of_the_loss_function_and_averaged_weights_have_curves_with_gaps
             row["kd"] = None if row["epoch"] == 3 else row["samples"]
             row["loss"] = None if row["epoch"] == 1 else row["loss"]
         if row["event"] == "eval":
-            row |= {"ema_accuracy": 0.75, "ema_loss": 1.5}
+            row |= {"ema_accuracy": 0.75, "ema_loss": 1.5, "new_accuracy": 0.5, "new_loss": 2.0}
     accuracy, _, loss, _ = curves_figure(rows).axes
+    assert len({line.get_color() for line in loss.lines}) == len(loss.lines) == 5
     mean = (30 * 30 + 10 * 10) / 40
     drawn = {line.get_label(): line.get_ydata() for line in loss.lines}
     kd = [math.nan, mean, mean, math.nan]
     assert drawn["training, kd"] == pytest.approx(kd, nan_ok=True)
     assert np.isnan(drawn["training, mean of the epoch"]).tolist() == [False, True, False, False]
     assert drawn["evaluation, averaged weights"].tolist() == [1.5] * 4
-    assert accuracy.lines[-1].get_ydata() == pytest.approx([75] * 4)
+    assert accuracy.lines[-2].get_ydata() == pytest.approx([75] * 4)
 
 
 def test_curves_of_one_worker_have_measured_time_and_the_losses_that_are_known():

@@ -7,10 +7,21 @@ import pytest
 
 from dbsl.base.errors import EXIT_DIVERGED, one_line_errors, short_loss
 from dbsl.log.lines import missed_times, refusal, times_in_words
-from dbsl.log.rows import no_result
+from dbsl.log.rows import no_result, together
 from dbsl.plan.types import RoundReport
 from tests.helpers import run
 from train import Config
+
+
+def test_a_refused_round_is_not_in_the_epochs_loss():
+    def report(worker, loss, samples, *, refused=False):
+        counts = (8, 1, samples, 1, 1.0, loss, 0.5)
+        return RoundReport(worker, 0, 0, *counts, refused=refused, figures={"kd": 2 * loss})
+
+    bad, reports = report(1, math.nan, 20, refused=True), [report(0, 1.0, 10), report(2, 4.0, 5)]
+    found = together([reports[0], bad, reports[1]])
+    assert (found["loss"], found["kd"], found["samples"]) == (2.0, 4.0, 35)
+    assert math.isnan(together([bad])["loss"])
 
 
 @pytest.mark.parametrize(
