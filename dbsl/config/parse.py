@@ -173,11 +173,12 @@ def _read_flags(cls: type, flags: Sequence[str], prog: str = "") -> dict[str, An
         raise SystemExit(0)
     positional = next((name for name, f in known.items() if f.metadata == POSITIONAL), None)
     found: dict[str, list[Any]] = {positional: [[]]} if positional else {}  # by flag, each time
-    taker = positional  # the field that the next value is of
+    taker, last = positional, ""  # the field that the next value is of, and the flag before it
     for flag in flags:
         if not flag.startswith("--"):
             if taker is None:
-                raise SettingError(f"values must follow a flag that takes them, got {flag!r}")
+                got = f"{flag!r} after {last}" if last else repr(flag)
+                raise SettingError(f"values must follow a flag that takes them, got {got}")
             found[taker][-1].append(flag)
         else:
             given, equals, value = flag[2:].partition("=")
@@ -190,7 +191,7 @@ def _read_flags(cls: type, flags: Sequence[str], prog: str = "") -> dict[str, An
             if switch and equals:
                 raise SettingError(f"{_flag(name)} must have no value, got {value!r}")
             found.setdefault(name, []).append(on if switch else [value] * bool(equals))
-            taker = positional if switch else name
+            taker, last = (positional if switch else name), flag
         # Values may stand behind no flag: one value, or all up to the next flag, are the flag's.
         if positional and taker != positional and found[taker][-1]:
             one = known[taker].metadata == REPEATED or not _is_list(hints[taker])

@@ -34,11 +34,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
-        except ValueError as error:
+            records.append(json.loads(line) | {})
+            records[-1]["event"]
+        except (ValueError, TypeError, KeyError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 break
-            raise SettingError(f"{path} line {number} must be JSON, got {line[:60]!r}") from error
+            text = f"{path} line {number} must be a row in JSON, got {line[:60]!r}"
+            raise SettingError(text) from error
     undone: Counter[tuple[Any, ...]] = Counter()
     kept = []
     for record in reversed(records):

@@ -61,7 +61,7 @@ class PlanRules:
         given = {name: getattr(self, name) for name in whole}
         for name, value in given.items():
             bad = not isinstance(value, Integral) and value is not None
-            refuse([(bad, f"{name} must be an integer", value)])
+            refuse([(bad, f"{name} must be an integer", repr(value))])
         for name, choices in (("factor", UpdateFactor), ("rounding", Rounding)):
             value, among = getattr(self, name), get_args(choices)
             refuse([(value not in among, f"{name} must be {in_words(among)}", value)])
@@ -112,7 +112,7 @@ def plan_dual_batch(
     refuse([(not whole, "large_batch_size must be integers", str(large_batch_size))])
     given = {"samples": samples, "workers": workers, "small_workers": small_workers}
     for name, count in given.items():
-        refuse([(not isinstance(count, Integral), f"{name} must be an integer", count)])
+        refuse([(not isinstance(count, Integral), f"{name} must be an integer", repr(count))])
     counts, lowest = (1, workers), limits.min(initial=1)
     own = f"must have 1 value or one per worker ({workers})"
     fewest = f"samples must be at least the number of workers ({workers})"

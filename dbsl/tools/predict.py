@@ -78,7 +78,9 @@ def predict(
             yield file, failed.get(file, images.get(file))
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A parser of a command's own flags."""
+
     def error(self, message: str) -> NoReturn:
         """Refuse in one line, as settings do."""
         raise SettingError(message.removeprefix("argument "))
@@ -86,7 +88,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print each image's likeliest classes, and write them to a CSV file if one is named."""
-    parser = _Parser(
+    parser = Parser(
         "python -m dbsl.predict",
         description=f"{__doc__.split(':')[0]}. An image that cannot be read is named in a warning "
         "and left out. The exit status is 1 if you named that image itself, not its folder, or if "

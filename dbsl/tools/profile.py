@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -94,10 +96,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         seconds=arguments.profile_seconds / len(arguments.resolutions),
         refresh=arguments.profile_refresh,
     )
-    profiles = {
-        r: profiler.profile(r, arguments.large_batch_size, arguments.held_out)
-        for r in arguments.resolutions
-    }
+    with redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+        profiles = {
+            r: profiler.profile(r, arguments.large_batch_size, arguments.held_out)
+            for r in arguments.resolutions
+        }
     if arguments.memory_limit is not None:
         for profile in profiles.values():
             if profile.memory is not None:

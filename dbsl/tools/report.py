@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from dbsl.config.hooks import Extra, Extras, settings_of_extras
 from dbsl.config.parse import read_settings
 from dbsl.config.settings import RunConfig
 from dbsl.log.rows import read_metrics
+from dbsl.tools.predict import Parser
 
 
 def report(folder: Path, report_to: str | None = None) -> None:
@@ -35,7 +35,8 @@ def report(folder: Path, report_to: str | None = None) -> None:
         names = ("summary.json", "plan.json")
         summary, plans = (json.loads((folder / n).read_text(encoding="utf-8")) for n in names)
         trained = any(row.get("event") == "round" for row in rows)
-        whole = "classes" in summary and bool(plans) and trained and "epochs" in own
+        found = {*summary, *own} >= {"classes", "final_accuracy", "epochs", "rounds_per_epoch"}
+        whole = found and bool(plans) and isinstance(plans, dict) and trained
     files = "config.yaml, plan.json, summary.json and metrics.jsonl"
     refuse([(not whole, f"run must have a whole {files}", str(folder))])
     plots = folder / "plots"
@@ -50,7 +51,7 @@ def report(folder: Path, report_to: str | None = None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Report on a run."""
-    parser = argparse.ArgumentParser("python -m dbsl.report", description=__doc__.split(":")[0])
+    parser = Parser("python -m dbsl.report", description=__doc__.split(":")[0])
     parser.add_argument("run", type=Path, help="folder of a finished run")
     parser.add_argument("--report-to", help="comma-separated trackers to send the run to")
     arguments = parser.parse_args(argv)

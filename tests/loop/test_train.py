@@ -63,7 +63,7 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, monkeypatch, capsys):
 
     summary = helpers.summary_of(folder)
     assert set(summary) - {"noise_advice"} == {  # which is there if the noise scale is known
-        *("final_accuracy", "final_top5_accuracy", "best_accuracy", "final_loss"),
+        *("final_accuracy", "final_top5_accuracy", "best_accuracy", "final_loss", "held_out"),
         *("train_time_s", "virtual_time_s", "start_up_time_s", "total_time_s"),
         *("images_per_s", "samples_seen", "epochs", "seed", "workers", "small_workers", "sync"),
         *("noise_scale", "noise_scale_low", "noise_scale_high"),

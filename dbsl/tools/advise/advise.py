@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
@@ -209,13 +209,20 @@ def _entry(kind: type[T], name: str, given: Any) -> T:
     """Return the machine or the link that an entry of the file describes."""
     first, *others = (field.name for field in fields(kind))
     _check_keys(name, given, (first,), others)
-    made = kind(**given)
+    made = kind(**{own: _number(value) for own, value in given.items()})
     for own, value in vars(made).items():
         whole = own in ("gpus", "count")
         right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-        refuse([(not right, f"{own} must be a {'whole ' * whole}number", value)])
+        refuse([(not right, f"{own} must be a {'whole ' * whole}number", repr(value))])
     check_fields(made)
     return made
+
+
+def _number(value: Any) -> Any:
+    """Return what YAML takes for a text, such as 1e3, as a number if it is one."""
+    with suppress(ValueError):
+        return float(value) if isinstance(value, str) else value
+    return value
 
 
 def _check_keys(name: str, given: Any, needed: Sequence[str], others: Sequence[str]) -> None:

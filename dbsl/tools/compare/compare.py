@@ -27,7 +27,7 @@ from dbsl.base.errors import SettingError, as_given, plural
 from dbsl.base.files import check_folder, write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.config import parse
-from dbsl.config.fields import UNSET, Count, Within, check_fields, refuse
+from dbsl.config.fields import Count, Within, check_fields, refuse
 from dbsl.config.hooks import defaults_of_extras
 from dbsl.run.folder import SUMS
 from dbsl.run.stopping import Stopping
@@ -121,11 +121,13 @@ class Arm:
         if epochs == before:
             return self
         extra = {"epochs": epochs}
-        if (milestones := self.settings.get("lr_milestones")) not in (None, UNSET):
-            moved = {round(float(m) * epochs / before) for m in _alike({"": milestones})[""]}
+        given = _alike({n: self.settings.get(n) for n in ("lr_milestones", "warmup_epochs")})
+        found = {n: [v for v in own if isinstance(v, float)] for n, own in given.items()}
+        if own := found.get("lr_milestones"):
+            moved = {round(milestone * epochs / before) for milestone in own}
             extra["lr_milestones"] = sorted(moved & set(range(1, epochs)))
-        if (warmup := self.settings.get("warmup_epochs")) not in (None, UNSET):
-            extra["warmup_epochs"] = float(warmup) * epochs / before
+        if own := found.get("warmup_epochs"):
+            extra["warmup_epochs"] = own[0] * epochs / before
         return replace(
             self,
             run=f"{self.name}-{epochs}epochs",
@@ -332,7 +334,7 @@ def _pairs(settings: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _as_yaml(settings: Iterable[tuple[str, str]]) -> dict[str, bool | str]:
-    return {name: {"true": True, "false": False}.get(v, v) for name, v in settings}
+    return {name: {"true": True, "false": False}.get(v.lower(), v) for name, v in settings}
 
 
 def _variations(vary: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
@@ -348,7 +350,8 @@ def _read_arm(path: Path, end: str, shared: Mapping[str, Any]) -> Arm:
     settings = parse.read_settings(path)
     for name in _OWN:
         if name in settings or name in shared:
-            raise SettingError(f"an arm must leave {name} to the comparison, got it in {path}")
+            where = path if name in settings else "set or vary"
+            raise SettingError(f"an arm must leave {name} to the comparison, got it in {where}")
     own = path.stem + end
     named, given = settings.get("dataset"), str(shared.get("dataset", "digits"))
     is_path = given != "digits" and Path(given).expanduser().exists()

@@ -30,7 +30,7 @@ _MEASURED = {  # columns of single runs, with what a value is multiplied by, and
     "loss": (1, ".4f"),
     "train_accuracy": (100, ".3f"),
     "train_loss": (1, ".4f"),
-    "train_time_s": (1, ".2f"),
+    "train_time_s": (1, ".12g"),  # epochs of equal times are found from it again
     "total_time_s": (1, ".1f"),
 }
 _COUNTED = ("workers", "epochs", "samples")

@@ -372,8 +372,8 @@ def _keep_settings(config: StudyConfig, folder: Path) -> None:
             return
     before, now = read_settings(path), yaml.safe_load(text)
     for name in sorted({*before, *now}):
-        text = f"{name} must be {before.get(name)} as in {path}, or output_dir another"
-        refuse([(before.get(name) != now.get(name), text, str(now.get(name)))])
+        text = f"{name} must be {as_given(before.get(name))} as in {path}, or output_dir another"
+        refuse([(before.get(name) != now.get(name), text, now.get(name))])
 
 
 def _studies(config: StudyConfig) -> dict[str, tuple[str, int]]:

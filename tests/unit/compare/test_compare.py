@@ -115,6 +115,21 @@ def test_equal_time_is_never_above_the_baselines_in_whole_epochs():
         assert statistics.equal_time_epochs(arm, base) == epochs
 
 
+def test_times_in_a_table_give_the_same_epochs_again(tmp_path):
+    runs = {"base": [replace(run_of(0, 0.5, 3 * 1.7533333), epochs=3)]}
+    runs["long"] = [replace(run_of(0, 0.5, 7 * 1.7533333), epochs=7)]
+    write_runs(runs, tmp_path)
+    again = read_runs(tmp_path)
+    assert statistics.equal_time_epochs(again["long"], again["base"]) == 3
+
+
+@pytest.mark.parametrize("milestones", [None, "None", "unset", "", [], "3,"])
+def test_epochs_move_whatever_milestones_there_are(milestones):
+    settings = {"lr_milestones": milestones, "warmup_epochs": "None"}
+    extra = compare.Arm("a", "a", Path("a"), settings, {}).with_epochs(8, 4).extra
+    assert extra == {"epochs": 8} | ({"lr_milestones": [6]} if milestones == "3," else {})
+
+
 def test_figure_shows_means_and_intervals_within_what_accuracy_can_be():
     arms = {"a": [run_of(0, 0.9), run_of(1, 0.6)], "b": [run_of(0, 0.7)], "none": []}
     left, right = arms_figure(arms, "a").axes  # the interval of a is 75 +- 191 %
@@ -258,6 +273,9 @@ def test_runs_have_their_comparison_arm_and_seed_in_trackers(arms, monkeypatch, 
         ("LARGE --set momentun=0.5", "--momentum, got --momentun (arm large)"),
         ("LARGE --vary lr=0.1,fast", "--lr must be a number, got 'fast' (arm large-lrfast)"),
         ("LARGE --report-only", "at least one finished run, got none"),
+        ("LARGE --set seed=3", "an arm must leave seed to the comparison, got it in set or vary"),
+        ("LARGE --set save_best=maybe", "that takes them, got 'maybe' after --save-best (arm lar"),
+        ("LARGE --report-only --set save_best=True", "at least one finished run, got none"),
         ("LARGE --equal-time --set lr_kwargs=cooldown_epochs=1", "must have no cooldown_epochs or"),
         ("LARGE --equal-time --report-only --set lr_kwargs=cooldown_epochs=0", "at least one fin"),
     ],

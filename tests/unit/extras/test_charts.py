@@ -320,9 +320,12 @@ def test_a_finished_run_is_drawn_and_sent_again_from_its_folder_alone(tmp_path, 
     assert point.value == pytest.approx(summary["final_accuracy"])
     with pytest.raises(ValueError, match="run must be the folder of a finished run, got"):
         main([str(tmp_path)])
+    with pytest.raises(SettingError, match=r"^the following arguments are required: run$"):
+        main([])
     damages = [("summary.json", "{}"), ("metrics.jsonl", ""), ("config.yaml", "a: [")]
     damages += [("config.yaml", ""), ("plan.json", '{"16 px": '), ("plan.json", None)]
-    damages += [("metrics.jsonl", None)]
+    damages += [("metrics.jsonl", None), ("metrics.jsonl", "{}\n"), ("metrics.jsonl", "[]\n")]
+    damages += [("plan.json", "[1]"), ("config.yaml", "epochs: 2")]
     for name, text in damages:
         whole = (tmp_path / "run" / name).read_text()
         if text is None:

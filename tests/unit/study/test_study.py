@@ -364,6 +364,8 @@ def test_folder_of_another_study_is_refused(unbroken):
     before = trials_of(unbroken)
     with pytest.raises(ValueError, match=r"goal_error must be 0.8 as in .*study.yaml, or output_d"):
         run_study(unbroken, goal_error=0.7)
+    with pytest.raises(ValueError, match=r"momentum must be .* as in .*, got 0.9$"):
+        run_study(unbroken, momentum=(0.9,))
     assert trials_of(unbroken) == before
 
 
