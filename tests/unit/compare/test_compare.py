@@ -116,8 +116,8 @@ def test_equal_time_is_never_above_the_baselines_in_whole_epochs():
 
 
 def test_times_in_a_table_give_the_same_epochs_again(tmp_path):
-    runs = {"base": [replace(run_of(0, 0.5, 3 * 1.7533333), epochs=3)]}
-    runs["long"] = [replace(run_of(0, 0.5, 7 * 1.7533333), epochs=7)]
+    runs = {"base": [replace(run_of(0, 0.5, 3 * 1.7543), epochs=3)]}
+    runs["long"] = [replace(run_of(0, 0.5, 7 * 1.7543), epochs=7)]
     write_runs(runs, tmp_path)
     again = read_runs(tmp_path)
     assert statistics.equal_time_epochs(again["long"], again["base"]) == 3
