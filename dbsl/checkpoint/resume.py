@@ -338,7 +338,7 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             if name in changed:
                 why = ", which has drawn the evaluation images from those to train on"
                 raise must_stay(name, *changed[name], why)
-        _check_held_out(manifest.held_out, run.data, config.dataset)
+        check_held_out(manifest.held_out, run.data, config.dataset)
         if accelerator.is_main_process:
             path, keep = found.run_folder / "metrics.jsonl", state["log"]["metrics_bytes"]
             size = path.stat().st_size if path.exists() else 0
@@ -377,10 +377,11 @@ def check_trained_on(folder: Path, session: EvaluationSession) -> None:
             held_out = json.loads(text).get("held_out", UNKNOWN)
         before = read_settings(config).get("dataset", RunConfig.dataset)
         if before == session.config.dataset:
-            _check_held_out(held_out, session.data, before)
+            check_held_out(held_out, session.data, before)
 
 
-def _check_held_out(before: str, data: TrainingData, dataset: str) -> None:
+def check_held_out(before: str, data: TrainingData, dataset: str) -> None:
+    """Refuse other images than a run has held out: it has trained on them."""
     now = getattr(data, "held_out", "")
     text = "dataset, seed and holdout must be those that drew the run's evaluation images"
     other = now and before not in (UNKNOWN, now)
