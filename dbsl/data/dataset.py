@@ -295,9 +295,10 @@ def open_labelled(config: ImageConfig) -> Splits:
     if train_name not in tables:
         raise SettingError(f"dataset must have a split 'train' or only one, got {list(tables)}")
     image_column, label_column = choose_columns(config, tables[train_name].features)
-    for name in [n for n, table in tables.items() if image_column not in table.features]:
-        say_lacks(dataset, name, f"column {image_column!r}")
-        del tables[name]
+    for name in EVAL_SPLITS:
+        if name in tables and image_column not in tables[name].features:
+            say_lacks(dataset, name, f"column {image_column!r}")
+            del tables[name]
 
     def split(name: str, labels: np.ndarray) -> ImageSplit:
         table = tables[name].select_columns([image_column])
@@ -550,13 +551,15 @@ def say_left_out(path: str, files: Iterable[Path | str]) -> None:
         left = {Path(file).name for file in files_below(folder, ending) if file not in used}
         if left:
             logger.warning(
-                "parquet files of %s without train, test or the like in their names are left out, "
+                "parquet files of %s without train, test or the like, in lower case, in their "
+                "names are left out, "
                 "for others have it: %s",
                 *(path, listed(left)),
             )
         named = datasets.data_files.SPLIT_KEYWORDS
         words = [word for split in list(named)[1:] for word in named[split]]  # not of training
-        names = {Path(file).name for file in used}
+        own = (os.path.relpath(file, folder) for file in used if file.endswith(*ending))
+        names = {name.replace(os.sep, "-") for name in own}  # of folders, too
         upper = {n for n in names if _has_word(n, words, re.IGNORECASE) and not _has_word(n, words)}
         if upper:
             logger.warning(

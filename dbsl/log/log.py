@@ -320,7 +320,9 @@ class RunLog:
             last = next(report for report in reversed(reports) if report.worker == worker)
             names = {**asdict(last), **last.figures}
             own = {name: value for name, value in values.items() if name in names}
-            self.write("round", rows.round_row(last) | own | {"round": 0})
+            refused = all(report.refused for report in reports if report.worker == worker)
+            row = rows.round_row(replace(last, refused=refused))
+            self.write("round", row | own | {"round": 0})
         times = rows.times_row(workers, plan) | figures | clocks | {"images_per_s": speed}
         self.write("times", place | times)
         if evaluation is not None:

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from dbsl.base.errors import SettingError, as_given, px
+from dbsl.base.errors import SettingError, px
 from dbsl.base.files import write_text
-from dbsl.config.fields import refuse
 from dbsl.profile.memory import MemoryModel, PeakMemory, confirm_batch
 from dbsl.profile.timing import (
     Setup,
@@ -120,9 +119,6 @@ class Profiler:
         Kept times that no line fits, of a busy machine perhaps, are measured again; the better ones
         stay.
         """
-        sizes = batch_sizes_to_measure(large_batch_size)
-        text = f"held_out must have other sizes than those of the fit ({as_given(sizes)})"
-        refuse([(not {*held_out}.isdisjoint(sizes), text, held_out)])
         known = self._known.get(resolution)
         # A line that was fitted to much larger batches says little of small ones.
         ends = (known.batch_sizes[0], known.batch_sizes[-1]) if known and not held_out else (0, 0)
@@ -144,6 +140,7 @@ class Profiler:
             f"measuring steps of {self.spec.setup.model}{px(resolution, ' at ')}, "
             f"{self.seconds:g} s at most"
         )
+        sizes = batch_sizes_to_measure(large_batch_size)
         if self.rough:
             sizes = [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
         step = TrainingStep(self.spec, resolution)

@@ -14,9 +14,10 @@ from typing import Annotated
 
 import torch
 
+from dbsl.base.errors import as_given
 from dbsl.base.files import check_output
 from dbsl.base.machine import threads_of_process
-from dbsl.config.fields import Count, Positive, Within, check_fields
+from dbsl.config.fields import Count, Positive, Within, check_fields, refuse
 from dbsl.config.parse import parse_flags
 from dbsl.config.settings import ClipMode, Precision, check_resolutions
 from dbsl.data.sources import image_batch
@@ -24,7 +25,7 @@ from dbsl.model import build_model, check_sides
 from dbsl.optimizer import check_optimizer
 from dbsl.profile.cache import Profiler, write_profiles
 from dbsl.profile.memory import GIB
-from dbsl.profile.timing import NO_OPTIMIZER, Setup, StepSpec
+from dbsl.profile.timing import NO_OPTIMIZER, Setup, StepSpec, batch_sizes_to_measure
 from dbsl.run.accelerator import start_accelerator
 
 _TIMEOUT_S = 1800.0  # for other processes
@@ -70,6 +71,9 @@ class _Arguments:
             check_optimizer(self.optimizer)
         if self.held_out:
             Within(2, self.large_batch_size).check("held_out", self.held_out)
+            sizes = batch_sizes_to_measure(self.large_batch_size)
+            text = f"held_out must have other sizes than those of the fit ({as_given(sizes)})"
+            refuse([(not {*self.held_out}.isdisjoint(sizes), text, self.held_out)])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -278,6 +278,7 @@ def of_one(machine="{images_per_s: 9, gpus: 2}", link="{gbps: 1}"):
         (of_one("{images_per_s: true}"), "images_per_s must be a number, got"),
         (of_one("{images_per_s: 9, gpus: 2.5}"), "gpus must be a whole number"),
         (of_one("{images_per_s: 9e0, gpus: 2.0}"), "gpus must be a whole number, got 2.0"),
+        (of_one("{images_per_s: 9e0, gpus: '1'}"), "must have 2 to 4096 GPUs, got 1"),
         (of_one(link="{gbps: quick}"), "gbps must be a number"),
         (
             of_one("{images_per_s: 9, gpu: 2}"),

@@ -628,14 +628,24 @@ def test_an_evaluation_split_with_another_image_column_is_left_out(tmp_path, cap
 
 
 @pytest.mark.parametrize("cache_gib", [None, 1.0])
-def test_parquet_files_that_train_for_their_capitals_are_said(tmp_path, caplog, cache_gib):
+@pytest.mark.parametrize("end", [".parquet", "/0.parquet"])
+def test_parquet_files_that_train_for_their_capitals_are_said(tmp_path, caplog, cache_gib, end):
     for name in ("Train", "Test"):
         table = make_table([flat_image(n) for n in range(9)], [0, 1, 2] * 3)
-        table.to_parquet(tmp_path / f"{name}.parquet")
+        (path := tmp_path / f"{name}{end}").parent.mkdir(exist_ok=True)
+        table.to_parquet(path)
     data = load(str(tmp_path), loader_workers=0, holdout=0.34, cache_gib=cache_gib)
     assert len(data.train) + len(data.evaluation) == 18
-    text = "are for training, as only names in lower case make splits: Test.parquet"
-    assert text in caplog.text
+    text = "are for training, as only names in lower case make splits: Test"
+    assert text + end.replace("/", "-") in caplog.text
+
+
+def test_capitals_inside_a_split_are_no_matter(tmp_path, caplog):
+    for name in ("train/Train-0", "test/Test-0"):
+        (path := tmp_path / f"{name}.parquet").parent.mkdir()
+        make_table([flat_image(n) for n in range(9)], [0, 1, 2] * 3).to_parquet(path)
+    assert load(str(tmp_path)).eval_split == "test"
+    assert caplog.text == ""
 
 
 def test_a_bad_image_is_named_by_its_file(tmp_path, caplog):

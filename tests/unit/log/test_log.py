@@ -386,6 +386,16 @@ def test_pushes_become_one_round_a_worker_and_epoch(make_log, rows):
     assert set(rounds[0]) == ROUND_KEYS
 
 
+def test_a_refused_last_push_leaves_the_others_of_its_worker_in_the_loss(make_log, rows):
+    with make_log(push="gradients") as log:
+        for number, loss in enumerate((1.0, 3.0, math.nan)):
+            log.round(report_of(0, 0, number, loss=loss, refused=math.isnan(loss)))
+            log.round(report_of(1, 0, number, loss=math.nan, refused=True))
+        log.epoch_end(0, train_time_s=1.0)
+    one, other = rows("round")
+    assert (one["loss"], "refused" in one, other["refused"]) == (2.0, False, True)
+
+
 @pytest.mark.parametrize("epochs", [2, 4])
 def test_a_longer_run_counts_on_from_the_steps_taken_and_records_its_new_stages(
     make_log, rows, epochs
