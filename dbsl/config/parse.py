@@ -323,7 +323,10 @@ def _read_files(path: Path, cls: type | None) -> list[dict[str, Any]]:
 
 
 def _merged(files: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    found = dict(chain.from_iterable(file.items() for file in files))
+    found: dict[str, Any] = {}
+    for name, value in (pair for file in files for pair in file.items()):
+        found.pop(name, None)  # the last given comes last: `x` and `no_x` are one setting
+        found[name] = value
     found.pop(RESOLVED, None)
     return found
 
