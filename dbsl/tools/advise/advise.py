@@ -220,9 +220,10 @@ def _entry(kind: type[T], name: str, given: Any) -> T:
 
 def _number(value: Any) -> Any:
     """Return what YAML takes for a text, such as 1e3, as a number if it is one."""
-    with suppress(ValueError):
-        number = float(value) if isinstance(value, str) else value
-        return int(number) if isinstance(value, str) and number.is_integer() else number
+    if isinstance(value, str):
+        with suppress(ValueError):
+            number = float(value)
+            return int(number) if number.is_integer() else number
     return value
 
 
