@@ -50,16 +50,37 @@ CASES = {
     "gradients asp, slowed": f"{JOINT} --push gradients --sync asp --slowdown 1:2.0",
     "delta": f"{ROUNDS} --merge delta --ema-decay 0.6 --mixup 0.4 --cutmix 1.0",
     "paper augmentation": f"{ROUNDS} --augment paper --label-smoothing 0.1 --eval-train",
+    "bsp micro-batches": f"{ROUNDS} --micro-batch-size 2",
+    "step micro-batches": f"{JOINT} --sync step --micro-batch-size 2 --clip-grad 1",
+    "gradients micro-batches": f"{JOINT} --push gradients --micro-batch-size 2",
+    "gradients ssp": f"{JOINT} --push gradients --sync ssp --slowdown 1:2.0",
+    "bsp int4": f"{ROUNDS} --wire int4",
+    "delta int8": f"{ROUNDS} --merge delta --wire int8",
+    "step bf16 wire": f"{JOINT} --sync step --wire bf16",
+    "one link": f"{ROUNDS} --link-gbps 0.1 --link-ms 5",
+    "noise scale": f"{JOINT} --sync step --noise-scale",
 }
-RESUMED = ("bsp", "asp", "ssp", "balance dynamic", "step", "gradients", "delta")
+RESUMED = (
+    *("bsp", "asp", "ssp", "balance dynamic", "step", "gradients", "delta"),
+    *("bsp bf16", "step micro-batches", "step balance", "bsp int4", "gradients asp, slowed"),
+)
 RANKS = {
-    "bsp": ROUNDS,
-    "delta": f"{ROUNDS} --merge delta",
-    "step": "--local-batch-sizes 3,3,4 --sync step",
-    "gradients": "--local-batch-sizes 3,3,4 --push gradients",
-    "asp, one worker and a server": "--workers 1 --sync asp --dedicated-server "
-    "--large-batch-size 3 --rounds-per-epoch 2",
+    "bsp": (3, ROUNDS),
+    "bsp, two": (2, ROUNDS),
+    "delta": (3, f"{ROUNDS} --merge delta"),
+    "step": (3, "--local-batch-sizes 3,3,4 --sync step"),
+    "step, two": (2, "--local-batch-sizes 3,4 --sync step"),
+    "step micro-batches, two": (2, "--local-batch-sizes 3,4 --sync step --micro-batch-size 2"),
+    "step powersgd, two": (2, "--local-batch-sizes 3,4 --sync step --wire powersgd:1:2"),
+    "bsp int4, two": (2, f"{ROUNDS} --wire int4"),
+    "islands of two": (4, f"{ROUNDS} --worker-processes 2"),
+    "gradients": (3, "--local-batch-sizes 3,3,4 --push gradients"),
+    "asp, one worker and a server": (
+        2,
+        "--workers 1 --sync asp --dedicated-server --large-batch-size 3 --rounds-per-epoch 2",
+    ),
 }
+STOPS = 5  # sessions of a resumed run that end after a step
 _NOISY = ("images_per_s", "memory_gib")  # with all times: what differs from run to run
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -121,16 +142,17 @@ def measure(scratch: Path, only: str) -> dict[str, dict[str, str] | str]:
             folder = scratch / f"run{number}"
             note(name, run(f"{BASE} {flags}", folder), folder)
     for number, name in enumerate(RESUMED):
-        if only in (title := f"{name}, resumed inside a round"):
+        if only in (title := f"{name}, resumed at several steps"):
             folder = scratch / f"resumed{number}"
             status = run(f"{BASE} {CASES[name]} --max-minutes 0.000001", folder)
-            # Stopped after its first step, and gone on with.
+            for _ in range(STOPS - 1):
+                again = f"--resume {folder} --max-minutes 0.000001"
+                status = run(again, folder) if status == 75 else 1
             status = run(f"--resume {folder} --max-minutes 600", folder) if status == 75 else 1
             note(title, status, folder)
-    for number, (name, flags) in enumerate(RANKS.items()):
+    for number, (name, (ranks, flags)) in enumerate(RANKS.items()):
         if only in (title := f"{name}, in processes"):
             folder = scratch / f"ranks{number}"
-            ranks = 2 if "server" in name else 3
             note(title, run_ranks(f"{BASE} {flags}", folder, ranks), folder)
     return found
 
