@@ -240,7 +240,6 @@ class _Opening:
         extras.each(Extra.check, now, accelerator)
         if now.plan_only:
             print_run(self.prepare(now), None, accelerator)
-        if now.plan_only or extras.first(Extra.instead, now, self.prepare, accelerator):
             accelerator.end_training()
             yield None
             return

@@ -286,18 +286,8 @@ def repeated() -> float:
     return float(np.sqrt(((pairs["max"] - pairs["min"]) ** 2).mean()))
 
 
-def advice(where: str, what: str) -> float:
-    """Return how the adviser's predictions came true, in settings of one link."""
-    own = rows(where).dropna(subset="measured_s")
-    off = 100 * (own["predicted_s"] / own["measured_s"] - 1).abs()
-    best = own.groupby("setting")["measured_s"].min()
-    late = own[own["recommended"] == 1].set_index("setting")["measured_s"] / best - 1
-    found = {"settings": len(best), "ways": len(own), "median": off.median(), "worst": off.max()}
-    return (found | {"late": 100 * late.max(), "advising": own["advising_s"].max()})[what]
-
-
 VERBS = {verb.__name__: verb for verb in (cost, corrected, hypothesis, cause, detectable, change)}
-VERBS |= {verb.__name__: verb for verb in (format_p, goal_p, gain_p, speed_limit, advice)}
+VERBS |= {verb.__name__: verb for verb in (format_p, goal_p, gain_p, speed_limit)}
 VERBS |= {verb.__name__: verb for verb in (more_workers_p, repeats, alike, slow_p, repeated)}
 VERBS |= {
     "const": lambda *numbers: [*map(float, numbers)],  # what no row says, such as a margin

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dbsl.run.evaluation import Evaluation
     from dbsl.run.folder import Code
     from dbsl.run.session import Session
-    from dbsl.run.training import Run, SimulatedTimes
+    from dbsl.run.training import SimulatedTimes
 
     Result, Evaluate = Evaluation | None, Callable[[Session], Evaluation]
 
@@ -80,11 +80,6 @@ class Extra:
 
     def check(self, config: Any, accelerator: Accelerator) -> None:
         """Refuse settings, before anything is measured or written."""
-
-    def instead(
-        self, config: Any, prepare: Callable[[Any], Run], accelerator: Accelerator
-    ) -> bool | None:
-        """Do something else than to train, with what `prepare` makes of settings; True: it did."""
 
     def data(self, config: Any) -> Any | None:
         """Return what opens the data, as `dbsl.data.dataset.load_data` has it; else datasets do."""

@@ -7,7 +7,6 @@ from decimal import Decimal
 
 from dbsl.extras.emulate import EmulatedLink
 from experiments.benchmarks.demos import hybrid
-from experiments.benchmarks.demos.advise import errors
 from experiments.plots.links import DDP, links_against
 from experiments.plots.quotas import quotas_against
 from experiments.plots.rows import RESULTS, fixed, read, with_interval
@@ -274,28 +273,6 @@ def islands(up: str) -> list[str]:
         epoch_s, train_s = ([float(row[name]) for row in own] for name in ("epoch_s", "train_s"))
         accuracy = with_interval([100 * float(row["accuracy"]) for row in own], 1)
         cells = (text, with_interval(epoch_s, 2), with_interval(train_s, 1), accuracy)
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def adviser(up: str) -> list[str]:
-    """Return how far off the adviser's predictions were, by link."""
-    rows = read(RESULTS / "advise/ways.csv")
-    folder = f"{up}results/advise"
-    lines = [
-        f"| link ([CSV]({folder}/ways.csv), [picture]({folder}/ways.png)) | settings | ways "
-        "| median error | largest | advised over fastest measured, at most | seconds to advise |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    links = {"None": "as fast as the machine", "1000": "1 Gb/s", "100": "100 Mb/s", "10": "10 Mb/s"}
-    for megabits, text in links.items():
-        own = [row for row in rows if row["setting"].split()[1] == megabits]
-        found = errors(own)
-        late = found["advised_over_best"]
-        cells = [text, str(len(late)), str(found["ways"])]
-        cells += [f"{100 * found[name]:.0f} %" for name in ("median", "worst")]
-        cells += [f"{100 * max(late.values()):.0f} %"]
-        cells += [f"{max(float(row['advising_s']) for row in own):.0f} at most"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -59,7 +59,6 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
         machine_tables.demo_hybrid,
         machine_tables.link_check,
         machine_tables.islands,
-        machine_tables.adviser,
         machine_tables.server_limits,
         machine_tables.studies,
         machine_tables.uneven,

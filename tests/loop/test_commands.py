@@ -26,7 +26,6 @@ ELSEWHERE = {  # what other tests or .ci/run execute
     "python -m examples.ray_train": "needs Ray",
     "python -m experiments.benchmarks.gpu": "tests/unit/benchmarks/test_gpu_command.py",
     "python -m experiments.plots.tables": "tests/unit/benchmarks/test_tables.py",
-    "python -m dbsl.advise": "tests/unit/advise/test_ways.py",
     "python -m dbsl.compare": "tests/unit/compare/test_compare.py",
     "python -m dbsl.profile": "tests/unit/profile/test_profile.py",
 }
@@ -85,8 +84,7 @@ def call(words):
         more = [] if resumed else in_small(flags, processes)
         AcceleratorState._reset_state(True)
         config = parse_config(train.Config, flags + more)
-        # tests/loop/test_runs_on_shards.py has shards, tests/loop/test_advise.py processes.
-        if not {"--cache-gib", "--advise"} & {*flags}:
+        if "--cache-gib" not in flags:  # tests/loop/test_runs_on_shards.py has shards
             train.main(config)
     elif flags is not None:  # tests/loop/test_nodes.py launches
         parse_config(train.Config, flags)

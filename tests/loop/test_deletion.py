@@ -22,7 +22,7 @@ HELP = """
 import contextlib, runpy, sys
 
 sys.argv[1:] = ["--help"]
-for tool in ("advise", "compare", "plan", "predict", "profile", "report", "study"):
+for tool in ("compare", "plan", "predict", "profile", "report", "study"):
     with contextlib.suppress(SystemExit):
         runpy.run_module(f"dbsl.{tool}", run_name="__main__", alter_sys=True)
 """
@@ -48,7 +48,7 @@ def test_a_checkout_without_an_extra_trains_and_refuses_its_flags(deleted, teste
     gone = folder / "dbsl/extras" / ("" if deleted == "all" else deleted)
     shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
     helped = run(folder, "-c", HELP)
-    assert (helped.returncode, helped.stdout.count("usage: ")) == (0, 7), helped.stderr
+    assert (helped.returncode, helped.stdout.count("usage: ")) == (0, 6), helped.stderr
     if deleted != "charts.py":
         shutil.rmtree(folder / "dbsl/tools")
     settings = EXTRAS["hub" if deleted == "all" else Path(deleted).stem].Settings

@@ -1,1 +1,0 @@
-"""Which way of training, on these machines: ``train.py --advise``, ``python -m dbsl.advise``."""
