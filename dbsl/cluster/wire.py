@@ -6,6 +6,8 @@ Nothing is pickled, and what comes is checked.
 from __future__ import annotations
 
 import json
+import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -291,6 +293,18 @@ def wait_for_all() -> None:
     if dist.is_initialized():
         nccl = dist.get_backend() == "nccl"
         dist.barrier(device_ids=[torch.cuda.current_device()] if nccl else None)
+
+
+def all_reduce_time_s(size: int, device: torch.device, times: int = 5) -> float:
+    """Return the seconds in which all processes sum a vector of `size` bytes (a collective)."""
+    vector, found = torch.zeros(size // 4, device=device), []
+    for _ in range(1 + times):  # the first makes connections
+        wait_for_all()
+        began = time.perf_counter()
+        dist.all_reduce(vector)
+        vector[:1].cpu()  # waits for the device
+        found.append(time.perf_counter() - began)
+    return statistics.median(found[1:])
 
 
 def share_text(text: str, accelerator: Accelerator) -> str:

@@ -13,9 +13,11 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from dbsl.base.errors import plural, short_loss, steadier
+from dbsl.base.errors import duration, plural, px, short_loss, steadier
 from dbsl.cluster.formats import joint_messages, message_bytes, numbers_of, trained_shapes
-from dbsl.config.settings import FLOAT32, RunConfig, wire_of
+from dbsl.cluster.wire import all_reduce_time_s
+from dbsl.config.settings import FLOAT32, RunConfig, Wire, takes_joint_steps, wire_of
+from dbsl.plan.alone import epoch_times
 from dbsl.plan.stages import Stage, learning_rate_at
 from dbsl.plan.text import format_run, nodes_in_words, sizes_in_words
 from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, JoinedWorker, LostWorker, Plan, RoundReport
@@ -76,6 +78,7 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
         plans,
         *_on_rate(run),
         *_on_wire(run),
+        *(_on_ways(run, accelerator) if folder is None else []),
         "",
     ]
     accelerator.print("\n".join(lines))
@@ -96,15 +99,43 @@ def _on_wire(run: Run) -> list[str]:
     wire, joint = wire_of(run.config), run.config.sync == "step"
     if wire == FLOAT32:
         return []
-    shapes, numbers = trained_shapes(run.model), numbers_of(run.model)
-    sent, whole = (
-        sum(joint_messages(one, shapes)) if joint else message_bytes(one.name, *numbers)
-        for one in (wire, FLOAT32)
-    )
+    sent, whole = (_sent_bytes(run, one) for one in (wire, FLOAT32))
     after = f", after {plural(wire.steps, 'step')} in float32" if wire.steps else ""
     pushed = "a push is" if run.config.push == "gradients" else "a round's weights are"
     what = "a joint step's gradients are" if joint else pushed
     return [f"{what} {sent / 1e6:.3g} MB as sent (float32: {whole / 1e6:.3g} MB){after}"]
+
+
+def _sent_bytes(run: Run, wire: Wire) -> int:
+    if run.config.sync == "step":
+        return sum(joint_messages(wire, trained_shapes(run.model)))
+    return message_bytes(wire.name, *numbers_of(run.model))
+
+
+def _on_ways(run: Run, accelerator: Accelerator) -> list[str]:
+    """Return for each resolution what an epoch takes with all workers and with the fastest alone.
+
+    Real processes that wait for each other measure what one sum over them takes (a collective).
+    """
+    config, known = run.config, run.known
+    if config.workers == 1:
+        return []
+    joint, lines, exchange_s = takes_joint_steps(config), [], 0.0
+    if accelerator.num_processes > 1 and config.sync in ("bsp", "step"):
+        size = _sent_bytes(run, wire_of(config))
+        exchange_s = all_reduce_time_s(size, accelerator.device)
+        lines.append(
+            f"one all-reduce of {size / 1e6:.3g} MB over these processes takes "
+            f"{duration(exchange_s)} (measured); the first two times below have one a "
+            f"{'step' if joint else 'round'}"
+        )
+    for resolution, plan in run.plans.items():
+        bounds = (known.limits or known.fits) if joint else known.large_batch_sizes
+        most = bounds[resolution] if bounds else [None] * config.workers
+        model, least = known.models[resolution], run.sampler.least
+        times = epoch_times(plan, model, most, run.rounds, least).with_exchanges(exchange_s)
+        lines.append(f"{px(resolution, after=': ')}{times.describe()}")
+    return lines
 
 
 def _on_rate(run: Run) -> list[str]:

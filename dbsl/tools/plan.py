@@ -6,9 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
 from dbsl.config.fields import check_fields, refuse
 from dbsl.config.parse import parse_flags
 from dbsl.config.settings import Rounding, UpdateFactor
+from dbsl.plan.alone import epoch_times
 from dbsl.plan.solve import PlanRules, plan_dual_batch
 from dbsl.plan.text import format_plan, timeline
 from dbsl.plan.types import TimeModel
@@ -51,12 +54,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, values in (("intercept", arguments.intercept), ("floor", floors)):
         text = f"{name} must have as many values as slope ({len(slopes)})"
         refuse([(len(values) != len(slopes), text, len(values))])
+    models = [TimeModel(*x) for x in zip(slopes, arguments.intercept, floors, strict=True)]
     plan = plan_dual_batch(
         arguments.samples,
         arguments.workers,
         arguments.small_workers,
         arguments.large_batch_size,
-        [TimeModel(*x) for x in zip(slopes, arguments.intercept, floors, strict=True)],
+        models,
         PlanRules(
             time_ratio=arguments.time_ratio,
             small_batch_size=arguments.small_batch_size,
@@ -70,4 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.json:
         print(json.dumps(asdict(plan), indent=2))
     else:
-        print(f"{format_plan(plan)}\n\n{timeline(plan, arguments.rounds_per_epoch)}")
+        rounds, count = arguments.rounds_per_epoch, arguments.workers
+        print(f"{format_plan(plan)}\n\n{timeline(plan, rounds)}")
+        if count > 1:
+            most = np.broadcast_to(arguments.large_batch_size, count)
+            print(epoch_times(plan, TimeModel.of(models, count), most, rounds).describe())

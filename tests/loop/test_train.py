@@ -104,6 +104,10 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, monkeypatch, capsys):
             ["16 px, epochs 1-20, lr 0.0002 to 0.02 to 0.01, 0.01 to 0.00134, 0.00134 to 0"],
         ),
         (SETTINGS, ["|SSSS", "predicted for all 3 epochs", "one equal batch"]),
+        (
+            {"workers": 2, "slope": (1e-3, 9e-3), "resolutions": (16,), "sync": "step"},
+            ["worker 0 alone is best, ", " times as fast as balanced"],
+        ),
     ],
 )
 def test_plan_only_prints_the_plan_and_why_and_leaves_nothing(tmp_path, capsys, settings, words):

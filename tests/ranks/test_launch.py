@@ -1,5 +1,6 @@
 import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from dbsl.cluster.launch import chosen_backend, join_processes
 from dbsl.config.parse import parse_config
 from dbsl.run.accelerator import check_launcher, common_threads, first_on_node, start_accelerator
 from dbsl.run.stopping import Stopping
-from tests.helpers import ROOT, Forked, free_port, run
+from tests.helpers import ROOT, Forked, free_port, run, start_ranks, to_flags, wait_all
 from train import Config
 
 # With the handler that a terminal's process has; that of a background job is ignored.
@@ -436,3 +437,16 @@ def test_a_process_that_joins_takes_the_gpu_that_its_local_rank_shares(monkeypat
     monkeypatch.setattr(dbsl.run.accelerator, "PlainAccelerator", lambda **_: None)
     dbsl.run.accelerator.start_joining_accelerator(3, 4, "no")
     assert taken == [1]
+
+
+@pytest.mark.parametrize("sync", ["step", "bsp", "asp"])
+def test_plan_only_measures_an_all_reduce_where_processes_wait_for_each_other(tmp_path, sync):
+    settings = {"sync": sync, "plan_only": True, "slope": (1e-3, 2e-3), "intercept": (0.01,)}
+    ranks = start_ranks(to_flags(tmp_path / "run", **settings), 2)
+    assert wait_all(ranks) == [0, 0], ranks[0].stderr
+    every = {"step": "a step", "bsp": "a round", "asp": ""}[sync]
+    measured = re.findall(r"one all-reduce of 1.49 MB .* (a step|a round)\n", ranks[0].stdout)
+    assert measured == [every] * bool(every)
+    assert "an epoch with equal batches " in ranks[0].stdout
+    assert ranks[1].stdout == ""
+    assert not (tmp_path / "run").exists()
