@@ -105,7 +105,7 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, monkeypatch, capsys):
         ),
         (SETTINGS, ["|SSSS", "predicted for all 3 epochs", "one equal batch"]),
         (
-            {"workers": 2, "slope": (1e-3, 9e-3), "resolutions": (16,), "sync": "step"},
+            {"workers": 2, "slope": (1e-3, 9e-2), "resolutions": (16,), "sync": "step"},
             ["worker 0 alone is best, ", " times as fast as balanced"],
         ),
     ],
