@@ -73,7 +73,7 @@ RANKS = {
     "step micro-batches, two": (2, "--local-batch-sizes 3,4 --sync step --micro-batch-size 2"),
     "step powersgd, two": (2, "--local-batch-sizes 3,4 --sync step --wire powersgd:1:2"),
     "bsp int4, two": (2, f"{ROUNDS} --wire int4"),
-    "islands of two": (4, f"{ROUNDS} --worker-processes 2"),
+    "islands of two": (4, "--small-workers 1 --large-batch-size 6 --worker-processes 2"),
     "gradients": (3, "--local-batch-sizes 3,3,4 --push gradients"),
     "asp, one worker and a server": (
         2,
