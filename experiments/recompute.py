@@ -2,10 +2,10 @@
 
     python -m experiments.recompute [FOLDER OF THE PAGES]
 
-It shares no code with `plots.tables`, so that no mistake stands in both. recompute.yaml says what
-the rows must give for the cells of tables and for texts. A text that has left its page fails, and
-so does a decimal number, percentage or interval in prose that no text covers. Whole numbers, such
-as batch sizes, are held against rows only where a text has them.
+Rows are frozen, and so are the tables of these pages and of others that recompute.yaml names. It
+says what the rows must give for the cells of tables and for texts. A text that has left its page
+fails, and so does a decimal number, percentage or interval in prose that no text covers. Whole
+numbers, such as batch sizes, are held against rows only where a text has them.
 """
 
 import json
@@ -291,6 +291,9 @@ VERBS |= {verb.__name__: verb for verb in (format_p, goal_p, gain_p, speed_limit
 VERBS |= {verb.__name__: verb for verb in (more_workers_p, repeats, alike, slow_p, repeated)}
 VERBS |= {
     "const": lambda *numbers: [*map(float, numbers)],  # what no row says, such as a margin
+    "told": lambda where, column, n: float(  # of a cell with several numbers
+        re.findall(r"[-+]?\d+\.\d+", rows(where)[column].iloc[0])[int(n)]
+    ),
     "formats": lambda wire: interval(format_less(wire)),
     "formats_n": lambda wire: len(format_less(wire)),
     "quotas": lambda arm: interval(quota_less(arm)),
@@ -362,6 +365,8 @@ def figures(page: str, text: str) -> Iterator[tuple[int, str, str]]:
         prose = prose[:start] + " " * (end - start) + prose[end:]
         for number, wanted in enumerate(parts[1::2], 1):
             yield found[0].start(number), found[0][number], wanted
+    if page.startswith("docs/") and page != "docs/results.md":
+        return  # of these the tables alone are of frozen rows
     start, end = text.find("# Results"), len(text)
     if page == "README.md":  # from its first table of figures to the end of its results
         end = text.find("\n## ", start)

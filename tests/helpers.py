@@ -35,6 +35,12 @@ TINY = {"model": "test_resnet", "train_samples": 60, "eval_samples": 20, "resolu
 TINY |= {"slope": (0.001,), "intercept": (0.01,), "lr": 0.02, "cpu_threads": 1, "report_to": "none"}
 
 
+def pages():
+    """Return the pages that people read: README.md, docs/ and those of the experiments."""
+    of_results = sorted(ROOT.glob("experiments/**/README.md"))
+    return [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *of_results]
+
+
 def make_table(images, labels=2):
     """Return a table of images, with a label each or in turn of so many classes."""
     import datasets  # slow, and few tests need it

@@ -1,30 +1,26 @@
-"""Pictures of comparisons: plans, times, accuracy by n_S and by time, arms with their controls.
+"""Pictures of docs/results.md: the planner's plans, accuracy by n_S, arms of configs/gap.
 
     python -m experiments.plots.evidence
 
-reads the CSV files of experiments/results and writes ``mini/{plans,small_workers,time}.png``,
-``mini/pairs.csv`` (the paired differences between arms other than the baseline), and ``arms.png``
-of every comparison with data parallelism in it, which `dbsl.compare` ran later in a folder ``ddp``.
-``python -m experiments.plots.tables`` writes the tables of these files.
+reads the CSV files of experiments/results and writes ``mini/{plans,small_workers}.png`` and
+``gap/arms.png``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
 
-from dbsl.base.files import save_figure, write_table
+from dbsl.base.files import save_figure
 from dbsl.plan.sampler import EpochSampler
 from dbsl.plan.solve import PlanRules, TimeModel, plan_dual_batch
 from dbsl.plan.types import Plan
 from dbsl.tools.compare.report import arms_figure, read_runs
-from dbsl.tools.compare.statistics import ArmRun, averaged, interval
+from dbsl.tools.compare.statistics import ArmRun, interval
 from experiments.plots.rows import RESULTS, Rows, read
 
 COLORS = [c for n, c in enumerate(matplotlib.color_sequences["tab10"]) if n != 7]  # not grey
@@ -32,33 +28,10 @@ COLORS.append("black")
 RATIOS = ("1.05", "1.10")
 CONFERENCE = "COMPSAC 2022 CIFAR-100"
 JOURNAL = "arXiv 2509.26092 CIFAR-100"
-COMPARISONS = {  # with their baselines
-    "digits/arms": "first_command",
-    "mini/arms": "all_large",
-    "mini/equal_time": "all_large",
-    "beyond/arms": "hybrid",
-    "beyond_imagenette/arms": "hybrid",
-    "vit/arms": "all_large",
-    "gap/arms": "all_large",
-}
 GAP_ARMS = ("all_large", "all_large_rounds_4", "dual_3", "dual_4", "hybrid")
 GAP_ARMS += ("ddp_128", "ddp_128_1gbps")  # those of experiments/configs/gap that are drawn
 UNTUNED = ("dual_1", "dual_2")  # they have the rate of dual_3
 TUNED_LATER = "dual_1-lr0.2"  # after the fact
-PAIRS = [  # other than with the baseline
-    ("dual_3_rounds_4", "all_large_rounds_4"),
-    ("hybrid_rounds_4", "all_large_rounds_4"),
-    ("conventional", "dual_3_rounds_4"),
-    ("dual_4_k105", "dual_1_k105"),
-    ("dual_4_k110", "dual_1_k110"),
-    *((f"dual_{count}_k110", f"dual_{count}_k105") for count in range(1, 5)),
-    ("factor_none", "dual_2_k110"),
-    ("factor_sqrt", "dual_2_k110"),
-    ("asp", "dual_3_k105"),
-]
-MAIN_ARMS = ("conventional", "small_alone", "all_large", "dual_3_k105", "hybrid", "ddp_256")
-LEFT = ("hybrid", "hybrid_rounds_4", "ddp_256")  # labels are on their left
-MAIN_ARMS += ("all_large_rounds_4", "dual_3_rounds_4", "hybrid_rounds_4", "ddp_128")
 
 
 def published_plan(small_workers: int, ratio: float) -> Plan:
@@ -116,6 +89,12 @@ def plans_figure(published: Rows, profile: Rows) -> Figure:
     times.set_ylabel("measured (ms), batches the fit had not seen")
     times.legend(fontsize=8)
     return figure
+
+
+def gap_figure() -> Figure:
+    """Return accuracy of the drawn arms of configs/gap, over time and at the end."""
+    runs = read_runs(RESULTS / "gap")
+    return arms_figure({arm: runs[arm] for arm in GAP_ARMS}, "all_large")
 
 
 def small_workers_runs() -> dict[str, list[ArmRun]]:
@@ -201,65 +180,6 @@ def _draw_measured(axes: Axes, runs: dict[str, list[ArmRun]]) -> None:
     axes.set_title(title + "last epoch, mean over seeds, 95 % interval", fontsize=10)
 
 
-def time_figure(arms: Rows, curves: Rows) -> Figure:
-    """Return accuracy over training time: along the run for main arms, at the end for all."""
-    figure = Figure(figsize=(13, 5), dpi=110, layout="constrained")
-    along, ends = figure.subplots(1, 2)
-    for color, name in zip(COLORS, MAIN_ARMS, strict=False):
-        own = [row for row in curves if row["arm"] == name]
-        seeds = sorted({row["seed"] for row in own})
-        if not seeds:
-            continue
-        values = np.array(
-            [
-                [(float(r["train_time_s"]), float(r["accuracy"])) for r in own if r["seed"] == seed]
-                for seed in seeds
-            ]
-        )  # [seeds, evaluations, 2]
-        mean = values.mean(0)
-        along.plot(*mean.T, "o-", ms=3, color=color, label=f"{name} (n = {len(seeds)})")
-        if len(seeds) > 1:
-            spread = values[..., 1].std(0, ddof=1)
-            along.fill_between(
-                mean[:, 0], mean[:, 1] - spread, mean[:, 1] + spread, color=color, alpha=0.15
-            )
-    for row in arms:
-        name = row["arm"]
-        color = COLORS[MAIN_ARMS.index(name)] if name in MAIN_ARMS else "0.75"
-        ends.errorbar(
-            float(row["train_time_s"]),
-            float(row["accuracy"]),
-            yerr=float(row["ci95"]),
-            fmt="o",
-            color=color,
-            capsize=3,
-        )
-        if name in MAIN_ARMS:
-            ends.annotate(
-                name,
-                (float(row["train_time_s"]), float(row["accuracy"])),
-                fontsize=8,
-                color=color,
-                xytext=(-5, 4) if name in LEFT else (5, 4),
-                ha="right" if name in LEFT else "left",
-                textcoords="offset points",
-            )
-    for axes, title in (
-        (along, "along the run: mean and sd over seeds"),
-        (ends, "at the end: mean and 95 % interval; grey: all other arms"),
-    ):
-        axes.set_xscale("log")
-        for axis in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
-            axis(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
-        axes.set_xlabel("training time of the workers side by side (s)")
-        axes.set_ylabel("accuracy (%)")
-        axes.set_title(title, fontsize=10)
-        axes.grid(alpha=0.3, which="both")
-    ends.margins(x=0.2)
-    along.legend(fontsize=8)
-    return figure
-
-
 def _draw_samples(axes: Axes, plans: Sequence[Plan]) -> None:
     """Draw how many samples of an epoch each worker is given by the sampler, in which steps."""
     for place, plan in enumerate(plans, 1):
@@ -281,59 +201,13 @@ def _draw_samples(axes: Axes, plans: Sequence[Plan]) -> None:
     axes.set_xlabel("samples of an epoch, each given once; steps x batch, small workers in orange")
 
 
-def pair_rows(runs: Rows) -> list[dict[str, str]]:
-    """Return differences in accuracy between arms, paired by seed, from ``arms_runs.csv``."""
-    accuracy: dict[str, dict[str, float]] = {}
-    for row in runs:
-        accuracy.setdefault(row["arm"], {})[row["seed"]] = float(row["accuracy"])
-    rows = []
-    for arm, other in PAIRS:
-        if arm not in accuracy or other not in accuracy:
-            continue
-        seeds = sorted(accuracy[arm].keys() & accuracy[other].keys())
-        found = interval([accuracy[arm][seed] - accuracy[other][seed] for seed in seeds])
-        rows.append(
-            {
-                "arm": arm,
-                "over": other,
-                "difference": f"{found.mean:+.2f}",
-                "ci95": f"{found.half:.2f}",
-                "seeds": str(found.count),
-            }
-        )
-    return rows
-
-
-def with_ddp(folder: Path, name: str) -> Rows:
-    """Return the rows of a comparison, and those of data parallelism, which ran later."""
-    rows, later = read(folder / name), folder / "ddp" / name
-    arms = {row["arm"] for row in rows}
-    return rows + [row for row in read(later) if row["arm"] not in arms] if later.exists() else rows
-
-
-def runs_of(name: str) -> dict[str, list[ArmRun]]:
-    """Return the runs of a comparison by arm, averaged weights and data parallelism among them."""
-    folder, table = RESULTS / Path(name).parent, Path(name).name
-    runs = read_runs(folder / "ddp", table) | read_runs(folder, table)  # its own, where both have
-    if folder.name == "gap":
-        return {arm: runs[arm] for arm in GAP_ARMS}
-    shown = {}
-    for arm, own in runs.items():
-        shown |= {arm: own} | ({f"{arm} (EMA)": average} if (average := averaged(own)) else {})
-    return shown
-
-
 def main() -> None:
-    """Draw the pictures and write ``pairs.csv``."""
-    folder = RESULTS / "mini"
+    """Draw the pictures."""
     published, profile = (read(RESULTS / f"{name}.csv") for name in ("published", "profile"))
-    arms, curves = (with_ddp(folder, f"{name}.csv") for name in ("arms", "arms_curves"))
-    save_figure(plans_figure(published, profile), folder / "plans.png")
-    save_figure(small_workers_figure(published, small_workers_runs()), folder / "small_workers.png")
-    save_figure(time_figure(arms, curves), folder / "time.png")
-    write_table(folder / "pairs.csv", pair_rows(read(folder / "arms_runs.csv")))
-    for name, baseline in COMPARISONS.items():
-        save_figure(arms_figure(runs_of(name), baseline), RESULTS / f"{name}.png")
+    mini = RESULTS / "mini"
+    save_figure(plans_figure(published, profile), mini / "plans.png")
+    save_figure(small_workers_figure(published, small_workers_runs()), mini / "small_workers.png")
+    save_figure(gap_figure(), RESULTS / "gap/arms.png")
 
 
 if __name__ == "__main__":

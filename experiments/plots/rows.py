@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
-from scipy.stats import ttest_1samp
-
 from dbsl.tools.compare.statistics import interval
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,18 +37,3 @@ def with_interval(values: Sequence[float], digits: int, sign: str = "") -> str:
     found = interval(values)
     half = f" ± {found.half:.{digits}f}" if found.count > 1 else ""
     return f"{found.mean:{sign}.{digits}f}{half}"
-
-
-def not_below_p(values: Sequence[float], bound: float) -> float:
-    """Return p of the one-sided t-test that a mean is above a bound."""
-    return float(ttest_1samp(values, bound, alternative="greater").pvalue)
-
-
-def equivalence_p(values: Sequence[float], margin: float) -> float:
-    """Return p of the two one-sided t-tests that a mean is within a margin of 0."""
-    return max(not_below_p(values, -margin), not_below_p([-value for value in values], -margin))
-
-
-def shown_p(p: float) -> str:
-    """Return p as tables have it."""
-    return "below 0.001" if p < 0.001 else f"{p:.3f}"

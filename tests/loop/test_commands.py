@@ -14,8 +14,7 @@ from PIL import Image
 import train
 from dbsl.config.parse import parse_config, parse_flags, yaml_to_argv
 from dbsl.tools.study.study import StudyConfig
-from experiments.plots.tables import pages
-from tests.helpers import ROOT, TINY, run, short
+from tests.helpers import ROOT, TINY, pages, run, short
 
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text("utf-8") for page in pages()}
 ELSEWHERE = {  # what other tests or .ci/run execute
@@ -24,9 +23,9 @@ ELSEWHERE = {  # what other tests or .ci/run execute
     "git apply": "tests/loop/test_forks.py",
     "sbatch": "tests/unit/run/test_scripts.py",
     "python -m examples.ray_train": "needs Ray",
-    "python -m experiments.benchmarks.gpu": "tests/unit/benchmarks/test_gpu_command.py",
-    "python -m experiments.plots.tables": "tests/unit/benchmarks/test_tables.py",
-    "python -m dbsl.compare": "tests/unit/compare/test_compare.py",
+    "python -m experiments.benchmarks.gpu": "experiments/tests/test_gpu.py",
+    "python -m experiments.plots.tables": "experiments/tests/test_tables.py",
+    "python -m dbsl.compare": "experiments/tests/test_compare.py",
     "python -m dbsl.profile": "tests/unit/profile/test_profile.py",
 }
 SMALL = {**TINY, "dataset": "digits", "epochs": 1, "train_samples": 720, "mixed_precision": "no"}

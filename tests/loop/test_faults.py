@@ -17,8 +17,7 @@ from dbsl.base.errors import (
 )
 from dbsl.checkpoint import checkpointer, disk
 from dbsl.plan.machines import check_global_batch
-from experiments.benchmarks import fuzz
-from tests.helpers import each_step, refused, rows, short, slow, summary_of
+from tests.helpers import each_step, refused, rows, short, summary_of
 from tests.loop.test_resume import MODES, ONE_SIDE, ROUNDS, run
 
 SHORT = {**ONE_SIDE, "epochs": 2, "lr_milestones": ()}
@@ -134,16 +133,3 @@ def test_a_process_that_fails_among_several_ends_at_once(run_ranks, kind):
     began = time.monotonic()
     run_ranks(failing_rank, kind, expect_errors=True)
     assert time.monotonic() - began < 30  # the barrier waits half an hour
-
-
-@pytest.mark.parametrize(
-    ("what", "cases"),
-    [
-        *(("checkpoints", 2), ("manifests", 80), ("configs", 20), ("parquet files", 30)),
-        pytest.param("checkpoints", 40, marks=slow),
-    ],
-)
-def test_corrupt_input_gives_clean_errors_only(what, cases):
-    row = fuzz.run_target(what, cases, seed=1)
-    assert row["refused"] > 0
-    assert row["refused"] + row["accepted"] == cases

@@ -15,8 +15,8 @@ import torch
 
 from dbsl.config.parse import parse_config
 from dbsl.run.training import Run
-from experiments.benchmarks.demos.link import ADDRESSES, link
 from tests.helpers import ROOT, TINY, end_ranks, free_port, rounds_of, slow, start_rank, to_flags
+from tests.network import ADDRESSES, link
 from train import Config, main
 
 NODES = (3, 1)  # processes of each

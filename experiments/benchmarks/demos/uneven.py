@@ -21,8 +21,6 @@ from typing import Any
 
 from experiments.benchmarks.demos.arms import run_plain, run_train
 from experiments.benchmarks.demos.quota import quotas
-from experiments.benchmarks.demos.slow_link import RESULTS as LINKS
-from experiments.benchmarks.demos.slow_link import best_rate
 from experiments.benchmarks.demos.table import Table
 from experiments.benchmarks.ranks import end_in_order
 
@@ -75,17 +73,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, help="each with its own seed; unset: 5 (splits: 3)")
     parser.add_argument("--machines", nargs="+", choices=list(MACHINES))
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=(*ARMS, ALONE))
-    parser.add_argument("--lr", type=float, help="unset: that of slow_link's joint steps")
+    parser.add_argument("--lr", type=float, default=0.4, help="0.4: tuned for results/links")
     parser.add_argument("--folder", type=Path, default=Path("experiments/results/uneven"))
     arguments = parser.parse_args(argv)
     if (cores := len(os.sched_getaffinity(0))) < 2:
         parser.error(f"cores must be at least 2, got {cores}")
-    tuned = Table(LINKS / "tuning.csv", (), MODULE).rows
-    lr = arguments.lr or best_rate(tuned, "step float32", MODEL)
-    if lr is None:
-        parser.error("lr must be given, or slow_link tune be run first, got neither")
     run = {"dataset": arguments.dataset, "label_column": arguments.label_column}
-    run |= {"model": MODEL, "train_samples": SAMPLES, "lr": lr}
+    run |= {"model": MODEL, "train_samples": SAMPLES, "lr": arguments.lr}
     arms, names, turns = arguments.arms, arguments.machines or list(MACHINES), arguments.turns or 5
     run |= {"epochs": EPOCHS}
     if splits := arguments.part == "splits":
@@ -99,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for arm in arms:
                 if not table.has(arm, name, turn):
                     found = measure(arm, MACHINES[name], {**run, "seed": turn})
-                    table.add(arm, name, turn, {"lr": lr, **found})
+                    table.add(arm, name, turn, {"lr": arguments.lr, **found})
 
 
 def measure(arm: str, machine: Machine, run: dict[str, Any]) -> dict[str, float]:

@@ -6,25 +6,9 @@ from typing import Any
 
 from experiments.benchmarks.gpu.runner import Stage
 from experiments.benchmarks.gpu.runs import MODES
-from experiments.benchmarks.gpu.training import HELD_OUT, RATES, TUNED_ON_SEED
+from experiments.benchmarks.gpu.training import ARMS
 
-SHORT = 35  # epochs of the first round of arms, a quarter of the published number
 SEEDS = (0, 1, 2)
-# What is compared, in the setting of the hybrid scheme and in that of the conference paper.
-ARMS = {
-    "all_large": "configs/cifar100/all_large.yaml",
-    "dual": "configs/cifar100/dual_3_k105.yaml",
-    "ddp512": "configs/cifar100/ddp_512.yaml",
-    "hybrid": "configs/cifar100/hybrid_3.yaml",
-}
-CONFERENCE = {
-    "all_large": "configs/cifar100_conference/all_large.yaml",
-    "dual": "configs/cifar100_conference/dual_3_k105.yaml",
-}
-BEST = {
-    "best": "configs/cifar100_best.yaml",
-    "control": "configs/cifar100_conventional.yaml",
-}
 
 
 def all_stages() -> list[Stage]:
@@ -42,10 +26,7 @@ def all_stages() -> list[Stage]:
     stages += [resumed.pop(f"resume-{sync}-deterministic") for sync in ("bsp", "step")]
     stages += [*modes.values(), *processes.values(), *resumed.values()]
     stages += [*first.values(), *_lines()]
-    stages += _tuning() + _arms(SEEDS[:1], SHORT)
-    for seed in SEEDS:
-        stages += _arms([seed], None)
-    return stages + _others()
+    return stages + _arms()
 
 
 def _check(name: str, given: dict[str, Any], *seconds: float, dry: bool = True) -> Stage:
@@ -114,52 +95,18 @@ def _processes() -> dict[str, Stage]:
     return stages
 
 
-def _training(name: str, given: dict[str, Any], *seconds: float, **how: Any) -> Stage:
+def _arms() -> list[Stage]:
+    """Return the arms of the paper, all with one seed before any with the next."""
     call = "experiments.benchmarks.gpu.training:train_arm"
-    return Stage(name, call, given, *seconds, **how, alone=False)  # its figure is an accuracy
-
-
-def _tuning() -> list[Stage]:
-    """Return runs on held-out training images, one for each arm and rate."""
-    stages = []
-    for arm, rates in RATES.items():
-        for rate in rates:
-            given = {"config": ARMS[arm], "seed": TUNED_ON_SEED, "epochs": SHORT}
-            given["flags"] = ["--compile", "--lr", f"{rate:g}", "--holdout", f"{HELD_OUT:g}"]
-            dry = arm == "all_large" and rate in (0.1, 0.2)
-            stages.append(_training(f"tune-{arm}-lr{rate:g}", given, 100, 400, dry=dry))
-    return stages
-
-
-def _arms(seeds: tuple[int, ...] | list[int], epochs: int | None) -> list[Stage]:
-    """Return the arms of the paper; short ones first, and a tuned rate only once it is known."""
-    tuned = {f"{arm}_tuned": arm for arm in RATES}
-    stages = []
-    for seed in seeds:
-        for arm, config in (ARMS | {arm: ARMS[of] for arm, of in tuned.items()}).items():
-            given = {"config": config, "seed": seed, "epochs": epochs}
-            if epochs is None:  # long enough for compilation to pay
-                given["flags"] = ["--compile", "--eval-every", "10"]
-            names = (stage.name for stage in _tuning())
-            needs = tuple(name for name in names if name.startswith(f"tune-{tuned.get(arm)}-"))
-            if needs:
-                given["rate_from"] = list(needs)
-            name = f"arm-{arm}-{f'{epochs}epochs' if epochs else 'full'}-seed{seed}"
-            seconds = (100, 400) if epochs else (240, 570)
-            dry = epochs is not None and arm in ("ddp512", "hybrid")
-            stages.append(_training(name, given, *seconds, needs=needs, dry=dry))
-    return stages
-
-
-def _others() -> list[Stage]:
     return [
-        _training(
-            f"{kind}-{arm}-seed{seed}",
-            {"config": config, "seed": seed},
-            *(330, 570),
-            dry=seed == 0 and arm == "best",
+        Stage(
+            f"arm-{arm}-full-seed{seed}",
+            call,
+            {"arm": arm, "seed": seed},
+            *(240, 570),
+            dry=seed == 0 and arm in ("ddp512", "hybrid"),
+            alone=False,  # its figure is an accuracy
         )
         for seed in SEEDS
-        for kind, configs in (("recipe", BEST), ("conference", CONFERENCE))
-        for arm, config in configs.items()
+        for arm in ARMS
     ]

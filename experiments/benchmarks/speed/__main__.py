@@ -1,7 +1,6 @@
 """How fast training is, beside the hardware's limit and other trainers, in one run.
 
-    python -m experiments.benchmarks.speed --dataset ../shared/data/cifar100 \
-        --large-images ../shared/data/imagenette224 --timm path/to/timm's/train.py
+    python -m experiments.benchmarks.speed --dataset FOLDER --timm path/to/timm's/train.py
 
 writes experiments/results/speed.csv: medians, lowest and highest of turns that alternate, and
 ratios between turns that followed each other. About half an hour on two cores; --parts measures
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from dbsl.base.machine import threads_of_process
 from experiments.benchmarks.record import record
 
 ROOT = Path(__file__).resolve().parents[3]
-PARTS = ("training", "wire", "workers", "images", "startup", "noise")
+PARTS = ("training", "startup")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -32,8 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=PARTS)
-    add("--dataset", default="uoft-cs/cifar100", help="small images: a hub id or a folder")
-    add("--large-images", help="a folder or hub id of large images; left out without it")
+    add("--dataset", default="uoft-cs/cifar100", help="a hub id or a folder")
     add("--timm", type=Path, help="timm's own train.py, from its repository")
     add("--model", default="resnet18")
     add("--batch", type=int, default=64)
@@ -62,7 +59,12 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _measure(part: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    if part == "startup":
+        from experiments.benchmarks.speed import startup
+
+        return startup.rows()
     from experiments.benchmarks.speed.arms import Settings
+    from experiments.benchmarks.speed.steps import training_rows
 
     base = Settings(
         dataset=arguments.dataset,
@@ -71,27 +73,15 @@ def _measure(part: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         batch=arguments.batch,
         precision="no",
     )
-    if part == "training":
-        from experiments.benchmarks.speed.steps import training_rows
-
-        return training_rows(
-            base,
-            arguments.precisions,
-            arguments.resolutions,
-            images=arguments.images,
-            turns=arguments.turns,
-            timm_script=arguments.timm,
-            compiled=arguments.compile,
-        )
-    if part == "images" and not arguments.large_images:
-        print("large images are left out: give their folder with --large-images")
-        return []
-    given = {
-        "noise": (base,),
-        "workers": (arguments.dataset, [1, 4, 16, 64, 256, 1000], [1, 2, 4, 8]),
-        "images": (arguments.large_images, (160, 224)),
-    }
-    return import_module(f"experiments.benchmarks.speed.{part}").rows(*given.get(part, ()))
+    return training_rows(
+        base,
+        arguments.precisions,
+        arguments.resolutions,
+        images=arguments.images,
+        turns=arguments.turns,
+        timm_script=arguments.timm,
+        compiled=arguments.compile,
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Tests of what measures, apart from those of `dbsl`: `pytest experiments/tests`."""
