@@ -40,9 +40,9 @@ def pytest_configure(config):
     if not _asked_for("gpu", config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     hypothesis.settings.load_profile("nightly" if _asked_for("slow", config) else "short")
-    if config.option.minutes:
+    if minutes := config.getoption("minutes", None):
         # xdist's processes are configured later, and get the environment of the first.
-        os.environ.setdefault("PYTEST_END", str(time.time() + 60 * config.option.minutes))
+        os.environ.setdefault("PYTEST_END", str(time.time() + 60 * minutes))
 
 
 def pytest_runtest_setup(item):

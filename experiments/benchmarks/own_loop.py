@@ -31,10 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import dbsl
-from dbsl.tools.compare.statistics import interval
 from experiments.benchmarks.demos.arms import run_ranks
 from experiments.benchmarks.ranks import end_in_order
 from experiments.benchmarks.record import record
+from experiments.compare.statistics import interval
 
 MODULE = "experiments.benchmarks.own_loop"
 BATCH = 32  # of a process, where batches are equal

@@ -19,8 +19,8 @@ from dbsl.base.files import save_figure
 from dbsl.plan.sampler import EpochSampler
 from dbsl.plan.solve import PlanRules, TimeModel, plan_dual_batch
 from dbsl.plan.types import Plan
-from dbsl.tools.compare.report import arms_figure, read_runs
-from dbsl.tools.compare.statistics import ArmRun, interval
+from experiments.compare.report import arms_figure, read_runs
+from experiments.compare.statistics import ArmRun, interval
 from experiments.plots.rows import RESULTS, Rows, read
 
 COLORS = [c for n, c in enumerate(matplotlib.color_sequences["tab10"]) if n != 7]  # not grey

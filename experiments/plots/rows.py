@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
-from dbsl.tools.compare.statistics import interval
+from experiments.compare.statistics import interval
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments/results"

@@ -13,10 +13,9 @@ import yaml
 
 import train
 from dbsl.config.parse import parse_config, parse_flags
-from dbsl.tools import jobs
-from dbsl.tools.compare import compare, statistics
-from dbsl.tools.compare.report import arms_figure, read_runs, write_comparison, write_runs
-from dbsl.tools.compare.statistics import ArmRun, detectable, interval, paired, read_run, table
+from experiments.compare import compare, jobs, statistics
+from experiments.compare.report import arms_figure, read_runs, write_comparison, write_runs
+from experiments.compare.statistics import ArmRun, detectable, interval, paired, read_run, table
 from experiments.plots.rows import read
 from tests.helpers import ROOT, Forked, refused
 
@@ -312,7 +311,7 @@ def test_equal_time_trains_again_with_other_epochs_and_moved_milestones(
     assert [launch.title for launch in launched] == ["alone-1epochs, seed 0"]
     assert rows["arms"]["base"] | {"target": ""} == rows["equal_time"]["base"] | {"target": ""}
     row = rows["arms"]["base"]
-    assert row["command"].startswith("python -m dbsl.compare *.yaml --seeds 1")
+    assert row["command"].startswith("python -m experiments.compare *.yaml --seeds 1")
     assert all(row[name] for name in ("device", "torch", "timm", "precision", "date"))
     curves = read(tmp_path / "out/arms_curves.csv")
     assert [row["arm"] for row in curves] == ["base"] * 4 + ["alone"] * 4
@@ -361,6 +360,13 @@ def test_set_and_vary_take_lists_and_booleans(tmp_path, read_arm):
     assert (found[0].lr, found[0].resolutions, found[0].compile) == (0.01, (24, 32), False)
     assert [config.save_best for config in found] == [False, True, False]
     assert [config.seed for config in found] == [3] * 3
+
+
+def test_a_flag_whose_extra_is_deleted_is_not_given(monkeypatch, read_arm):
+    given = read_arm().flags(0, Path("none"), 1)
+    assert given[given.index("--report-to") + 1] == "none"
+    monkeypatch.setattr(compare, "defaults_of_extras", dict)
+    assert "--report-to" not in read_arm().flags(0, Path("none"), 1)
 
 
 def test_settings_are_those_that_move_results_whatever_they_are_written_as(tmp_path, read_arm):

@@ -10,8 +10,8 @@ import pytest
 from dbsl.base.errors import RunStopped
 from dbsl.run.folder import LOCK
 from dbsl.run.stopping import Stopping
-from dbsl.tools import jobs
-from dbsl.tools.jobs import Launch, is_finished, launch_all
+from experiments.compare import jobs
+from experiments.compare.jobs import Launch, is_finished, launch_all
 from tests.helpers import wait_until
 
 SCRIPT = """

@@ -25,7 +25,7 @@ ELSEWHERE = {  # what other tests or .ci/run execute
     "python -m examples.ray_train": "needs Ray",
     "python -m experiments.benchmarks.gpu": "experiments/tests/test_gpu.py",
     "python -m experiments.plots.tables": "experiments/tests/test_tables.py",
-    "python -m dbsl.compare": "experiments/tests/test_compare.py",
+    "python -m experiments.compare": "experiments/tests/test_compare.py",
     "python -m dbsl.profile": "tests/unit/profile/test_profile.py",
 }
 SMALL = {**TINY, "dataset": "digits", "epochs": 1, "train_samples": 720, "mixed_precision": "no"}

@@ -22,7 +22,7 @@ HELP = """
 import contextlib, runpy, sys
 
 sys.argv[1:] = ["--help"]
-for tool in ("compare", "plan", "predict", "profile", "report", "study"):
+for tool in ("plan", "predict", "profile", "report", "study"):
     with contextlib.suppress(SystemExit):
         runpy.run_module(f"dbsl.{tool}", run_name="__main__", alter_sys=True)
 """
@@ -48,9 +48,8 @@ def test_a_checkout_without_an_extra_trains_and_refuses_its_flags(deleted, teste
     gone = folder / "dbsl/extras" / ("" if deleted == "all" else deleted)
     shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
     helped = run(folder, "-c", HELP)
-    assert (helped.returncode, helped.stdout.count("usage: ")) == (0, 6), helped.stderr
-    if deleted != "charts.py":
-        shutil.rmtree(folder / "dbsl/tools")
+    assert (helped.returncode, helped.stdout.count("usage: ")) == (0, 5), helped.stderr
+    shutil.rmtree(folder / "dbsl/tools")
     settings = EXTRAS["hub" if deleted == "all" else Path(deleted).stem].Settings
     for name in [*inspect.get_annotations(settings)][:1] if settings else ():
         flag = f"--{name.replace('_', '-')}"
@@ -62,9 +61,6 @@ def test_a_checkout_without_an_extra_trains_and_refuses_its_flags(deleted, teste
     trained = run(folder, "train.py", "--config", "first.yaml", "--output-dir", "run")
     assert trained.returncode == 0, trained.stderr
     assert (folder / "run/model.safetensors").exists()
-    if deleted == "charts.py":  # a comparison turns trackers off where there are any
-        compared = run(folder, "-m", "dbsl.compare", "first.yaml", "--seeds", "1")
-        assert compared.returncode == 0, compared.stderr
     if tested:
         options = ("-q", "-n", "0", "-p", "no:cacheprovider")
         passed = run(folder, "-m", "pytest", *options, *CORE)

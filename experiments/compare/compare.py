@@ -1,6 +1,6 @@
 """Arms of a comparison side by side: runs them with several seeds, then tables and pictures.
 
-    python -m dbsl.compare configs/mine/*.yaml --seeds 3 --baseline all_large --jobs 2
+    python -m experiments.compare configs/mine/*.yaml --seeds 3 --baseline all_large --jobs 2
 
 Every YAML is an arm, a config of train.py. A run that is finished is not run again and one that was
 stopped goes on, so that the same command takes up where it was left. The tables are written after
@@ -31,9 +31,16 @@ from dbsl.config.fields import Count, Within, check_fields, refuse
 from dbsl.config.hooks import defaults_of_extras
 from dbsl.run.folder import SUMS
 from dbsl.run.stopping import Stopping
-from dbsl.tools.compare.report import only_writer, read_runs, write_comparison, write_runs
-from dbsl.tools.compare.statistics import ArmRun, equal_time_epochs, read_run
-from dbsl.tools.jobs import SCRIPT, Launch, check_flags, has_checkpoint, is_finished, launch_all
+from experiments.compare.jobs import (
+    SCRIPT,
+    Launch,
+    check_flags,
+    has_checkpoint,
+    is_finished,
+    launch_all,
+)
+from experiments.compare.report import only_writer, read_runs, write_comparison, write_runs
+from experiments.compare.statistics import ArmRun, equal_time_epochs, read_run
 
 # There are many runs: each leaves its figures and last weights, no checkpoints.
 _DEFAULTS = {"report_to": "none", "keep_checkpoints": 0, "save_best": False}
@@ -162,7 +169,7 @@ class Arm:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the arms that are not finished, and report."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    config = parse.parse_flags(CompareConfig, argv, prog="python -m dbsl.compare")
+    config = parse.parse_flags(CompareConfig, argv, prog="python -m experiments.compare")
     shared = _as_yaml(_pairs(config.set))
     arms = [
         _read_arm(Path(path), end, {**shared, **values})
@@ -325,7 +332,9 @@ def _command(argv: Sequence[str], arms: Sequence[str]) -> str:
         named = "*.yaml" if folder == Path() else f"{folder}/*.yaml"
     else:
         named = shlex.join(arms)
-    return " ".join(["python -m dbsl.compare", named, *([shlex.join(words)] if words else [])])
+    return " ".join(
+        ["python -m experiments.compare", named, *([shlex.join(words)] if words else [])]
+    )
 
 
 def _pairs(settings: Sequence[str]) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from dbsl.base.errors import SettingError, short_loss
 from dbsl.base.files import save_figure, write_table
-from dbsl.tools.compare.statistics import MADE_ON, ArmRun, averaged, interval, table
+from experiments.compare.statistics import MADE_ON, ArmRun, averaged, interval, table
 
 _LOCK = ".lock"  # in the folder, while one of several commands writes there
 _LOCKED_WITHIN_S = 60.0

@@ -1,0 +1,1 @@
+"""Arms of a comparison, trained and tabled with intervals: ``python -m experiments.compare``."""
