@@ -133,7 +133,9 @@ def test_flags_in_the_text_of_a_page_are_flags(name):
     known = {field.name for field in fields(train.Config)} | {"config", "help"}
     known |= {"max_restarts", "master_addr"}  # the launchers'
     known |= {"gpu", "ray_workers"}  # examples/ray_train.py's
-    tools = "".join(path.read_text("utf-8") for path in (ROOT / "dbsl/tools").rglob("*.py"))
+    folders = ("dbsl/tools", "experiments/compare")
+    files = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    tools = "".join(path.read_text("utf-8") for path in files)
     spans = re.findall(r"`([^`\n]*)`", re.sub(r"```.*?```", "", TEXTS[name], flags=re.DOTALL))
     own = [span for span in spans if not span.startswith(("torchrun", "accelerate launch"))]
     for flag in re.findall(r"(?<!\S)--([a-z][\w-]*)", " ".join(own)):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from PIL import Image
 
 import train
 from dbsl.config.parse import parse_config, parse_flags, read_settings
+from dbsl.plan.solve import PlanRules, TimeModel, plan_dual_batch
 from tests.helpers import ROOT, TINY, short, summary_of, to_flags
 
 CONFIGS = sorted(
@@ -18,6 +20,7 @@ CONFIGS = sorted(
     for path in (ROOT / folder).rglob("*.yaml")
     if path.parent.name != "clusters"  # jobs of schedulers
 )
+PAPERS = (ROOT / "docs/papers.md").read_text("utf-8")
 # One of each method and model; what the others differ in shows when they are parsed.
 TRAINED = {
     *("mini/dual_3_k105", "mini/cyclic", "mini/hybrid", "mini/ssp", "beyond/cutmix", "beyond/ema"),
@@ -58,11 +61,51 @@ def shrunk(config, tmp_path):
 def test_there_are_configs_of_every_table():
     folders = {path.parent.as_posix() for path in CONFIGS}
     run = {"gap", "mini", "beyond", "beyond_imagenette", "causes", "digits", "vit", "base"}
-    published = {"cifar100", "cifar100_conference", "imagenet", "recipes", "base"}
+    published = {"cifar100", "cifar100_conference", "imagenet", "base"}
     assert {f"experiments/configs/{name}" for name in run} <= folders
     assert {f"configs/{name}" for name in published} <= folders
     assert sum(path.parts[0] == "examples" for path in CONFIGS) >= 4
     assert sum(map(in_short_set, CONFIGS)) >= len(TRAINED) + 4
+
+
+def published_settings():
+    """Yield the flags of each setting on the page of papers, and its small batches if it has."""
+    for row in re.findall(r"\| `([\w/]+\.yaml[^`]*)` \|(.*)", PAPERS):
+        flags, (counts, sizes, *_) = row[0], [*row[1].split("|"), ""]
+        if "N" not in flags.split():
+            yield flags, None
+            continue
+        first, last = map(int, counts.split(" to "))
+        of_resolutions = [[*map(int, part.split(","))] for part in sizes.split(";")]
+        for place, count in enumerate(range(first, last + 1)):
+            yield flags.replace("N", str(count)), tuple(part[place] for part in of_resolutions)
+
+
+SETTINGS = [*published_settings()]
+
+
+def test_the_page_has_every_published_setting_and_uses_every_file():
+    assert len(SETTINGS) == 4 + 4 + 3 + 3 + 4 * 4 + 5 + 6
+    files = {flags.split()[0] for flags, _ in SETTINGS}
+    folders = ("cifar100", "cifar100_conference", "imagenet")
+    assert files == {f"{p.parent.name}/{p.name}" for p in CONFIGS if p.parts[1] in folders}
+
+
+@pytest.mark.parametrize(("flags", "small_batch_sizes"), SETTINGS)
+def test_a_published_setting_is_one_command_and_gives_the_published_plan(flags, small_batch_sizes):
+    file, *more = flags.split()
+    config = parse_config(train.Config, ["--config", str(ROOT / "configs" / file), *more])
+    if small_batch_sizes is None:
+        return
+    samples = 1281167 if file.startswith("imagenet") else 50000
+    rules = PlanRules(time_ratio=config.time_ratio, rounding=config.rounding)
+    lines = zip(config.large_batch_size, config.slope, config.intercept, strict=True)
+    plans = [
+        plan_dual_batch(samples, 4, config.small_workers, size, TimeModel(*line), rules)
+        for size, *line in lines
+    ]
+    assert len(plans) == len(config.resolutions)
+    assert tuple(plan.small_batch_size for plan in plans) == small_batch_sizes
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=str)

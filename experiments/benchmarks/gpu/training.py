@@ -17,9 +17,9 @@ from experiments.benchmarks.gpu.runs import peak_memory, results_of, train_here
 
 ARMS = {  # of the arXiv paper's CIFAR-100 setting: the file, and flags
     "all_large": "configs/cifar100/all_large.yaml",
-    "dual": "configs/cifar100/dual_3_k105.yaml",
+    "dual": "configs/cifar100/dual.yaml",
     "ddp512": "configs/cifar100/ddp_512.yaml",
-    "hybrid": "configs/cifar100/hybrid_3.yaml",
+    "hybrid": "configs/cifar100/hybrid.yaml",
 }
 _SAVE_S = 25.0  # before the end of a stage, for a save
 
