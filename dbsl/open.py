@@ -220,7 +220,6 @@ class _Opening:
         threads, processes = common_threads(accelerator), accelerator.num_processes
         found_out = {"mixed_precision": accelerator.mixed_precision, "cpu_threads": threads}
         config = replace(self.config, **found_out)
-        config = extras.first(Extra.config, config, accelerator) or config
         config = settle_islands(config, processes, nodes_of(accelerator))
         found = resume.find_checkpoint(config, accelerator)
         if found and resume.is_finished(found, config):
@@ -229,7 +228,6 @@ class _Opening:
                 accelerator.print(f"warning: without effect on a finished run: {changes}")
             accelerator.print(f"{folder} is finished: nothing to resume")
             extras.each(Extra.check, config, accelerator)
-            extras.each(Extra.open, config, folder, found, accelerator)
             self._end(config, folder)
             yield None
             return
@@ -257,7 +255,6 @@ class _Opening:
         with RunFolder(path, accelerator, new=found is None, named=bool(named)) as folder:
             if found:
                 resume.check_newest(found, config, accelerator)
-            self.extras.each(Extra.open, config, folder.path, found, accelerator)
             run = self.prepare(config)
             resolved = found_by(given, run.config, accelerator.num_processes)
             run = replace(run, config=replace(run.config, resolved=resolved))

@@ -153,10 +153,7 @@ class Writer:
             return
         self.last_good = copy.name  # it is whole: whatever fails from here on, it stays
         if self._rank == SERVER_RANK:
-            extras, keep = self._run.extras, self._run.config.keep_checkpoints
-            spared = {name for names in extras.each(Extra.keeps) for name in names}
-            prune(self._session.folder, max(1, keep), spared)
-            extras.each(Extra.saved)
+            prune(self._session.folder, max(1, self._run.config.keep_checkpoints))
 
     def _failed(self, target: Path, error: Exception) -> None:
         self._failure = error

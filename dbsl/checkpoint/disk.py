@@ -13,7 +13,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timezone
@@ -305,18 +305,17 @@ def checkpoints_in(
     return sorted(complete, key=lambda found: found.manifest.sequence, reverse=True)
 
 
-def prune(run_folder: Path, keep: int, spared: Collection[str] = ()) -> None:
-    """Remove all complete checkpoints but the newest `keep` and those whose names are spared.
+def prune(run_folder: Path, keep: int) -> None:
+    """Remove all complete checkpoints but the newest `keep`.
 
     Incomplete ones stay: other processes may be writing the next. So does, with a warning, one that
     cannot be removed: that is no reason to end a run.
     """
     for folder in (found.folder for found in checkpoints_in(run_folder)[keep:]):
-        if folder.name not in spared:
-            try:
-                remove(folder)
-            except OSError as error:
-                tqdm.write(f"warning: {folder} could not be removed ({error.strerror or error})")
+        try:
+            remove(folder)
+        except OSError as error:
+            tqdm.write(f"warning: {folder} could not be removed ({error.strerror or error})")
 
 
 def remove(folder: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor
 
-    from dbsl.checkpoint.disk import Found
     from dbsl.plan.sampler import Step
     from dbsl.plan.types import EpochEnd, Plan, RoundReport, Turn
     from dbsl.run.evaluation import Evaluation
@@ -70,24 +69,12 @@ class Extra:
         """Return the extra of a run with these settings; None: it is not asked for."""
         return cls()
 
-    @classmethod
-    def own_settings(cls, said: Mapping[str, Any], scratch: Path) -> Path | None:
-        """Return the config.yaml, now in `scratch`, of a run elsewhere that `said` resumes."""
-
     # --- before training, on every process
-    def config(self, config: Any, accelerator: Accelerator) -> Any | None:
-        """Bring a run here that is elsewhere; return the settings to go on with."""
-
     def check(self, config: Any, accelerator: Accelerator) -> None:
         """Refuse settings, before anything is measured or written."""
 
     def data(self, config: Any) -> Any | None:
         """Return what opens the data, as `dbsl.data.dataset.load_data` has it; else datasets do."""
-
-    def open(
-        self, config: Any, folder: Path, found: Found | None, accelerator: Accelerator
-    ) -> None:
-        """The run has its folder; `found` is what it goes on from. Nothing is measured yet."""
 
     def machine(self, config: Any) -> Machine | None:
         """Return what stands for the machines; of several extras the first counts."""
@@ -126,13 +113,6 @@ class Extra:
     # --- on the main process
     def write(self, folder: Path, code: Code) -> None:
         """All is built and brought back: from here on the folder is written. `code` trains it."""
-
-    def saved(self) -> None:
-        """A checkpoint is on the disk."""
-
-    def keeps(self) -> Collection[str]:
-        """Return the names of checkpoints that must not be removed yet."""
-        return ()
 
     def epoch(
         self, epoch: int, plan: Plan, reports: Sequence[RoundReport]

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import textwrap
 import types
 import typing
@@ -34,9 +33,8 @@ from dbsl.config.fields import (
     read_text,
     sources,
 )
-from dbsl.config.hooks import found_extras
 from dbsl.config.image_settings import AugmentKwargs, MixupKwargs
-from dbsl.config.settings import CHECKPOINT, CHECKPOINTS, LrKwargs, RunConfig, is_url
+from dbsl.config.settings import CHECKPOINT, CHECKPOINTS, LrKwargs, RunConfig
 
 T = TypeVar("T")
 
@@ -92,18 +90,14 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     texts = (settings.get(name) for name in ("resume", "output_dir"))
     resume, output_dir = (None if text is None else str(text) for text in texts)
     # A run that is named by its folder goes on from its newest checkpoint by itself.
-    by_folder = resume is not None and not is_url(resume) and not is_checkpoint(resume)
+    by_folder = resume is not None and not is_checkpoint(resume)
     if not by_folder and (unfinished := recall(RUN_FOLDER)):
         resume, output_dir = "auto", unfinished
         said |= {"resume": resume, "output_dir": output_dir}
     read = {}  # files and their bases, by path; a resumed run's own come first
     if resume is not None:
-        with tempfile.TemporaryDirectory() as scratch:
-            where = settings | {"resume": resume, "output_dir": output_dir}
-            several = (e.own_settings(where, Path(scratch)) for e in found_extras().values())
-            own = next(filter(None, several), None)
-            own = own or run_folder_of(resume, output_dir) / "config.yaml"
-            read = {own: _read_files(own, cls)} if own.is_file() else {}
+        own = run_folder_of(resume, output_dir) / "config.yaml"
+        read = {own: _read_files(own, cls)} if own.is_file() else {}
     read |= named
     given = yaml_to_argv(_merged(chain(*read.values())))  # null takes back what is before it
     try:

@@ -385,8 +385,7 @@ class RunConfig(MachineConfig, TrainingConfig):
     checkpoint_every: Annotated[int | str, Role.FREE] = "10m"
     # number of newest checkpoints to keep; 0: one while the run lasts, none after it
     keep_checkpoints: Annotated[Number, Role.FREE] = 2
-    # run folder or checkpoint to resume, or the URL of a mirror to copy into a new run folder;
-    # auto: --output-dir, if it has a run, else --mirror, if that has one
+    # run folder or checkpoint to resume; auto: --output-dir, if it has a run
     resume: Annotated[str | None, Role.FREE | Role.COMMAND] = None
     # allow --resume with settings that change what is trained
     allow_config_change: Annotated[bool, Role.FREE | Role.COMMAND] = False
@@ -417,11 +416,6 @@ class RunConfig(MachineConfig, TrainingConfig):
             check_resolutions(self.resolutions)
         check_images(self)
         refuse(_of_run(self))
-
-
-def is_url(text: str | None) -> bool:
-    """Whether a setting names something by URL, not by path."""
-    return text is not None and "://" in text
 
 
 def _of_run(config: RunConfig) -> Iterator[Refusal]:

@@ -469,7 +469,7 @@ def test_rows_that_another_command_writes_meanwhile_stay_and_count(arms, tmp_pat
     assert [*rows_of(output / "arms.csv")] == ["large"]
 
 
-@pytest.mark.parametrize("setting", ["mirror=file:///x", "plan_only=true"])
+@pytest.mark.parametrize("setting", ["resume=auto", "plan_only=true"])
 def test_what_makes_one_run_of_all_or_trains_none_is_refused(arms, setting):
     with pytest.raises(ValueError, match=f"must leave {setting.partition('=')[0]} to the"):
         compare.main([arms[0], "--set", setting])

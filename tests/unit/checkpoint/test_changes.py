@@ -57,7 +57,6 @@ def test_images_are_held_out_as_they_were_or_none_is(saved, now, refused):
         ({"epochs": 8}, "epochs 6 -> 8"),
         ({"keep_checkpoints": 7}, "keep_checkpoints 3 -> 7"),
         ({"report_to": "none"}, "report_to "),
-        ({"mirror": "s3://bucket/run"}, None),
     ],
 )
 def test_what_no_weight_depends_on_changes_freely_and_is_said(change, line):

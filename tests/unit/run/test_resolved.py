@@ -201,7 +201,7 @@ def test_odd_findings_are_refused(tmp_path, text, message):
 def test_a_resumed_run_takes_back_any_setting_that_may_be_unset(tmp_path):
     hints = typing.get_type_hints(Config)
     optional = [n for n, hint in hints.items() if type(None) in typing.get_args(hint)]
-    assert {"global_batch_size", "merge", "augment", "mirror"} <= set(optional)
+    assert {"global_batch_size", "merge", "augment"} <= set(optional)
     flags = [text for name in optional for text in (f"--{name}", "unset")]
     values = vars(parse_config(Config, flags))
     assert {name: values[name] for name in optional} == dict.fromkeys(optional)
