@@ -1,0 +1,235 @@
+"""What users are promised of whole runs, seen in the images that they train on and in their files.
+
+Nothing here looks inside: a rewrite of plans, resuming or the cluster has to keep these tests.
+"""
+
+import json
+import os
+import signal
+from collections import Counter
+from hashlib import sha256
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from dbsl.config.image_settings import ImageConfig
+from dbsl.data.dataset import load_data
+from tests import helpers
+from tests.helpers import fingerprint, read, rows, samples_by_epoch, short
+
+N, SIDE, EPOCHS = 90, 16, 3
+SETTINGS = {"train_samples": N, "resolutions": (SIDE,), "epochs": EPOCHS, "lr_milestones": ()}
+SETTINGS |= {"augment": "none", "noise_scale": False, "checkpoint_every": 1, "worker_timeout": 30}
+ROUNDS = {"large_batch_size": (4,), "rounds_per_epoch": 2}
+
+
+def run(folder, **settings):
+    return helpers.run(folder, **{**SETTINGS, **settings})
+
+
+def start(folder, ranks, **settings):
+    flags = helpers.to_flags(folder, **{**SETTINGS, **settings, "resume": "auto"})
+    return helpers.start_ranks(flags, ranks)
+
+
+def name_of(image):
+    return sha256(image.float().contiguous().numpy().tobytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def numbers():
+    """Return the numbers of the training images, by what they show."""
+    data = load_data(ImageConfig("digits", train_samples=N, eval_samples=20))
+    images, _ = read(data.train, data.transform(SIDE, "none", 0))
+    found = {name_of(image): number for number, image in enumerate(images)}
+    assert len(found) == N
+    return found
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch, numbers):
+    """Return ``trained()``: the images of each epoch that were trained on since the last call.
+
+    Also by processes that were forked, and killed: each step is on the disk before the next one.
+    """
+    loss_function, learning_rate, step = train.loss_function, train.learning_rate, []
+
+    def noting_images(model, images, *rest):
+        step.extend(numbers[name] for name in map(name_of, images) if name in numbers)
+        return loss_function(model, images, *rest)
+
+    def noting_epoch(session, moment):
+        with open(tmp_path / f"trained-{os.getpid()}.jsonl", "a") as file:
+            file.write(json.dumps([int(moment), step]) + "\n")
+        step.clear()
+        return learning_rate(session, moment)
+
+    def take():
+        epochs = [[] for _ in range(EPOCHS)]
+        for path in tmp_path.glob("trained-*.jsonl"):
+            for epoch, images in map(json.loads, path.read_text().splitlines()):
+                epochs[epoch] += images
+            path.unlink()
+        return epochs
+
+    monkeypatch.setattr(train, "loss_function", noting_images)
+    monkeypatch.setattr(train, "learning_rate", noting_epoch)
+    return take
+
+
+def check_each_once(phases, folder):
+    """Check that each image was trained on once an epoch, by what was kept of a run's phases.
+
+    A phase goes on where the one before was saved: it may train again on what was not saved.
+    """
+    for epoch in range(EPOCHS):
+        missing = set(range(N))
+        for phase in reversed(phases):
+            (most,) = {*Counter(phase[epoch]).values()} or {1}
+            assert most == 1, f"an image came twice in epoch {epoch}"
+            missing -= {*phase[epoch]}
+        assert not missing, f"images never came in epoch {epoch}"
+    assert samples_by_epoch(folder, EPOCHS) == [N] * EPOCHS
+    assert helpers.summary_of(folder)["samples_seen"] == EPOCHS * N
+
+
+SPLITS = {
+    "three workers": (1, {"local_batch_sizes": (2, 9, 3), "workers": 3}),
+    "micro-batches": (1, {"local_batch_sizes": (8, 6), "workers": 2, "micro_batch_size": (3,)}),
+    "two processes": (2, {"local_batch_sizes": (11, 3)}),
+    "three processes": (3, {"local_batch_sizes": (2, 5, 7)}),
+}
+
+
+@pytest.mark.parametrize("name", short(SPLITS, "three workers", "two processes"))
+def test_any_split_of_a_global_batch_gives_the_same_weights(tmp_path, name):
+    settings = {"sync": "step", "model": "test_vit", "augment": "paper", "epochs": 2, "lr": 0.01}
+    settings |= {"mixed_precision": "no", "save_best": False}
+    run(tmp_path / "one", **settings, workers=1, local_batch_sizes=(14,))
+    ranks, split = SPLITS[name]
+    if ranks == 1:
+        run(tmp_path / "split", **settings, **split)
+    else:
+        helpers.end_ranks(start(tmp_path / "split", ranks, **settings, **split))
+    one, other = (load_file(tmp_path / f / "model.safetensors") for f in ("one", "split"))
+    for key in one:
+        torch.testing.assert_close(other[key], one[key], rtol=0, atol=1e-5)
+
+
+JOINT = {"sync": "step", "global_batch_size": 16}
+CHANGES = {  # steps before each stop, and workers from then on
+    "step": (JOINT | {"workers": 4}, ((2, 3), (2, 5), (4, 2))),
+    "bsp": (ROUNDS | {"workers": 4}, ((21, 3), (4, 2))),
+    "bsp, uneven": (ROUNDS | {"local_batch_sizes": (3, 3, 4, 9), "workers": 4}, ((17, 2),)),
+    "asp": (ROUNDS | {"sync": "asp", "slowdown": ("0:2.5",), "workers": 4}, ((17, 2), (4, 3))),
+    "ssp": (ROUNDS | {"sync": "ssp", "slowdown": ("0:2.5",), "workers": 3}, ((17, 4),)),
+}
+
+
+@pytest.mark.parametrize("mode", short(CHANGES, "step", "bsp", "asp"))
+def test_workers_that_come_and_go_train_on_each_image_once_an_epoch(tmp_path, trained, mode):
+    settings, stops = CHANGES[mode]
+    folder, phases, pushed = tmp_path / "run", [], []
+    for step, workers in stops:
+        with helpers.stopped_at_step(step):
+            run(folder, **settings)
+        phases.append(trained())
+        if not pushed:
+            pushed = [row["samples"] for row in rows(folder, "round") if row["round"] == 0]
+        settings = {**settings, "workers": workers, "slowdown": None, "local_batch_sizes": None}
+        settings |= {"resume": str(folder), "allow_config_change": True}
+    run(folder, **settings)
+    phases.append(trained())
+    check_each_once(phases, folder)
+    if mode == "step":  # what was saved is at the step
+        assert sum(len(images) for phase in phases for images in phase) == EPOCHS * N
+    elif mode.startswith("bsp"):  # at the start of the round that was under way, the second
+        first, *later = [phase[0] for phase in phases]
+        first = {*first[: sum(pushed)]}
+        assert len(first) > N / 3
+        assert not first & set().union(*later)
+
+
+def start_and_end(folder, ranks, step, rank, number, **settings):
+    """Have a signal come to one process after so many of its steps; return all exit statuses."""
+
+    def act():
+        if os.environ["RANK"] == str(rank):
+            if number == signal.SIGKILL and rank == 0:  # there is something to go on from
+                whole = "checkpoints/*/manifest.json"
+                helpers.wait_until(lambda: [*folder.glob(whole)], 30, "a checkpoint")
+            os.kill(os.getpid(), number)
+
+    with helpers.at_step(step, act):
+        processes = start(folder, ranks, **settings)
+    return helpers.wait_all(processes)
+
+
+REAL = {
+    "bsp": (ROUNDS, 0),
+    "bsp, the other": (ROUNDS, 1),
+    "step": ({"sync": "step", "local_batch_sizes": (5, 3)}, 1),
+    "step, the other": ({"sync": "step", "local_batch_sizes": (5, 3)}, 0),
+    "asp": (ROUNDS | {"sync": "asp"}, 1),
+    "ssp": (ROUNDS | {"sync": "ssp"}, 0),
+}
+
+
+@pytest.mark.parametrize("mode", short(REAL, "bsp, the other", "step", "asp"))
+def test_sigterm_in_any_process_ends_all_with_a_checkpoint_that_goes_on(tmp_path, trained, mode):
+    folder, (settings, rank) = tmp_path / "run", REAL[mode]
+    assert start_and_end(folder, 2, 15, rank, signal.SIGTERM, **settings) == [75, 75]
+    phases = [trained()]
+    assert not (folder / "summary.json").exists()
+    assert "resumed from" in helpers.end_ranks(start(folder, 2, **settings))
+    phases.append(trained())
+    check_each_once(phases, folder)
+    if settings.get("sync") not in ("asp", "ssp"):
+        helpers.end_ranks(start(tmp_path / "whole", 2, **settings))
+        assert fingerprint(folder) == fingerprint(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("sync", short(["asp", "ssp"], "ssp"))
+def test_a_run_whose_server_was_killed_goes_on_and_takes_each_image_once(tmp_path, trained, sync):
+    folder, settings = tmp_path / "run", ROUNDS | {"sync": sync, "checkpoint_every": "0.0001m"}
+    statuses = start_and_end(folder, 2, 9, 0, signal.SIGKILL, **settings)
+    assert statuses[0] == -signal.SIGKILL
+    assert statuses[1] == 2 or sync == "asp"  # where the other one may have finished
+    phases = [trained()]
+    assert "resumed from" in helpers.end_ranks(start(folder, 2, **settings))
+    phases.append(trained())
+    check_each_once(phases, folder)
+
+
+def test_without_a_lost_worker_the_others_take_each_image_once(tmp_path, trained):
+    """What it had begun is counted as lost; its share of later epochs is the others'."""
+    folder, settings = tmp_path / "run", ROUNDS | {"sync": "ssp", "staleness": 1}
+    statuses = start_and_end(folder, 3, 6, 2, signal.SIGKILL, **settings)
+    assert statuses == [0, 0, -signal.SIGKILL]
+    epochs = trained()
+    (lost,) = rows(folder, "lost")
+    assert (lost["worker"], helpers.summary_of(folder)["lost_workers"]) == (2, [2])
+    assert sum(samples_by_epoch(folder, EPOCHS)) + lost["samples"] == EPOCHS * N
+    assert sorted(epochs[-1]) == [*range(N)]
+    for images in epochs:  # those that were lost may come to the others, but not twice
+        assert max(Counter(images).values()) == 1
+
+
+@pytest.mark.parametrize(("sync", "staleness"), [("ssp", 0), ("ssp", 2), ("asp", 1)])
+def test_nobody_is_ahead_by_more_than_the_bound_and_staleness_counts_the_merges_since_the_pull(
+    tmp_path, sync, staleness
+):
+    settings = ROUNDS | {"sync": sync, "staleness": staleness, "slowdown": ("0:6.0",)}
+    run(tmp_path / "run", **settings, workers=3)
+    clocks, pulled, leads = [0] * 3, [0] * 3, []
+    for merges, row in enumerate(rows(tmp_path / "run", "round")):
+        worker = row["worker"]
+        leads.append(clocks[worker] - min(clocks))  # while it trained
+        if sync == "asp":  # who waits for nobody pulls where it has pushed
+            assert row["staleness"] == merges - pulled[worker]
+        clocks[worker] += 1
+        pulled[worker] = merges + 1
+    assert clocks == [2 * EPOCHS] * 3
+    assert max(leads) == staleness if sync == "ssp" else max(leads) > 2
