@@ -170,10 +170,11 @@ def test_a_loop_may_draw_from_the_random_numbers_of_numpy_and_python(tmp_path, m
     short(
         [
             (mode, *how)
-            for mode in ("bsp", "asp", "step", "gradients", "link")
+            for mode in ("bsp", "asp", "ssp", "step", "gradients", "link")
             for how in ((signal.SIGTERM, "no"), (signal.SIGINT, "bf16"))
         ],
         *(("step", signal.SIGTERM, "no"), ("asp", signal.SIGINT, "bf16")),
+        *(("bsp", signal.SIGINT, "bf16"), ("ssp", signal.SIGTERM, "no")),
     ),
 )
 def test_a_signal_saves_after_the_step_and_says_how_to_go_on(

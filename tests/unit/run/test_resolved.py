@@ -88,7 +88,14 @@ def test_config_yaml_keeps_what_was_given_and_what_was_found_apart(folder):
     assert resolved["cpu_threads"] == 1
 
 
-def test_the_file_as_it_is_repeats_the_run_to_the_bit(folder, tmp_path):
+def test_the_file_as_it_is_repeats_the_run_to_the_bit(folder, tmp_path, monkeypatch):
+    def slower(step, sizes, **_):  # a machine on which the plan would be another one
+        return fit_profile(
+            step.resolution, sizes, [0.1 + 0.001 * x for x in sizes], [0] * len(sizes)
+        )
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("dbsl.profile.cache.profile_steps", slower)
     again = tmp_path / "again"
     train_by("--config", str(folder / "config.yaml"), "--output-dir", str(again))
     assert (again / "config.yaml").read_text() == (folder / "config.yaml").read_text()
