@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +18,15 @@ ROOT = Path(__file__).resolve().parents[3]
 _TIMEOUT_S = 1800
 
 
-def run_plain(
-    prefixes: Sequence[Sequence[str]],
-    address: str,
-    halfway: Callable[[], None] | None = None,
-    **settings: Any,
-) -> dict[str, float]:
+def run_plain(prefixes: Sequence[Sequence[str]], address: str, **settings: Any) -> dict[str, float]:
     """Return what the loop of Accelerate's documentation has measured; see `plain.Settings`."""
-    with tempfile.TemporaryDirectory() as scratch:
-        log = Path(scratch, "epochs.jsonl")
-        text = json.dumps({**settings, "log": str(log)})
-        command = [sys.executable, "-m", "experiments.benchmarks.demos.plain", text]
-        watch = _at_half(log, settings["epochs"], halfway)
-        return json.loads(run_ranks(command, prefixes, address, watch).splitlines()[-1])
+    text = json.dumps(settings)
+    command = [sys.executable, "-m", "experiments.benchmarks.demos.plain", text]
+    return json.loads(run_ranks(command, prefixes, address).splitlines()[-1])
 
 
 def run_train(
-    prefixes: Sequence[Sequence[str]],
-    address: str,
-    flags: Mapping[str, Any],
-    halfway: Callable[[], None] | None = None,
+    prefixes: Sequence[Sequence[str]], address: str, flags: Mapping[str, Any]
 ) -> dict[str, float]:
     """Return seconds of training, of an epoch once warm, and the last accuracy of train.py.
 
@@ -48,7 +36,6 @@ def run_train(
         prefixes: What each rank's command begins with, such as ``taskset -c 0``.
         address: Of rank 0.
         flags: Settings by flag, without dashes in front.
-        halfway: Called once, when half of the epochs are done.
     """
     with tempfile.TemporaryDirectory() as scratch:
         common = {"report-to": "none", "output-dir": f"{scratch}/run", "checkpoint-every": 0}
@@ -57,9 +44,8 @@ def run_train(
         command = [sys.executable, "train.py", "--no-save-best", "--no-noise-scale"]
         for name, value in {**common, **flags}.items():
             command += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-        log = Path(scratch, "run/metrics.jsonl")
-        run_ranks(command, prefixes, address, _at_half(log, flags["epochs"], halfway))
-        lines = log.read_text(encoding="utf-8").splitlines()
+        run_ranks(command, prefixes, address)
+        lines = Path(scratch, "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if row["event"] == "eval"]
     first, last = rows[0], rows[-1]
     epochs = last["epoch"] - first["epoch"]
@@ -67,7 +53,6 @@ def run_train(
         "train_s": last["train_time_s"],
         "epoch_s": (last["train_time_s"] - first["train_time_s"]) / epochs,
         "accuracy": last["accuracy"],
-        **({"virtual_s": last["virtual_time_s"]} if "virtual_time_s" in last else {}),
     }
 
 
@@ -76,35 +61,13 @@ def half_of(epochs: int) -> int:
     return max(1, epochs // 2)
 
 
-def _at_half(
-    log: Path, epochs: int, halfway: Callable[[], None] | None
-) -> Callable[[], None] | None:
-    """Return what is to be called again and again, and calls `halfway` once it is time."""
-    if halfway is None:
-        return None
-    waiting = [halfway]
-
-    def watch() -> None:
-        done = log.read_text(encoding="utf-8").count('"event": "times"') if log.is_file() else 0
-        if waiting and done >= half_of(epochs):
-            waiting.pop()()
-
-    return watch
-
-
-def run_ranks(
-    command: Sequence[str],
-    prefixes: Sequence[Sequence[str]],
-    address: str,
-    watch: Callable[[], None] | None = None,
-) -> str:
+def run_ranks(command: Sequence[str], prefixes: Sequence[Sequence[str]], address: str) -> str:
     """Run a command once per rank, and return what rank 0 printed.
 
     Args:
         command: What all ranks run.
         prefixes: What each rank's command begins with.
         address: Of rank 0.
-        watch: Called every tenth of a second while rank 0 runs; None: nobody watches.
 
     Raises:
         RuntimeError: If a rank fails; the others are ended.
@@ -129,10 +92,6 @@ def run_ranks(
                     start_new_session=True,
                 )
             )
-        while watch and ranks[0].poll() is None:
-            with suppress(subprocess.TimeoutExpired):
-                ranks[0].communicate(timeout=0.1)
-            watch()
         answers = []
         for rank in ranks:
             answers.append(rank.communicate(timeout=_TIMEOUT_S))

@@ -2,10 +2,8 @@
 
     python -m experiments.benchmarks.demos.plain '{"dataset": "...", "epochs": 10, ...}'
 
-Data-parallel by default. ``local_steps`` above 1 is Accelerate's LocalSGD instead: every process
-steps by itself and parameters are averaged after that many steps. Model, initial weights, images,
-augmentation, optimizer and learning rate are those of train.py, and so is what glibc does with
-freed memory (`keep_freed_memory`). LocalSGD averages parameters alone. Neither it nor DDP averages
+Data-parallel. Model, initial weights, images, augmentation, optimizer and learning rate are those
+of train.py, and so is what glibc does with freed memory (`keep_freed_memory`). DDP does not average
 batch-norm statistics: rank 0's own are evaluated. An epoch leaves out what does not fill a batch.
 Rank 0 prints one line of JSON.
 """
@@ -20,7 +18,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.local_sgd import LocalSGD
 from accelerate.utils import set_seed
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -40,8 +37,6 @@ class Settings:
 
     Attributes:
         batch: Samples of a step of one process.
-        log: File for a line after each epoch.
-        local_steps: Steps between averages, of LocalSGD; 1: data-parallel.
     """
 
     dataset: str
@@ -53,8 +48,6 @@ class Settings:
     batch: int
     lr: float
     seed: int
-    log: str
-    local_steps: int = 1
 
 
 def main() -> None:
@@ -86,25 +79,18 @@ def main() -> None:
     scheduler = LambdaLR(optimizer, share_of_rate)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     transform = data.transform(side, "crop", settings.seed)
-    local_steps = settings.local_steps
-    averaging = LocalSGD(accelerator, model, local_steps, enabled=local_steps > 1)
     accelerator.wait_for_everyone()
     began, ends = time.perf_counter(), []
-    with averaging as local_sgd:
-        for epoch in range(settings.epochs):
-            model.train()
-            for samples in loader:
-                images, labels = next(data.train.batches([samples.numpy()], transform, epoch))
-                loss = F.cross_entropy(model(images), labels)
-                accelerator.backward(loss)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-                local_sgd.step()
-            ends.append(time.perf_counter())
-            if accelerator.is_main_process:
-                with open(settings.log, "a", encoding="utf-8") as log:
-                    print(json.dumps({"event": "times", "epoch": epoch + 1}), file=log)
+    for epoch in range(settings.epochs):
+        model.train()
+        for samples in loader:
+            images, labels = next(data.train.batches([samples.numpy()], transform, epoch))
+            loss = F.cross_entropy(model(images), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        ends.append(time.perf_counter())
     accelerator.wait_for_everyone()
     seconds = time.perf_counter() - began
     if accelerator.is_main_process:

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,14 +23,10 @@ parent = os.getppid()
 while os.getppid() == parent: pass"""
 _ENTER = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
 
-Change = Callable[[Sequence[float]], None]
-
 
 @contextmanager
-def quotas(
-    parts: Sequence[float], cores: Sequence[int]
-) -> Iterator[tuple[list[list[str]], Change]]:
-    """Make a cgroup for each process; gives what commands inside begin with, and how to change.
+def quotas(parts: Sequence[float], cores: Sequence[int]) -> Iterator[list[list[str]]]:
+    """Make a cgroup for each process; gives what commands inside begin with.
 
     Args:
         parts: Of a core's time, for each process.
@@ -50,26 +46,19 @@ def quotas(
         for core in used
     ]
 
-    def change(new: Sequence[float]) -> None:
-        for group, part in zip(groups, new, strict=True):
-            limit(group, part)
-
     try:
         try:
             if ROOT != _VERSION_1:
                 (ROOT / "cgroup.subtree_control").write_text("+cpu")
-            for group in groups:
+            for group, part in zip(groups, parts, strict=True):
                 group.mkdir()
-            change(parts)
+                limit(group, part)
         except OSError as error:
             raise RuntimeError(f"CPU quotas need root and cgroups: {error}") from None
-        yield (
-            [
-                ["sh", "-c", _ENTER, str(group), "taskset", "-c", str(there[core])]
-                for group, core in zip(groups, cores, strict=True)
-            ],
-            change,
-        )
+        yield [
+            ["sh", "-c", _ENTER, str(group), "taskset", "-c", str(there[core])]
+            for group, core in zip(groups, cores, strict=True)
+        ]
     finally:
         for loop in loops:
             loop.kill()

@@ -37,14 +37,12 @@ class Machine:
     """Processes by their part of a core's time.
 
     Attributes:
-        parts: At the start.
+        parts: By process.
         cores: Where each process is pinned to.
-        later: Parts after half of the epochs; empty: as at the start.
     """
 
     parts: tuple[float, ...]
     cores: tuple[int, ...] = (0, 1)
-    later: tuple[float, ...] = ()
 
     @property
     def limit(self) -> float:
@@ -56,7 +54,6 @@ MACHINES = {
     "1:1": Machine((1.0, 1.0)),
     "2:1": Machine((1.0, 0.5)),
     "4:1": Machine((1.0, 0.25)),
-    "2:1, then 1:2": Machine((1.0, 0.5), later=(0.5, 1.0)),
     "2:2:1": Machine((0.6, 0.6, 0.3), (0, 1, 0)),
     "2:1:1": Machine((0.8, 0.4, 0.4), (0, 1, 1)),
 }
@@ -101,16 +98,14 @@ def measure(arm: str, machine: Machine, run: dict[str, Any]) -> dict[str, float]
     processes = len(machine.parts)
     if arm == ALONE:
         machine = Machine(machine.parts[:1], machine.cores[:1])
-    with quotas(machine.parts, machine.cores) as (prefixes, change):
-        halfway = (lambda: change(machine.later)) if machine.later else None
+    with quotas(machine.parts, machine.cores) as prefixes:
         if arm == "accelerate_ddp":
             plain = {"eval_samples": None, **run, "batch": BATCH}
-            return run_plain(prefixes, "127.0.0.1", halfway, **plain)
+            return run_plain(prefixes, "127.0.0.1", **plain)
         flags = {name.replace("_", "-"): value for name, value in run.items()}
-        flags |= {"sync": "step", **flags_of(arm, processes)}
-        found = run_train(prefixes, "127.0.0.1", flags, halfway)
-        found.pop("virtual_s", None)  # of one process
-        return found
+        return run_train(
+            prefixes, "127.0.0.1", {**flags, "sync": "step", **flags_of(arm, processes)}
+        )
 
 
 def flags_of(arm: str, processes: int) -> dict[str, Any]:

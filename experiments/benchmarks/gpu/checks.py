@@ -6,9 +6,7 @@ import importlib.util
 import os
 import platform
 import re
-import signal
 import tempfile
-import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -136,28 +134,6 @@ def two_processes(settings: Settings, sync: str) -> Iterator[dict[str, Any]]:
     }
     if apart > _LOSSES_APART:
         raise RuntimeError(f"losses differ by {apart:.2%}: {simulated} and {real}")
-
-
-def killed_rank(settings: Settings, sync: str) -> Iterator[dict[str, Any]]:
-    """Kill one of two processes on one GPU: the other must end, and name it."""
-    os.environ["DBSL_BACKEND"] = "gloo"
-    from experiments.benchmarks.faults.run import TIMEOUT_S, FaultyRun
-
-    flags = ["--local-batch-sizes", "7,13", "--rounds-per-epoch", "2", "--checkpoint-every", "1"]
-    flags += ["--sync", sync, "--worker-timeout", f"{TIMEOUT_S:g}"]
-    with tempfile.TemporaryDirectory() as scratch:
-        killed = FaultyRun(Path(scratch) / "run", flags, world_size=2, epochs=40)
-        killed.wait_for_epoch(2)
-        os.kill(killed.processes[1].pid, signal.SIGKILL)
-        began = time.monotonic()
-        (status,) = killed.wait([0], timeout_s=4 * TIMEOUT_S)
-        seconds = round(time.monotonic() - began, 1)
-        said = killed.said("error: .*rank 1")
-        for log in killed.logs:
-            log.unlink(missing_ok=True)
-    yield {"status": status, "seconds": seconds, "said": said}
-    if status != 2 or not said:
-        raise RuntimeError(f"rank 0 ended with {status} and said {said!r}")
 
 
 def _has_gpu_tests(path: Path) -> bool:

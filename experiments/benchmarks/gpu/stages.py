@@ -86,12 +86,10 @@ def _lines() -> list[Stage]:
 
 
 def _processes() -> dict[str, Stage]:
-    stages = {}
-    for call in ("two_processes", "killed_rank"):
-        for sync in ("bsp", "step"):
-            name, given = f"{call.replace('_', '-')}-{sync}", {"sync": sync}
-            check, dry = f"experiments.benchmarks.gpu.checks:{call}", sync == "bsp"
-            stages[name] = Stage(name, check, given, 60, 240, dry=dry, alone=False)
+    call, stages = "experiments.benchmarks.gpu.checks:two_processes", {}
+    for sync in ("bsp", "step"):
+        name, dry = f"two-processes-{sync}", sync == "bsp"
+        stages[name] = Stage(name, call, {"sync": sync}, 60, 240, dry=dry, alone=False)
     return stages
 
 
