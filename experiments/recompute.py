@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -34,19 +35,39 @@ MARKED = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 NO_PROSE = re.compile(r"<!-- table.*?<!-- end -->|```.*?```|`[^`]*`|\]\([^)]*\)", re.DOTALL)
 
 
+@cache
+def gpu_lines() -> list[dict[str, Any]]:
+    """Return the lines of results/gpu that were finished, by date."""
+    texts = [path.read_text() for path in (RESULTS / "gpu").glob("*.jsonl")]
+    lines = [json.loads(line) for line in "".join(texts).splitlines()]
+    return sorted((one for one in lines if one["status"] == "ok"), key=lambda one: one["date"])
+
+
 def stages() -> pd.DataFrame:
     """Return the stages of results/gpu that trained; `arm` is the stage, accuracies the last.
 
     Where a tuning gave a rate, it ends the stage's name.
     """
-    texts = [path.read_text() for path in sorted((RESULTS / "gpu").glob("*.jsonl"))]
-    lines = [json.loads(line) for line in "".join(texts).splitlines()]
-    lines = [one for one in lines if one["status"] == "ok" and "accuracy" in one["figures"]]
-    for one in lines:
-        if "--lr" in (flags := one["figures"].get("flags", ())):
-            one["stage"] += f"-lr{flags[flags.index('--lr') + 1]}"
-    found = pd.DataFrame({"arm": one["stage"], **one["figures"]} for one in lines)
+    lines = []
+    for one in gpu_lines():
+        if "accuracy" in one["figures"]:
+            flags, name = one["figures"].get("flags", ()), one["stage"]
+            rate = f"-lr{flags[flags.index('--lr') + 1]}" if "--lr" in flags else ""
+            lines.append({"arm": name + rate, **one["figures"]})
+    found = pd.DataFrame(lines)
     return found.assign(accuracy=found["accuracy"].str[-1])
+
+
+def stage(name: str, *figures: str) -> list[float]:
+    """Return figures of the last run of a stage on a GPU, those with % in percent."""
+    last = next(one["figures"] for one in reversed(gpu_lines()) if one["stage"] == name)
+    return [100 * last[f[1:]] if f.startswith("%") else last[f] for f in figures]
+
+
+def done(prefix: str, planned: str) -> list[float]:
+    """Return how many stages of a kind were finished on a GPU, and how many were planned."""
+    names = {one["stage"] for one in gpu_lines()}
+    return [sum(f"{name}-".startswith(f"{prefix}-") for name in names), float(planned)]
 
 
 @cache
@@ -287,6 +308,7 @@ def repeated() -> float:
 
 
 VERBS = {verb.__name__: verb for verb in (cost, corrected, hypothesis, cause, detectable, change)}
+VERBS |= {"stage": stage, "done": done}
 VERBS |= {verb.__name__: verb for verb in (format_p, goal_p, gain_p, speed_limit)}
 VERBS |= {verb.__name__: verb for verb in (more_workers_p, repeats, alike, slow_p, repeated)}
 VERBS |= {

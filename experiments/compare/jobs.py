@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import queue
 import shutil
 import subprocess
 import sys
-import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from dbsl.run.stopping import Stopping
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
 _END_PATIENCE_S = 120.0  # for runs that were asked to stop: a step and a checkpoint
+_LOOK_S = 0.05  # between looks at which have ended
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,16 @@ class Launch:
     flags: tuple[str, ...] = field(repr=False)  # train.py's, without those that name the folder
     # Variables of its process, in addition to those of this one.
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+@dataclass
+class _Running:
+    """A run under way, its place among those of a time, and when it is killed if it is to stop."""
+
+    launch: Launch
+    process: subprocess.Popen
+    slot: int
+    killed_at: float | None = None
 
 
 def check_flags(flags: Sequence[str]) -> None:
@@ -58,100 +68,72 @@ def launch_all(
     """Make runs that are not finished, `jobs` at a time; a run that was stopped goes on.
 
     One at a time prints here; of several each writes to ``<folder>.log``. With several GPUs they
-    take turns on them. `on_finished` is called after each run that came to its end, by one thread
-    at a time. If a run fails, or this process is asked to stop, those under way save and end first.
-    One that diverges before its end is told at the end of all, and has no result.
+    take turns on them. `on_finished` is called after each run that came to its end. If a run fails,
+    or this process is asked to stop, those under way save and end first. One that diverges before
+    its end is told at the end of all, and has no result.
     """
-    waiting = [(n, one) for n, one in enumerate(launches, 1) if not is_finished(one.folder)]
-    runs = _Runs(len(launches), jobs, stopping, on_finished)
-    stopping.on_signal = runs.end
-    with ThreadPoolExecutor(jobs) as pool:
-        made = [pool.submit(runs.make, number, launch) for number, launch in waiting]
-        try:
-            statuses = [future.result() for future in made]
-        except KeyboardInterrupt:  # the second: now
-            runs.kill()
-            raise
-        finally:
-            runs.end()
-    if runs.failed:
-        launch, status = runs.failed[0]
-        where = f"{launch.folder}.log" if jobs > 1 else "above"
-        raise SettingError(
-            f"every run must end with status 0, got status {status} of {launch.folder} (see "
-            f"{where}); repeat the command to continue"
-        )
-    for launch in runs.diverged:
+    waiting = deque((n, one) for n, one in enumerate(launches, 1) if not is_finished(one.folder))
+    running: list[_Running] = []
+    diverged: list[Launch] = []
+    error: Exception | None = None  # the first is the cause
+    stopped = False
+    try:
+        while running or (waiting and not (error or stopped)):
+            ended = [one for one in running if one.process.poll() is not None]
+            running = [one for one in running if one not in ended]
+            try:
+                for one in ended:
+                    status = one.process.returncode
+                    if status == EXIT_STOPPED or (status < 0 and one.killed_at):
+                        stopped = True
+                    elif status not in (0, EXIT_DIVERGED):
+                        error = error or _failed(one.launch, status, log=jobs > 1)
+                    else:
+                        if status and not is_finished(one.launch.folder):
+                            diverged.append(one.launch)
+                        on_finished()
+                stopped |= bool(waiting or running) and stopping.reason is not None
+                if waiting and len(running) < jobs and not (error or stopped):
+                    number, launch = waiting.popleft()
+                    if is_finished(launch.folder):  # by another command since
+                        on_finished()
+                        continue
+                    print(f"run {number}/{len(launches)}: {launch.title}", flush=True)
+                    slot = min({*range(jobs)} - {one.slot for one in running})
+                    running.append(_Running(launch, _start(launch, slot, log=jobs > 1), slot))
+                    continue
+            except Exception as raised:  # those under way save first
+                error = error or raised
+            if error or stopped:
+                _end(running)
+            time.sleep(_LOOK_S)
+    finally:  # a second Ctrl-C: now
+        for one in running:
+            one.process.kill()
+    if error:
+        raise error
+    for launch in diverged:
         where = f" (see {launch.folder}.log)" if jobs > 1 else ""
         print(f"warning: {launch.title} diverged and has no result{where}", flush=True)
-    if any(statuses) or None in statuses:
+    if stopped:
         raise RunStopped("stopped; repeat the command to continue")
 
 
-class _Runs:
-    """Processes under way; threads share it."""
+def _end(running: Sequence[_Running]) -> None:
+    """Ask all to stop, once: a second signal ends a run before it has saved; then kill them."""
+    for one in running:
+        if one.killed_at is None:
+            one.killed_at = time.monotonic() + _END_PATIENCE_S
+            one.process.terminate()
+        elif time.monotonic() > one.killed_at:
+            one.process.kill()
 
-    def __init__(
-        self, total: int, jobs: int, stopping: Stopping, on_finished: Callable[[], object]
-    ) -> None:
-        self.failed: list[tuple[Launch, int]] = []  # the first of them is the cause
-        self.diverged: list[Launch] = []  # without a result
-        self._total, self._stopping, self._on_finished = total, stopping, on_finished
-        self._running: set[subprocess.Popen] = set()
-        self._asked: set[subprocess.Popen] = set()  # to stop
-        self._log = jobs > 1
-        self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for slot in range(jobs):
-            self._slots.put(slot)
-        self._lock, self._over = threading.Lock(), threading.Event()
 
-    def end(self) -> None:
-        """Ask all processes to stop, and begin no more."""
-        self._over.set()
-        with self._lock:
-            for process in self._running - self._asked:
-                self._asked.add(process)  # once: a second signal ends a run before it has saved
-                process.terminate()
-                patience = threading.Timer(_END_PATIENCE_S, process.kill)
-                patience.daemon = True
-                patience.start()
-
-    def kill(self) -> None:
-        """End all processes at once."""
-        with self._lock:
-            for process in self._running:
-                process.kill()
-
-    def make(self, number: int, launch: Launch) -> int | None:
-        """Make a run; return its status, or None if all were to end before it began."""
-        slot = self._slots.get()
-        try:
-            with self._lock:
-                if self._over.is_set() or self._stopping.reason:
-                    return None
-                if is_finished(launch.folder):  # by another command since
-                    self._on_finished()
-                    return 0
-                print(f"run {number}/{self._total}: {launch.title}", flush=True)
-                process = _start(launch, slot, log=self._log)
-                self._running.add(process)
-            status = process.wait()
-            if status == EXIT_DIVERGED:
-                status = 0  # a result, too, if it came to its end
-                if not is_finished(launch.folder):
-                    self.diverged.append(launch)
-            with self._lock:
-                self._running.discard(process)
-                stopped = status == EXIT_STOPPED or (status < 0 and process in self._asked)
-                if status and not stopped:
-                    self.failed.append((launch, status))
-                if not status:
-                    self._on_finished()
-            if status:
-                self.end()
-            return status
-        finally:
-            self._slots.put(slot)
+def _failed(launch: Launch, status: int, *, log: bool) -> SettingError:
+    return SettingError(
+        f"every run must end with status 0, got status {status} of {launch.folder} (see "
+        f"{f'{launch.folder}.log' if log else 'above'}); repeat the command to continue"
+    )
 
 
 def has_checkpoint(folder: Path) -> bool:

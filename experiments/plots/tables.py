@@ -1,4 +1,4 @@
-"""Write the tables whose programs are run again: speed, the library in other loops, GPUs.
+"""Write the tables whose programs are run again: speed, and the library in other loops.
 
     python -m experiments.plots.tables          # write every table
     python -m experiments.plots.tables --check  # write nothing; name what differs, status 1
@@ -13,7 +13,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from experiments.benchmarks.gpu.table import table
 from experiments.plots.rows import RESULTS, ROOT, fixed, read, with_interval
 
 SPEED = {  # rows of speed.csv's training part
@@ -80,14 +79,8 @@ def own_loop() -> list[str]:
     ]
 
 
-def gpu() -> list[str]:
-    """Return what has run on which GPU."""
-    return table(sorted((RESULTS / "gpu").glob("*.jsonl"))).splitlines()
-
-
 TABLES: dict[str, tuple[str, Callable[[], list[str]]]] = {  # with their pages
     "speed": ("docs/speed.md", speed),
-    "gpu": ("docs/gpu.md", gpu),
     "own_loop": ("experiments/results/own_loop/README.md", own_loop),
 }
 

@@ -16,7 +16,6 @@ from experiments.benchmarks.gpu.lines import bisect, search
 from experiments.benchmarks.gpu.runner import RESULTS, Stage, append, read_results, run_stages
 from experiments.benchmarks.gpu.runs import MODES, common_flags, dual_batch_flags, equal_batch_flags
 from experiments.benchmarks.gpu.stages import all_stages
-from experiments.benchmarks.gpu.table import ROWS, table
 from experiments.benchmarks.gpu.training import ARMS, arm_flags
 from tests.helpers import ROOT, Forked, refused, wait_until
 from train import Config
@@ -153,14 +152,12 @@ def test_half_a_line_is_no_result_and_the_next_one_is_whole(tmp_path):
     assert read_results([tmp_path / "none"]) == []
 
 
-def test_stages_have_names_of_their_own_and_each_is_in_a_row_of_the_table():
+def test_stages_have_names_of_their_own_and_come_after_what_they_need():
     stages = all_stages()
     names = [stage.name for stage in stages]
     assert len(names) == len(set(names))
     assert sum(name.startswith("mode-") for name in names) == len(MODES) == 10
     for stage in stages:
-        rows = [r for r in ROWS if f"{stage.name}-".startswith(f"{r.prefix}-")]
-        assert len(rows) == 1, stage.name
         assert stage.expected_s < stage.limit_s
         assert set(stage.needs) <= set(names[: names.index(stage.name)])
 
@@ -220,40 +217,6 @@ def test_a_wrong_flag_gives_one_line(flags, message, tmp_path, monkeypatch, caps
     (tmp_path / "file").touch()
     assert re.search(message, refused(capsys, command.main, flags))
     assert not (tmp_path / "out").exists()
-
-
-def result(stage, device="NVIDIA H200", status="ok", **figures):
-    facts = {"seconds": 9.0, "torch": "2.11.0", "commit": "0123456789"}
-    return {"stage": stage, "status": status, "figures": figures, "device": device, **facts}
-
-
-def test_the_table_says_not_yet_until_a_gpu_has_run_a_stage(tmp_path):
-    path = tmp_path / "results.jsonl"
-    for line in (
-        result("mode-bsp", device="cpu", finite=True),
-        {**result("mode-asp", finite=True), "dry": True},
-        result("speed-32px-b500-eager", images_per_s=51234.5, of_bare_step=0.951),
-        result("speed-32px-b64-eager", device="NVIDIA H100 80GB HBM3", images_per_s=1.0),
-        result("resume-bsp-deterministic", status="failed"),
-        result("arm-dual-full-seed0", final_accuracy=0.70),
-        result("arm-dual-full-seed1", final_accuracy=0.72),
-        result("arm-dual_tuned-full-seed0", final_accuracy=0.73, flags=["--lr", "0.4"]),
-        result("arm-dual_tuned-full-seed0", status="timeout"),
-        result("arm-dual_tuned-full-seed0", final_accuracy=0.74, flags=["--lr", "0.8"]),
-    ):
-        append(path, line)
-    *lines, left = table([path]).splitlines()[2:]
-    rows = {line.split("`")[1]: line for line in lines}
-    assert rows.keys() == {"speed", "resume", "arm"}
-    assert left.startswith("| Not yet: The machine (`environment`); Two epochs")
-    assert "(`mode`)" in left
-    assert "| H100; H200 |" in rows["speed"]
-    assert "| 32px-b500-eager: 51,234 images/s, 0.951 of bare; 32px-b64" in rows["speed"]
-    assert "| 0/4 |" in rows["resume"]
-    assert "resume-bsp-deterministic failed" in rows["resume"]
-    assert rows["arm"].endswith(
-        "| 3/24 | H200 | dual 71.00% (n=2); dual_tuned at 0.4 73.00%; dual_tuned at 0.8 74.00% |"
-    )
 
 
 @pytest.mark.slow

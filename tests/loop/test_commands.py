@@ -24,7 +24,6 @@ ELSEWHERE = {  # what other tests or .ci/run execute
     "sbatch": "tests/unit/run/test_scripts.py",
     "python -m examples.ray_train": "needs Ray",
     "python -m experiments.benchmarks.gpu": "experiments/tests/test_gpu.py",
-    "python -m experiments.plots.tables": "experiments/tests/test_tables.py",
     "python -m experiments.compare": "experiments/tests/test_compare.py",
     "python -m dbsl.profile": "tests/unit/profile/test_profile.py",
 }
