@@ -13,6 +13,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from dbsl.base.errors import EXIT_UNREAD
+from dbsl.config.parse import yaml_to_argv
 from dbsl.config.settings import RunConfig
 from dbsl.plan.follow import PlanMaker
 from dbsl.plan.machines import KnownWorkers, largest_remainder
@@ -22,6 +23,17 @@ from dbsl.tools.plan import main as plan_from_the_shell
 from tests.helpers import refused
 
 GTX_1080 = TimeModel(0.00056607, 0.014041204118283607)
+
+
+@pytest.fixture
+def published(capsys):
+    """Return ``published(**flags)``: the plan that `python -m dbsl.plan` prints as JSON."""
+
+    def plan(**flags):
+        plan_from_the_shell([*yaml_to_argv(flags), "--json"])
+        return json.loads(capsys.readouterr().out)
+
+    return plan
 
 
 @pytest.mark.parametrize(
@@ -40,11 +52,13 @@ GTX_1080 = TimeModel(0.00056607, 0.014041204118283607)
         (8, 1.05, 8, 6562, 6250, 242),
     ],
 )
-def test_conference_table_comes_out_truncated(workers, k, n_s, d_l, d_s, b_s):
-    rules = PlanRules(time_ratio=k, rounding="truncate")
-    plan = plan_dual_batch(50000, workers, n_s, 500, GTX_1080, rules)
-    assert (plan.large_samples, plan.small_samples, plan.small_batch_size) == (d_l, d_s, b_s)
-    assert sum(w.samples for w in plan.workers) == 50000
+def test_conference_table_comes_out_truncated(published, workers, k, n_s, d_l, d_s, b_s):
+    how = {"samples": 50000, "large_batch_size": 500, "time_ratio": k, "rounding": "truncate"}
+    how |= {"slope": GTX_1080.slope, "intercept": GTX_1080.intercept}
+    plan = published(workers=workers, small_workers=n_s, **how)
+    found = [plan[name] for name in ("large_samples", "small_samples", "small_batch_size")]
+    assert found == [d_l, d_s, b_s]
+    assert sum(w["samples"] for w in plan["workers"]) == 50000
 
 
 # (samples, B_L, slope, intercept, B_S for n_S = 1..4, d_S for n_S = 1..4)
@@ -61,12 +75,13 @@ JOURNAL_SHARES = {50000: (10625, 11875, 12292, 12500), 1281167: (272249, 304278,
 
 @pytest.mark.parametrize("case", JOURNAL)
 @pytest.mark.parametrize("small_workers", [1, 2, 3, 4])
-def test_journal_table_comes_out_rounded(case, small_workers):
+def test_journal_table_comes_out_rounded(published, case, small_workers):
     samples, large_batch_size, slope, intercept, small_batch_sizes = JOURNAL[case]
-    model, rules = TimeModel(slope, intercept), PlanRules(time_ratio=1.05)
-    plan = plan_dual_batch(samples, 4, small_workers, large_batch_size, model, rules)
-    assert plan.small_batch_size == small_batch_sizes[small_workers - 1]
-    assert plan.small_samples == JOURNAL_SHARES[samples][small_workers - 1]
+    how = {"samples": samples, "large_batch_size": large_batch_size, "time_ratio": 1.05}
+    how |= {"slope": slope, "intercept": intercept}
+    plan = published(workers=4, small_workers=small_workers, **how)
+    assert plan["small_batch_size"] == small_batch_sizes[small_workers - 1]
+    assert plan["small_samples"] == JOURNAL_SHARES[samples][small_workers - 1]
 
 
 def test_update_factors_follow_their_rules():
