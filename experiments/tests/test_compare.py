@@ -114,14 +114,6 @@ def test_equal_time_is_never_above_the_baselines_in_whole_epochs():
         assert statistics.equal_time_epochs(arm, base) == epochs
 
 
-def test_times_in_a_table_give_the_same_epochs_again(tmp_path):
-    runs = {"base": [replace(run_of(0, 0.5, 3 * 1.7543), epochs=3)]}
-    runs["long"] = [replace(run_of(0, 0.5, 7 * 1.7543), epochs=7)]
-    write_runs(runs, tmp_path)
-    again = read_runs(tmp_path)
-    assert statistics.equal_time_epochs(again["long"], again["base"]) == 3
-
-
 @pytest.mark.parametrize("milestones", [None, "None", "unset", "", [], "3,"])
 def test_epochs_move_whatever_milestones_there_are(milestones):
     settings = {"lr_milestones": milestones, "warmup_epochs": "None"}
@@ -138,17 +130,6 @@ def test_figure_shows_means_and_intervals_within_what_accuracy_can_be():
     assert right.get_xlim() == (0, 100)
     marks = [(line.get_marker(), *line.get_xydata()[0]) for line in right.lines]
     assert [mark for mark in marks if mark[0] in "<>"] == [("<", 0, 0), (">", 100, 0)]
-
-
-def test_figure_draws_the_baseline_and_the_best_arms_over_time_each_in_its_color():
-    arms = {f"arm {n}": [run_of(0, n / 100), run_of(1, n / 100)] for n in range(20)}
-    arms["arm 19 (EMA)"] = [replace(run, curve=()) for run in arms["arm 19"]]
-    left, right = arms_figure(arms, "arm 3").axes
-    drawn = [line.get_label().partition(" (")[0] for line in left.lines]
-    assert drawn == ["arm 3", *(f"arm {n}" for n in range(11, 20))]
-    assert len({line.get_color() for line in left.lines}) == len(left.collections) == 10
-    colors = [bars.lines[0].get_color() for bars in right.containers]
-    assert (len(colors), colors.count("0.6")) == (21, 11)
 
 
 @pytest.fixture

@@ -55,11 +55,9 @@ def stub(tmp_path, monkeypatch):
     (tmp_path / "stub_stages.py").write_text(STUBS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
 
-    def make(
-        stage, function="work", limit_s=60.0, expected_s=0.0, needs=(), alone=True, **arguments
-    ):
+    def make(stage, function="work", limit_s=60.0, expected_s=0.0, alone=True, **arguments):
         call = f"stub_stages:{function}"
-        return Stage(stage, call, arguments, expected_s, limit_s, needs, alone=alone)
+        return Stage(stage, call, arguments, expected_s, limit_s, alone=alone)
 
     return make
 
@@ -97,17 +95,14 @@ def test_a_result_is_a_line_with_figures_and_a_failure_has_its_traceback(stub, t
     assert [*by_stage(tmp_path / "again")] == ["bad"]
 
 
-def test_what_does_not_fit_or_lacks_another_stage_is_left_out(stub, tmp_path, capsys):
+def test_what_does_not_fit_is_left_out(stub, tmp_path, capsys):
     stages = [
         stub("long", seconds=0, expected_s=500.0),
-        stub("follows", seconds=0, needs=("long",)),
         stub("short", seconds=0, expected_s=1.0),
     ]
     assert run_stages(stages, tmp_path, deadline_s=60.0) == 0
     assert [*by_stage(tmp_path)] == ["short"]
-    said = capsys.readouterr().out
-    assert "long: left out, " in said
-    assert "follows: left out, it needs long" in said
+    assert "long: left out, " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ending", ["deadline", "kill"])
@@ -135,7 +130,6 @@ def test_stages_that_may_share_the_device_do_four_at_a_time_and_others_are_alone
     stages = [meet(name, four, alone=False) for name in four]
     stages += [meet("alone", [f"{name}-over" for name in four])]
     stages += [meet(name, ["alone-over"], alone=False) for name in "ef"]
-    stages += [meet("needs", ["e-over"], alone=False, needs=("e",))]
     assert run_stages(stages, tmp_path) == 0
     lines = by_stage(tmp_path)
     assert len(lines) == len(stages)
@@ -152,14 +146,13 @@ def test_half_a_line_is_no_result_and_the_next_one_is_whole(tmp_path):
     assert read_results([tmp_path / "none"]) == []
 
 
-def test_stages_have_names_of_their_own_and_come_after_what_they_need():
+def test_stages_have_names_of_their_own_and_time_to_end():
     stages = all_stages()
     names = [stage.name for stage in stages]
     assert len(names) == len(set(names))
     assert sum(name.startswith("mode-") for name in names) == len(MODES) == 10
     for stage in stages:
         assert stage.expected_s < stage.limit_s
-        assert set(stage.needs) <= set(names[: names.index(stage.name)])
 
 
 def test_every_mode_and_every_arm_has_flags_that_train_takes(tmp_path):

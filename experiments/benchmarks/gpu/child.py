@@ -28,14 +28,12 @@ class Settings:
         data: A folder of CIFAR-100, a hub id, or ``digits``.
         work: Folder for runs; what is left in it a later call goes on with.
         limit_s: Seconds until the stage is killed.
-        results: Files of results so far.
     """
 
     dry: bool = False
     data: str = "uoft-cs/cifar100"
     work: str = "runs/gpu"
     limit_s: float = 600.0
-    results: tuple[str, ...] = ()
 
 
 def main() -> None:

@@ -37,7 +37,6 @@ class Stage:
         arguments: Of the function, behind the settings.
         expected_s: About how long it takes on a GPU. It begins only if so much time is left.
         limit_s: When it is killed.
-        needs: Stages that must be finished before.
         dry: Whether it is a part of the dry run.
         alone: Whether nothing else may run meanwhile: its figures are times or memory.
     """
@@ -47,7 +46,6 @@ class Stage:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     expected_s: float = 30.0
     limit_s: float = 120.0
-    needs: tuple[str, ...] = ()
     dry: bool = True
     alone: bool = True
 
@@ -77,15 +75,14 @@ def run_stages(
     dry = bool(settings.get("dry"))
     deadline = time.monotonic() + (float("inf") if deadline_s is None else deadline_s)
     out.mkdir(parents=True, exist_ok=True)
-    files = [*done, out / RESULTS]
-    finished = _finished(files, dry)
+    finished = _finished([*done, out / RESULTS], dry)
     failures = 0
     running: list[_Running] = []
 
-    def wait(most: int, needed: Sequence[str] = ()) -> None:
-        """Wait until at most so many stages run, and none that is needed; write what they found."""
+    def wait(most: int) -> None:
+        """Wait until at most so many stages run; write what they found."""
         nonlocal failures
-        while len(running) > most or any(one.stage.name in needed for one in running):
+        while len(running) > most:
             ended = next((one for one in running if one.has_ended()), None)
             if ended is None:
                 time.sleep(_LOOK_S)
@@ -103,17 +100,14 @@ def run_stages(
             if stage.name in finished:
                 continue
             alone = stage.alone or any(one.stage.alone for one in running)
-            wait(0 if alone else AT_ONCE - 1, stage.needs)
+            wait(0 if alone else AT_ONCE - 1)
             left = deadline - time.monotonic()
             if left < (1.0 if dry else stage.expected_s):
                 print(f"{stage.name}: left out, {left:.0f} s are not enough", flush=True)
                 continue
-            if lacking := sorted(set(stage.needs) - finished):
-                print(f"{stage.name}: left out, it needs {', '.join(lacking)}", flush=True)
-                continue
             print(f"{stage.name} ...", flush=True)
             limit_s = min(stage.limit_s, left)
-            given = {**settings, "limit_s": limit_s, "results": [str(path) for path in files]}
+            given = {**settings, "limit_s": limit_s}
             running.append(_Running(stage, given, limit_s, environment))
         wait(0)
     finally:

@@ -2,8 +2,8 @@
 
     python -m experiments.benchmarks.speed.arms NAME SETTINGS-AS-JSON
 
-An arm says "ready", and then for each number of images that it reads on a line trains (or
-evaluates) on about as many and answers with what that took. All arms have the same data, model,
+An arm says "ready", and then for each number of images that it reads on a line trains on
+about as many and answers with what that took. All arms have the same data, model,
 batch and precision, so that they may take turns on a noisy machine.
 """
 
@@ -15,11 +15,8 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TextIO
 
 import numpy as np
@@ -35,7 +32,7 @@ from dbsl.data.dataset import Data, load_data
 from dbsl.data.transforms import Transform
 from dbsl.model import build_model
 from dbsl.optimizer import build_optimizer
-from dbsl.plan.sampler import evaluation_batch_size, evaluation_batches
+from dbsl.plan.sampler import evaluation_batches
 from dbsl.run.accelerator import start_accelerator
 
 LR, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 5e-4
@@ -65,7 +62,6 @@ class Pace:
         self._done = 0
         self._began = 0.0
         self._started = False
-        self.sync_s: list[float] = []  # pulls and pushes, by round
 
     def __call__(self, images: int) -> None:
         """Note that so many images are done, or at the start of a loop none; wait when due."""
@@ -78,7 +74,6 @@ class Pace:
                 "images": self._done,
                 "seconds": time.perf_counter() - self._began,
                 "peak_mib": _peak_mib(),
-                "sync_s": self.sync_s,
             }
             print(json.dumps(answer), file=self._answers, flush=True)
         else:
@@ -87,7 +82,6 @@ class Pace:
         line = sys.stdin.readline()
         if not line:
             os._exit(0)  # the loops below have no end
-        self.sync_s = []
         self._left, self._done, self._began = int(line), 0, time.perf_counter()
 
 
@@ -99,11 +93,7 @@ def rounds(settings: Settings, pace: Pace) -> None:
 
     def paced(session, turn):
         pace(done[0])
-        cluster = session.cluster
-        session.cluster = timed = _Timed(cluster)
         train_round(session, turn)
-        session.cluster = cluster
-        pace.sync_s.append(timed.seconds)
         done[0] = round_images
 
     train.train_round = paced
@@ -192,61 +182,7 @@ def plain(settings: Settings, pace: Pace) -> None:
             pace(len(labels))
 
 
-def forward(settings: Settings, pace: Pace) -> None:
-    """Training's forward pass alone, on a batch that lies ready."""
-    accelerator, data = _start(settings)
-    model = _model(settings, data, accelerator)
-    images, labels = _batch(data, settings)
-    pace(0)
-    while True:
-        with accelerator.autocast():
-            F.cross_entropy(model(images), labels)
-        pace(len(labels))
-
-
-def evaluation(settings: Settings, pace: Pace) -> None:
-    """train.py's evaluation, its data path included."""
-    import train
-
-    accelerator, data = _start(settings)
-    model = _model(settings, data, accelerator)
-    transform = Transform(settings.resolution, "none", data.mirror, data.mean, data.std, 0)
-    device = accelerator.device.type
-    batches = evaluation_batches(512, evaluation_batch_size(None, device, settings.batch))
-    pace(0)
-    while True:
-        images = data.evaluation.batches(batches, transform)
-        session = SimpleNamespace(
-            model=model,
-            accelerator=accelerator,
-            shares_evaluation=False,
-            num_classes=data.num_classes,
-            side=settings.resolution,
-            evaluation_images=lambda source, images=images: images,
-        )
-        train.evaluate(session)
-        pace(512)
-
-
-ARMS = {arm.__name__: arm for arm in (rounds, bare, plain, forward, evaluation)}
-
-
-class _Timed:
-    """A cluster whose pulls and pushes are timed."""
-
-    def __init__(self, cluster: Any) -> None:
-        self._cluster = cluster
-        self.seconds = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._cluster, name)
-        return partial(self._time, found) if name in ("pull", "push") else found
-
-    def _time(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        began = time.perf_counter()
-        result = call(*arguments)
-        self.seconds += time.perf_counter() - began
-        return result
+ARMS = {arm.__name__: arm for arm in (rounds, bare, plain)}
 
 
 class _Images(torch.utils.data.Dataset):

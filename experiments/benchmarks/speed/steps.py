@@ -49,7 +49,6 @@ class Arm:
             stderr=self._errors,
             text=True,
         )
-        self.sync_s: list[float] = []  # pulls and pushes, by round
         if self._line() != "ready":
             raise RuntimeError(f"the arm {name!r} did not start")
 
@@ -58,7 +57,6 @@ class Arm:
         self._process.stdin.write(f"{images}\n")
         self._process.stdin.flush()
         answer = json.loads(self._line())
-        self.sync_s += answer["sync_s"]
         return answer["images"] / answer["seconds"], answer["peak_mib"]
 
     def close(self) -> None:
@@ -187,12 +185,9 @@ def training_rows(
                 arms["plain loop, 2 loaders"] = Arm("plain", replace(settings, loader_workers=2))
                 if precision != "no":
                     arms["plain loop, float32"] = Arm("plain", replace(settings, precision="no"))
-                arms["forward pass"] = Arm("forward", settings)
-                arms["evaluation"] = Arm("evaluation", settings)
                 if timm_script is not None:
                     arms["timm's script"] = TimmScript(timm_script, settings)
                 found = compare(arms, images, turns)
-                sync_s = {name: getattr(arm, "sync_s", []) for name, arm in arms.items()}
             finally:
                 for arm in arms.values():
                     arm.close()
@@ -213,23 +208,4 @@ def training_rows(
                 }
                 for name, values in found.items()
             ]
-            for workers in (1, 4):
-                name = f"train.py, {workers} worker{'s' * (workers > 1)}"
-                rows.append(_sync_row(rows[-1], name, sync_s[name], found[name]["rates"]))
     return rows
-
-
-def _sync_row(
-    like: Mapping[str, Any], name: str, seconds: Sequence[float], rates: Sequence[float]
-) -> dict[str, Any]:
-    """Return what pulls and pushes take of a round of 2,000 samples."""
-    shares = [s * median(rates) / 2000 for s in seconds]
-    return {
-        "part": "server and sync",
-        "what": name,
-        **{key: like[key] for key in ("precision", "resolution", "batch")},
-        "median": f"{100 * median(shares):.3f}",
-        "low": f"{100 * min(shares):.3f}",
-        "high": f"{100 * max(shares):.3f}",
-        "unit": "% of a round",
-    }
