@@ -215,7 +215,7 @@ class _Opening:
     def launched(self) -> Iterator[Session | None]:
         """Open a run of its own: finished, planned only, or trained."""
         self.meet()
-        accelerator, extras = self.accelerator, self.extras
+        accelerator = self.accelerator
         # What was left open is settled: auto, and threads, of which unlike nodes have their own.
         threads, processes = common_threads(accelerator), accelerator.num_processes
         found_out = {"mixed_precision": accelerator.mixed_precision, "cpu_threads": threads}
@@ -227,7 +227,6 @@ class _Opening:
             if changes := resume.without_effect(folder, self.given):
                 accelerator.print(f"warning: without effect on a finished run: {changes}")
             accelerator.print(f"{folder} is finished: nothing to resume")
-            extras.each(Extra.check, config, accelerator)
             self._end(config, folder)
             yield None
             return
@@ -235,7 +234,6 @@ class _Opening:
             check_effects(config, processes)
         now = resume.adapt_to_processes(config, found, processes, self.given)
         given = _given_now(self.given, config, now)
-        extras.each(Extra.check, now, accelerator)
         if now.plan_only:
             print_run(self.prepare(now), None, accelerator)
             accelerator.end_training()
@@ -264,8 +262,7 @@ class _Opening:
                 # All has been read, and fits: from here on the folder is written.
                 if found is None:  # first of all: a folder without settings cannot be resumed
                     folder.write_settings(given, run)
-                if accelerator.is_main_process:
-                    run.extras.each(Extra.write, folder.path, self.code)
+                folder.keep_script(self.code)
                 if found:
                     resume.take_over_folder(found, run, accelerator)
                     wait_for_all()  # a worker without turns left saves at once
@@ -282,7 +279,6 @@ class _Opening:
     def _end(self, config: RunConfig, folder: Path) -> None:
         self.accelerator.end_training()
         check_result(folder, config, self.accelerator)
-        self.extras.each(Extra.finished, config, folder, self.accelerator)
 
 
 def _given_now(given: RunConfig, before: RunConfig, now: RunConfig) -> RunConfig:

@@ -66,18 +66,16 @@ def _asked_for(marker, config):
 
 @pytest.fixture(scope="session", autouse=True)
 def no_pictures():
-    """Have runs draw a pixel: a second saved each. Pictures have tests of their own."""
+    """Have runs draw a pixel: a second saved each. The picture has tests of its own."""
 
-    def draw(self, folder, *_):
-        for name in ("plan", "accuracy", "workers"):
-            path = folder / f"plots/{name}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.new("RGB", (1, 1)).save(path)
+    def draw(self, folder):
+        path = folder / "plots/run.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (1, 1)).save(path)
 
     with pytest.MonkeyPatch.context() as patches:
-        if pictures := found_extras().get("pictures"):
-            for moment in ("report", "end"):
-                patches.setattr(pictures, moment, draw)
+        if charts := found_extras().get("charts"):
+            patches.setattr(charts, "_draw", draw)
         yield patches
 
 
@@ -94,8 +92,7 @@ def quick_runs():
         patches.setattr(dbsl.data.dataset, "open_labelled", opened)
         patches.setattr("dbsl.open.read_code", cache(read_code))
         patches.setattr("dbsl.checkpoint.checkpointer.lower_priority", lambda: None)
-        if "code" in found_extras():
-            patches.setattr("dbsl.extras.code.git_diff", lambda: b"")
+        patches.setattr("dbsl.log.log.commit_of", lambda script: "")
         yield
 
 

@@ -38,7 +38,6 @@ from dbsl.checkpoint.disk import (
 from dbsl.checkpoint.resume import Resumed
 from dbsl.cluster.alive import SAVED_S, WRITER
 from dbsl.cluster.wire import SERVER_RANK
-from dbsl.config.hooks import Extra
 from dbsl.config.settings import CHECKPOINTS, parse_interval
 from dbsl.model import BEST, FINAL, copy_model_state, save_model
 from dbsl.optimizer import load_optimizer
@@ -271,7 +270,6 @@ class Checkpointer:
     def _finish_early(self) -> None:
         session = self._session
         session.save_model(FINAL)
-        self._run.extras.each(Extra.finish, session)
         if self._keep and self._saved_epoch != self._end.epoch:
             self._save(end=self._end)
         self._cluster.finish()

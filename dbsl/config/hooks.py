@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from dbsl.plan.sampler import Step
     from dbsl.plan.types import EpochEnd, Plan, RoundReport, Turn
     from dbsl.run.evaluation import Evaluation
-    from dbsl.run.folder import Code
     from dbsl.run.session import Session
     from dbsl.run.training import SimulatedTimes
 
@@ -70,13 +69,10 @@ class Extra:
         return cls()
 
     # --- before training, on every process
-    def check(self, config: Any, accelerator: Accelerator) -> None:
-        """Refuse settings, before anything is measured or written."""
-
     def data(self, config: Any) -> Any | None:
         """Return what opens the data, as `dbsl.data.dataset.load_data` has it; else datasets do."""
 
-    def machine(self, config: Any) -> Machine | None:
+    def machine(self, config: Any, accelerator: Accelerator) -> Machine | None:
         """Return what stands for the machines; of several extras the first counts."""
 
     # --- while it trains, on every process
@@ -100,9 +96,6 @@ class Extra:
         """
         return result
 
-    def finish(self, session: Session) -> None:
-        """The run ends with this epoch, which was evaluated before that was known."""
-
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on from."""
         return {}
@@ -111,18 +104,14 @@ class Extra:
         """Go on from what `state_dict` returned; `same`: in the same workers and processes."""
 
     # --- on the main process
-    def write(self, folder: Path, code: Code) -> None:
-        """All is built and brought back: from here on the folder is written. `code` trains it."""
-
     def epoch(
         self, epoch: int, plan: Plan, reports: Sequence[RoundReport]
     ) -> Iterable[tuple[str, Row]]:
-        """Return events for metrics.jsonl of an epoch, from the reports of its rounds."""
-        return ()
+        """Return events for metrics.jsonl of an epoch, from the reports of its rounds.
 
-    def summary(self) -> dict[str, Any]:
-        """Return what summary.json is to have."""
-        return {}
+        summary.json has the last of each, by its name.
+        """
+        return ()
 
     # --- what only reports: the main process, from rows alone (`python -m dbsl.report RUN`, too)
     def report(self, folder: Path, rows: Sequence[Row]) -> None:
@@ -131,15 +120,11 @@ class Extra:
     def row(self, row: Row) -> None:
         """A row was written. Its epochs count from 0."""
 
-    def end(self, folder: Path) -> None:
-        """The run is over, and its summary.json is written."""
-
     def close(self, kind: type[BaseException] | None) -> None:
-        """Let go of what is open; `kind` is what ended the run, None: its end."""
+        """Let go of what is open; `kind` is what ended the run.
 
-    # --- after training, on every process
-    def finished(self, config: Any, folder: Path, accelerator: Accelerator) -> None:
-        """The run is finished, now or by an earlier session."""
+        None: it has come to its end, and summary.json is written.
+        """
 
 
 class Extras(dict[str, Extra]):

@@ -86,13 +86,8 @@ class Average(Extra):
             return None
         with self._weights(session):
             result = result.also("ema", evaluate(session))
-            if session.is_last(end):
-                session.save_model(EMA)
+            session.save_model(EMA)  # the run may end here: that is known later
         return result
-
-    def finish(self, session: Session) -> None:
-        with self._weights(session):
-            session.save_model(EMA)
 
     @contextmanager
     def _weights(self, session: Session) -> Iterator[None]:

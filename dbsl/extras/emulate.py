@@ -63,15 +63,13 @@ class Emulate(Extra):
         given += (config.inner_link_gbps,)
         return cls() if any(given) else None
 
-    def check(self, config: EmulateSettings, accelerator: Accelerator) -> None:
-        """Refuse what is for simulated workers in several processes."""
+    def machine(self, config: EmulateSettings, accelerator: Accelerator) -> Emulation:
+        """Return it; refuse what is for simulated workers in several processes."""
         if accelerator.num_processes > 1:
             real = "with several processes, whose times and network are real"
             off = {"time_noise": 0, "link_gbps": "unset", "inner_link_gbps": "unset"}
             given = {name: getattr(config, name) for name in off}
             refuse((value, f"{n} must be {off[n]} {real}", value) for n, value in given.items())
-
-    def machine(self, config: EmulateSettings) -> Emulation:
         link = (config.link_gbps, config.link_ms, config.link_overlap)
         return Emulation(
             parse_slowdown(config.slowdown or (), config.workers),

@@ -88,6 +88,7 @@ class Noise(Extra):
     """Measures gradients while a run trains, and estimates its noise scale at each epoch's end."""
 
     Settings = NoiseSettings
+    _advice = ""  # a line for people, on the main process
 
     @classmethod
     def of(cls, config: NoiseSettings) -> Noise | None:
@@ -101,7 +102,6 @@ class Noise(Extra):
         """Choose how to measure; not at all with fp16, which scales gradients."""
         run, accelerator = session.run, session.accelerator
         self.mean, self._samples = NoiseAverage(), len(run.data.train)
-        self._plan: Plan | None = None  # the last epoch's
         self._joint, self._loss_of = session.stepper.joint, run.loss_of
         self.probe = None if accelerator.scaler else choose_probe(run, accelerator.num_processes)
 
@@ -115,13 +115,14 @@ class Noise(Extra):
     ) -> Iterable[tuple[str, Row]]:
         for gradient_square, trace in pairs_of(reports, self._samples):
             self.mean.add(gradient_square, trace)
-        self._plan = plan
         if (scale := self.mean.estimate()) is not None:
+            self._advice = advice_on(scale, plan)
             yield "noise", asdict(scale)
 
-    def summary(self) -> dict[str, Any]:
-        scale = self.mean.estimate()
-        return noise_summary(scale, self._plan) if scale else {}
+    def close(self, kind: type[BaseException] | None) -> None:
+        """Say what is known of a run that has come to its end (on the main process)."""
+        if kind is None and self._advice:
+            print(self._advice, flush=True)
 
     def state_dict(self) -> dict[str, Any]:
         return {"probe": self.probe and self.probe.state_dict(), "mean": asdict(self.mean)}
@@ -209,22 +210,16 @@ def pairs_of(reports: Iterable[RoundReport], samples: int) -> list[tuple[float, 
     return found
 
 
-def noise_summary(scale: NoiseScale, plan: Plan | None) -> dict[str, Any]:
-    """Return what summary.json says of a run's noise scale.
-
-    Where that is known well enough, a line has it next to the largest batch of the last epoch's
-    plan. None: the run was resumed behind its last epoch.
-    """
-    numbers = {"": scale.b_simple, "_low": scale.low, "_high": scale.high}
-    found: dict[str, Any] = {f"noise_scale{end}": value for end, value in numbers.items()}
-    if plan is None or scale.pairs < _FEW or math.isinf(scale.b_simple):
-        return found
+def advice_on(scale: NoiseScale, plan: Plan) -> str:
+    """Return a line on a noise scale that is known well enough, and the plan's largest batch."""
+    if scale.pairs < _FEW or math.isinf(scale.b_simple):
+        return ""
     batch = plan.global_batch_size or max(worker.local_batch_size for worker in plan.workers)
-    value, low, high = (f"{v:.3g}" if v < 1000 else f"{v:.0f}" for v in numbers.values())
+    numbers = (scale.b_simple, scale.low, scale.high)
+    value, low, high = (f"{v:.3g}" if v < 1000 else f"{v:.0f}" for v in numbers)
     upper = "or more" if math.isinf(scale.high) else f"to {high}"
     name = "the global batch" if plan.global_batch_size else "B_L"
-    line = f"gradient noise scale {value} (95 %: {low} {upper}); {name} is {batch}"
-    return found | {"noise_advice": line}
+    return f"gradient noise scale {value} (95 %: {low} {upper}); {name} is {batch}"
 
 
 class NoiseProbe:

@@ -1,1 +1,1 @@
-"""What a run says: metrics, lines, pictures, trackers, model card."""
+"""What a run says: metrics and lines."""

@@ -41,6 +41,7 @@ from dbsl.plan.types import (
 )
 from dbsl.profile.timing import device_name
 from dbsl.run.evaluation import Evaluation
+from dbsl.run.folder import commit_of, started_script
 from dbsl.run.session import Session
 
 timm = lazy_import("timm")
@@ -65,6 +66,7 @@ class _SoFar:
     lost_samples: int = 0  # samples that nobody trained on because a worker was lost
     unreported: int = 0  # samples of the epoch under way that were handed over without a report
     all_refused: bool = False  # rounds of the last epoch
+    last_events: dict[str, Any] = field(default_factory=dict)  # of extras, by name
 
 
 def start_log(
@@ -333,6 +335,7 @@ class RunLog:
             self.write("eval", row | {"learning_rate": rate, "train_resolution": resolution})
         for event, values in chain(*self._run.extras.each(Extra.epoch, epoch, plan, reports)):
             self.write(event, place | values)
+            self._so_far.last_events[event] = dict(values)
         # Other workers may have taken all of its steps: their losses are not known.
         told = {self._loss: found["loss"]} | figures if found["samples"] else {}
         loss = "".join(f"  {name} {short_loss(value)}" for name, value in told.items())
@@ -406,7 +409,7 @@ class RunLog:
         if not self.enabled:
             return
         session, config, data = self._session, self._config, self._run.data
-        found, simulated_s = self._run.extras.each(Extra.summary), session.cluster.time_s
+        simulated_s = session.cluster.time_s
         sources = (("train", data.train), ("evaluation", data.evaluation))
         mishaps = {
             "refused_rounds": session.cluster.refused,
@@ -415,7 +418,6 @@ class RunLog:
         }
         values = {
             **self.results(),
-            **{name: value for own in found for name, value in own.items()},
             **({"virtual_time_s": simulated_s} if simulated_s and config.workers > 1 else {}),
             "start_up_time_s": session.stopwatch.start_up_s,
             "total_time_s": session.stopwatch.total_s,
@@ -428,14 +430,13 @@ class RunLog:
             "torch": torch.__version__,
             "timm": timm.__version__,
             **{name: value for name, value in mishaps.items() if value},
+            **self._so_far.last_events,
+            **({"commit": commit} if (commit := commit_of(started_script())) else {}),
         }
         text = json.dumps(rows.strict_numbers(values), indent=2, sort_keys=True, allow_nan=False)
         write_text(self.folder / "summary.json", text + "\n")
-        if "noise_advice" in values:
-            self._say(values["noise_advice"])
         result = lines.result_in_words(values, self._unit, self._eval_loss)
         self._say(f"{result}; all of it in {self.folder}")
-        self._run.extras.each(Extra.end, self.folder)
 
 
 def check_result(folder: Path, config: RunConfig, accelerator: Accelerator) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import socket
+import subprocess
 import sys
 import sysconfig
 import time
@@ -39,11 +40,7 @@ from dbsl.config.settings import RunConfig
 from dbsl.run.training import Run
 
 LOCK = ".lock"
-# What a run leaves for people, in its folder; checkpoints and trackers' files are there, too.
-RESULTS = ("README.md", "model*.safetensors", "plots/*.png", "config.json", "config.yaml")
-RESULTS += ("plan.json", "summary.json", "metrics.jsonl")
 SUMS = "SHA256SUMS"  # checksums of all files, as `sha256sum` writes them; the script comes first
-CODE = "code*/**/*"  # what a run folder has of it
 PACKAGE = Path(dbsl.__file__).parent
 _INSTALLED = ("site-packages", "dist-packages")
 _NOT_OWN = tuple(
@@ -51,6 +48,7 @@ _NOT_OWN = tuple(
     for place in (PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 )
 _MOST = 3  # files that are named
+_GIT_S = 30.0  # that git may take, on a slow disk
 
 
 class RunFolder(AbstractContextManager):
@@ -96,6 +94,20 @@ class RunFolder(AbstractContextManager):
         write_text(self.path / "config.yaml", config_to_yaml(settings, run.config.resolved))
         rows = {px(resolution) or "plan": asdict(plan) for resolution, plan in run.plans.items()}
         write_text(self.path / "plan.json", json.dumps(rows, indent=2))
+
+    def keep_script(self, code: Code) -> None:
+        """Copy the script into the folder; a resume by another one keeps that of before, too."""
+        script = script_of(code.sums)
+        if self._lock is None or not script:
+            return
+        path, content = self.path / Path(script).name, code.files[script]
+        if path.exists() and path.read_bytes() != content:
+            number = next(n for n in count(1) if not path.with_stem(f"{path.stem}-{n}").exists())
+            before = path.with_stem(f"{path.stem}-{number}")
+            path.rename(before)
+            what = f"{path.name} has changed since the run began; it was kept as {before.name}"
+            print(f"warning: {what}", flush=True)
+        path.write_bytes(content)
 
     def __exit__(self, *_: object) -> None:
         self.release()
@@ -214,6 +226,17 @@ def started_script() -> Path | None:
     """Return the file that was started, unless it is an installed command or there is none."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     return Path(path).absolute() if path and _is_own(path) and os.path.isfile(path) else None
+
+
+def commit_of(script: Path | None) -> str:
+    """Return the commit that a script's checkout is at; ``-dirty``: files have changed since."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        how = {"capture_output": True, "check": True, "timeout": _GIT_S, "text": True}
+        folder = script.parent if script else PACKAGE
+        return subprocess.run(command, cwd=folder, **how).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""  # no git, or no checkout
 
 
 def _is_own(path: str) -> bool:

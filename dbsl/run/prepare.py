@@ -259,7 +259,7 @@ def prepare(
     given = settle_islands(given, processes, nodes)
     config = count_workers(given, processes, accelerator.device.type)
     replaced, extras = replaced or Replaced(), extras or Extras.of(config)
-    machine = extras.first(Extra.machine, config) or Machine()
+    machine = extras.first(Extra.machine, config, accelerator) or Machine()
     data = replaced.load_data(config, accelerator)
     config, stages = _make_stages(config, data, accelerator)
     model, least = _build_model(config, data, replaced, accelerator)

@@ -120,7 +120,7 @@ class Session(EvaluationSession[ConfigT]):
         """End the run with this epoch; to be called before `checkpointer.after_epoch`.
 
         One process is enough, of those that epochs end on: all learn of it there. An epoch that is
-        not evaluated is followed by one that is. Model, summary and card are of what was trained,
+        not evaluated is followed by one that is. Model and summary are of what was trained,
         and `--resume` goes on.
         """
         self.finishing = True

@@ -1,4 +1,4 @@
-"""Draw a finished run's pictures and card again: ``python -m dbsl.report runs/x``."""
+"""Draw a finished run's picture again: ``python -m dbsl.report runs/x``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def report(folder: Path, report_to: str | None = None) -> None:
     given = {"report_to": report_to or "none"}
     if "report_to" not in {field.name for field in fields(settings)}:
         if report_to is not None:
-            raise SettingError(f"report_to needs dbsl/extras/charts.py, got {report_to}")
+            raise SettingError(f"report_to needs dbsl/extras/charts, got {report_to}")
         given = {}
     own, whole = read_settings(folder / "config.yaml"), False  # before a picture is drawn
     there = (folder / "metrics.jsonl").is_file()
@@ -46,7 +46,6 @@ def report(folder: Path, report_to: str | None = None) -> None:
         extras.each(Extra.report, folder, first)
         for row in rows[len(first) :]:
             extras.each(Extra.row, row)
-        extras.each(Extra.end, folder)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -110,7 +110,6 @@ def test_several_processes_share_the_images_and_print_one_line(finished, capfd):
         ({}, r"model must have weights with eval_only .* got test_resnet"),
         ({"plan_only": True}, "plan_only must be false with eval_only, got true"),
         ({"output_dir": "runs/x"}, "output_dir must be left out with eval_only, got runs/x"),
-        ({"push_to_hub": "me/it"}, "push_to_hub must be unset with eval_only, got me/it"),
         ({"resume": "", "model": "local-dir:x"}, "model must be left out with resume and eval_on"),
     ],
 )

@@ -29,7 +29,6 @@ from dbsl.config import parse
 from dbsl.config.complete import with_resolved
 from dbsl.config.hooks import found_extras
 from dbsl.config.parse import parse_config
-from dbsl.extras.code import _write
 from dbsl.model import load_model
 from dbsl.open import _given_now
 from dbsl.plan.types import LostWorker
@@ -276,8 +275,8 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
 ):
     folder, settings = tmp_path / "run", {**ROUNDS, **ONE_SIDE, "lr_milestones": None, "epochs": 1}
     with monkeypatch.context() as patch:  # after the first file
-        for name, write in (("run.folder.write_text", write_text), ("extras.code._write", _write)):
-            patch.setattr(f"dbsl.{name}", lambda *given, write=write: write(*given) or {}["killed"])
+        killed = lambda *given: write_text(*given) or {}["killed"]  # noqa: E731
+        patch.setattr("dbsl.run.folder.write_text", killed)
         with pytest.raises(KeyError):
             run(folder, **settings)
     run(folder, **settings, resume="auto" if resumed == "auto" else str(folder))

@@ -2,11 +2,8 @@ import json
 import re
 import shlex
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from accelerate.state import PartialState
@@ -18,14 +15,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dbsl.base.errors import SettingError
 from dbsl.extras import charts
 from dbsl.extras.charts import Charts, tracker_names
-from dbsl.log.rows import PLAN_TOTALS
+from dbsl.log import rows as log_rows
 from tests.helpers import a_round, run
 
 WORKERS = [
     {"worker": 0, "local_batch_size": 4, "samples": 40},
     {"worker": 1, "local_batch_size": 8, "samples": 60},
 ]
-PLAN = {"event": "plan", "resolution": 24, "workers": WORKERS} | dict.fromkeys(PLAN_TOTALS, 0.5)
+PLANNED = [worker | {"predicted_time_s": 1.0, "small": False} for worker in WORKERS]
+PLAN = {"event": "plan", "resolution": 24, "workers": PLANNED, "epoch_time_s": 1.0}
+PLAN |= {"first_epoch": 0, "end_epoch": 1}
 EVAL = {"event": "eval", "epoch": 0, "resolution": 24, "accuracy": 0.75, "loss": 0.5, "samples": 90}
 EVAL |= {"time_s": 0.25, "train_time_s": 10.0, "learning_rate": 0.1, "train_resolution": 24}
 EVAL["of_cats"] = 0.25  # a metric of your own
@@ -54,16 +53,13 @@ class Recorder(GeneralTracker):
 
     def __init__(self, project, **own):
         super().__init__()
-        self.records, self.own, self.stored, self.tables, self.pictures = [], own, None, [], []
+        self.records, self.stored, self.pictures = [], None, []
 
     def store_init_configuration(self, values):
         self.stored = values
 
     def log(self, values, step=None):
         self.records.append((step, values))
-
-    def log_table(self, name, columns, data):
-        self.tables.append(name)
 
     def log_images(self, values, step=None):
         self.pictures += values
@@ -80,10 +76,11 @@ def alone():
 @pytest.fixture
 def folder(tmp_path):
     folder = tmp_path / "first run"
-    (folder / "plots").mkdir(parents=True)
+    folder.mkdir()
     (folder / "config.yaml").write_text("lr: 0.1\nresolutions: [24, 32]\nresolved: {workers: 2}\n")
     (folder / "summary.json").write_text('{"best_accuracy": 0.75, "epochs": 1}')
-    Image.new("RGB", (30, 20), "red").save(folder / "plots/plan.png")
+    rows = [json.dumps(log_rows.for_people(row)) for row in (PLAN, *epoch(), EVAL)]
+    (folder / "metrics.jsonl").write_text("\n".join(rows))
     return folder
 
 
@@ -117,76 +114,69 @@ def test_trackers_are_those_that_accelerate_knows_and_that_are_installed(monkeyp
             tracker_names(given)
 
 
-@pytest.mark.usefixtures("recorder")
-def test_a_plan_that_is_drawn_once_the_trackers_are_there_is_sent_with_the_first_row(folder):
-    plan = folder / "plots/plan.png"
-    content = plan.read_bytes()
-    plan.unlink()
-    shown = show(folder, "mlflow")
-    plan.write_bytes(content)
-    for row in epoch():
-        shown.row(row)
-    assert shown._shown[0].tracker.pictures == ["plots/plan"]
-
-
-@pytest.mark.usefixtures("recorder")
-def test_a_tracker_gets_settings_rows_pictures_and_a_table_over_thousandths_of_an_epoch(folder):
+@pytest.mark.usefixtures("recorder", "pictures")
+def test_a_tracker_gets_settings_rows_and_the_picture_over_thousandths_of_an_epoch(folder):
     rows = [step(1, 0.25, 1.5, kd=0.5), *epoch(), EVAL, NOISE, {"event": "lost", "worker": 1}]
     shown = show(folder, "mlflow", rows=rows)
-    (tracker,) = (own.tracker for own in shown._shown)
-    assert tracker.own == {"run_name": "first run"}
+    (tracker,) = shown._trackers
     assert tracker.stored == {"lr": 0.1, "resolutions": "24,32", "workers": 2}
-    assert (tracker.tables, tracker.pictures) == (["plan/table"], ["plots/plan"])
-    (first, line), (second, train), (_, workers), (_, found), (_, noise) = tracker.records
-    assert (first, line) == (250, {"epoch": 0.25, "steps/loss/1": 1.5, "steps/kd/1": 0.5})
+    (first, line), (second, train), (_, found), (_, noise) = tracker.records
+    assert (first, line) == (250, {"epoch": 0.25, "worker 1/loss": 1.5, "worker 1/kd": 0.5})
     assert second == 1000
     assert train["train/loss"] == pytest.approx(2.6)  # the mean over samples
     assert (train["train/learning_rate"], train["train/images_per_s"]) == (0.1, 10.0)
     assert (train["time/large_workers_s"], train["time/train_s"]) == (1.0, 10.0)
-    assert train["plan/idle_share"] == 0.5
-    assert not any("train_time" in name or "wait_time" in name for name in train)
-    assert (workers["workers/share/1"], workers["workers/loss/0"]) == (0.6, 2.0)
+    assert (train["worker 1/share"], train["worker 0/local_batch_size"]) == (0.6, 4)
+    assert not any("train_time" in name for name in train)
     assert found.pop("eval/of_cats") == 0.25
     assert found == {"epoch": 1, "eval/accuracy": 0.75, "eval/loss": 0.5, "time/eval_s": 0.25}
     assert noise == {"epoch": 1, "noise/b_simple": 30.0}
     shown.close(None)
     assert tracker.records[-1] == "finished"
-    assert tracker.pictures == ["plots/plan"] * 2
+    assert tracker.pictures == ["run"]
+    with Image.open(folder / "plots/run.png") as image:
+        assert image.width > 500
 
 
 @pytest.mark.usefixtures("recorder")
-def test_a_resumed_run_goes_on_in_the_charts_of_before_and_shows_nothing_twice(folder, monkeypatch):
-    before = [PLAN, *epoch()]
-    shown = show(folder, "mlflow", before=before, state={"trackers": {"mlflow": ""}})
-    (tracker,) = (own.tracker for own in shown._shown)
-    assert (tracker.records, tracker.tables, tracker.pictures) == ([], [], [])
-    assert shown.state_dict() == {"trackers": {"mlflow": ""}}
-    monkeypatch.setitem(charts.LOGGER_TYPE_TO_CLASS, "comet_ml", Recorder)
-    other = show(folder, "comet_ml", before=before, state=shown.state_dict())
-    assert other.state_dict()["trackers"].keys() == {"comet_ml", "mlflow"}
+def test_a_resumed_run_shows_nothing_twice_and_an_error_is_not_hidden(folder, monkeypatch):
+    shown = show(folder, "mlflow", before=[PLAN, *epoch()])
+    (tracker,) = shown._trackers
+    assert tracker.records == []
     monkeypatch.setattr(Recorder, "finish", lambda self: 1 / 0)
     shown.close(ValueError)  # where the run has failed, a tracker does not hide why
+    assert not (folder / "plots/run.png").exists()
 
 
-def test_tensorboard_forgets_what_a_killed_session_showed_after_its_checkpoint(folder):
-    steps = [step(0, progress, 3.0) | {"epoch": 1} for progress in (0.25, 0.5)]
-    first = show(folder, "tensorboard", rows=[*epoch(), *steps, *epoch(1)])
-    first.close(None)
-    time.sleep(0.01)
-    changed = [row | {"loss": 5.0} if row["event"] == "round" else row for row in epoch(1)]
-    state, kept = {"trackers": {"tensorboard": ""}}, [PLAN, *epoch(), steps[0]]
-    second = show(folder, "tensorboard", before=kept, state=state, rows=changed)
-    second.close(None)
-    events = EventAccumulator(str(folder / "tensorboard")).Reload()
-    assert [point.step for point in events.Scalars("steps/loss/0")] == [1250]
-    points = [(point.step, point.value) for point in events.Scalars("train/loss")]
-    assert points == [(1000, pytest.approx(2.6)), (2000, 5.0)]
-    assert events.Images("plots/plan")[0].width == 30
-    (hparams, *_) = (folder / "tensorboard").glob("*/hparams.yml")
+@pytest.mark.usefixtures("recorder", "pictures")
+def test_a_picture_for_which_the_disk_has_no_room_leaves_a_finished_run(
+    folder, monkeypatch, capsys
+):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(charts, "save_figure", full)
+    shown = show(folder, "mlflow", rows=[*epoch(), EVAL])
+    (tracker,) = shown._trackers
+    shown.close(None)
+    assert tracker.records[-1] == "finished"
+    said = capsys.readouterr()
+    assert "warning: plots/run.png could not be drawn" in said.out + said.err
+
+
+@pytest.mark.usefixtures("pictures")
+def test_tensorboard_has_the_settings_and_a_scalar_for_each_figure(folder):
+    shown = show(folder, "tensorboard", rows=[*epoch(), EVAL])
+    shown.close(None)
+    events = EventAccumulator(str(folder / "dbsl")).Reload()
+    assert [point.step for point in events.Scalars("worker 0/share")] == [1000]
+    assert events.Scalars("train/loss")[0].value == pytest.approx(2.6)
+    assert events.Images("run")[0].width > 500
+    (hparams, *_) = (folder / "dbsl").glob("*/hparams.yml")
     assert "resolutions: 24,32" in hparams.read_text()
 
 
-@pytest.mark.usefixtures("no_login")
+@pytest.mark.usefixtures("no_login", "pictures")
 def test_wandb_without_a_login_runs_offline_and_says_how_to_upload(folder, capsys, monkeypatch):
     monkeypatch.chdir(folder.parent)
     shown = show(folder, "wandb", rows=[*epoch(), EVAL])
@@ -194,17 +184,16 @@ def test_wandb_without_a_login_runs_offline_and_says_how_to_upload(folder, capsy
     command = re.fullmatch(r"wandb: offline \(no login\); to upload: (.*)", said)[1]
     program, verb, path = shlex.split(command)
     assert (program, verb, Path(path)) == ("wandb", "sync", Path("first run/wandb"))
-    run = shown._shown[0].tracker.tracker
-    shown.end(folder)
+    run = shown._trackers[0].tracker
     assert (run.project, run.name) == ("dbsl", "first run")
     assert run.config["resolutions"] == "24,32"
-    assert dict(run.summary["eval/accuracy"]) == {"max": 0.75, "last": 0.75}
-    assert run.summary["workers/samples/1"] == 60
+    assert run.summary["worker 1/local_batch_size"] == 8
+    shown._draw(folder)
     assert run.summary["best_accuracy"] == 0.75
     shown.close(None)
     assert list(Path(path).glob("offline-*/run-*.wandb"))
-    again = show(folder, "wandb", state={"trackers": {"wandb": run.id}})
-    assert again._shown[0].id == run.id
+    again = show(folder, "wandb", state={"wandb": run.id})
+    assert again.state_dict() == {"wandb": run.id} == {"wandb": again._trackers[0].tracker.id}
     again.close(None)
     assert "wandb" not in capsys.readouterr().err
 
@@ -217,7 +206,7 @@ def test_wandb_variables_of_the_user_are_honoured(folder, no_login, monkeypatch,
     for name, value in (OF_USER | {"TAGS": "a,b", "MODE": mode}).items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     shown = show(folder, "wandb", rows=epoch())
-    run, offline = shown._shown[0].tracker.tracker, mode == "offline"
+    run, offline = shown._trackers[0].tracker, mode == "offline"
     if offline:
         assert [run.project, run.name, run.group, run.job_type] == [*OF_USER.values()]
         assert run.tags == ("a", "b")
@@ -253,68 +242,20 @@ def test_wandb_whose_server_is_not_there_or_refuses_the_key_runs_offline(
             server.shutdown()
         said = "wandb: offline (" + f"no answer from {url})" * (not there)
         assert said in capsys.readouterr().out
-        assert shown._shown[0].tracker.tracker.offline
+        assert shown._trackers[0].tracker.offline
         shown.close(None)
-
-
-@pytest.fixture
-def wandb(monkeypatch):
-    """As much of W&B as charts use."""
-    tracker, defined = Recorder("dbsl"), {}
-    define_metric = lambda name, **settings: defined.update({name: settings})  # noqa: E731
-    tracker.tracker = SimpleNamespace(id="own", define_metric=define_metric, defined=defined)
-    monkeypatch.setattr(charts, "start_wandb", lambda *_: tracker)
-    return tracker
-
-
-def test_wandb_hides_figures_of_single_workers_and_draws_all_in_one_chart(folder, wandb):
-    before = [PLAN, step(0, 0.25, 2.0), step(1, 0.25, 3.0)]
-    shown = show(folder, "wandb", before=before, rows=[step(1, 0.5, 4.0, kd=0.5), *epoch()])
-    hidden = {name for name, settings in wandb.tracker.defined.items() if settings.get("hidden")}
-    assert {"epoch", "steps/loss/1", "workers/share/0", "workers/samples/1"} <= hidden
-    assert wandb.tracker.defined["eval/accuracy"]["summary"] == "max,last"
-    assert not any("all " in name for _, values in wandb.records for name in values)
-    shown.close(None)
-    _, values = wandb.records[-2]
-    assert {"all steps: loss", "all steps: kd", "all workers: share"} <= values.keys()
-    assert "all workers: samples" not in values
-    points = [[0.25, "worker 0", 2.0], [0.25, "worker 1", 3.0], [0.5, "worker 1", 4.0]]
-    assert sorted(values["all steps: loss"].table.data) == points
-
-
-def test_wandb_charts_of_all_workers_come_ever_more_seldom_and_stay_small(
-    folder, wandb, monkeypatch
-):
-    now = [0.0]
-    monkeypatch.setattr(charts.time, "monotonic", lambda: now[0])
-    many = PLAN | {"workers": [WORKERS[0] | {"worker": n} for n in range(40)]}
-    shown, sent_at = show(folder, "wandb", before=[many]), []
-    for number in range(6000):
-        now[0] += 1.0
-        shown.row(step(number % 40, number / 6000, 1.0))
-        if line := wandb.records[-1][1].get("all steps: loss"):
-            sent_at.append(now[0])
-            workers = [worker for _, worker, _ in line.table.data]
-            assert len(workers) <= 10 * (charts._POINTS + 1)
-    gaps = [after - before for before, after in pairwise(sent_at)]
-    assert (sent_at[0], min(gaps)) == (60, 60)
-    assert gaps == sorted(gaps)
-    assert len(sent_at) < 50
-    assert len({*workers}) == 10
-    assert {"worker 0", "worker 39"} <= {*workers}
 
 
 def test_a_finished_run_is_drawn_and_sent_again_from_its_folder_alone(tmp_path, pictures):
     from dbsl.tools.report import main
 
     run(tmp_path / "run", epochs=1, workers=1, local_batch_sizes=(8,))
-    left = ("plots/plan.png", "plots/accuracy.png", "plots/workers.png", "README.md")
-    before = [(tmp_path / "run" / name).read_bytes() for name in left]
-    for name in left:
-        (tmp_path / "run" / name).unlink()
+    picture = tmp_path / "run/plots/run.png"
+    before = picture.read_bytes()
+    picture.unlink()
     main([str(tmp_path / "run"), "--report-to", "tensorboard"])
-    assert [(tmp_path / "run" / name).read_bytes() for name in left] == before
-    events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    assert picture.read_bytes() == before
+    events = EventAccumulator(str(tmp_path / "run/dbsl")).Reload()
     (point,) = events.Scalars("eval/accuracy")
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert point.value == pytest.approx(summary["final_accuracy"])
@@ -347,14 +288,12 @@ def test_a_tracker_that_raises_is_left_out_and_the_others_go_on(folder, monkeypa
     monkeypatch.setitem(charts.LOGGER_TYPE_TO_CLASS, "mlflow", Recorder)
     monkeypatch.setitem(charts.LOGGER_TYPE_TO_CLASS, "comet_ml", Broken)
     shown = show(folder, "comet_ml", "mlflow")
-    (recorder,) = (one.tracker for one in shown._shown if one.tracker.name == "mlflow")
+    (recorder,) = (one for one in shown._trackers if one.name == "mlflow")
     for row in epoch():
         shown.row(row)
-    shown.end(folder)
     shown.close(None)
     assert recorder.records[-1] == "finished"
     assert any("train/loss" in values for _, values in recorder.records[:-1])
     said = capsys.readouterr()
     told = "warning: comet_ml gets nothing from now on (the server is gone)\n"
     assert (said.out + said.err).count(told) == 1
-    assert shown.state_dict()["trackers"].keys() == {"comet_ml", "mlflow"}  # to go on there

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dbsl.extras.noise
 from dbsl.config.settings import RunConfig
-from dbsl.extras.noise import NoiseAverage, NoiseProbe, noise_summary, pairs_of, separate
+from dbsl.extras.noise import NoiseAverage, NoiseProbe, advice_on, pairs_of, separate
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.solve import PlanRules, plan_dual_batch
 from dbsl.plan.types import RoundReport, TimeModel, Turn
@@ -335,12 +335,10 @@ def test_workers_take_turns():
 def test_a_run_whose_noise_scale_is_known_says_it_next_to_its_batch():
     plan = plan_dual_batch(4000, 4, 0, 16, TimeModel(1e-3, 0.02))
     scale = dbsl.extras.noise.NoiseScale(100.0, 80.0, 130.0, 1.0, 100.0, 50)
-    advice = noise_summary(scale, plan)["noise_advice"]
-    assert advice == "gradient noise scale 100 (95 %: 80 to 130); B_L is 16"
-    assert "80 or more" in noise_summary(replace(scale, high=math.inf), plan)["noise_advice"]
+    assert advice_on(scale, plan) == "gradient noise scale 100 (95 %: 80 to 130); B_L is 16"
+    assert "80 or more" in advice_on(replace(scale, high=math.inf), plan)
     for unknown in (replace(scale, b_simple=math.inf), replace(scale, pairs=5)):
-        assert "noise_advice" not in noise_summary(unknown, plan)
-    assert "noise_advice" not in noise_summary(scale, None)
+        assert not advice_on(unknown, plan)
 
 
 DUAL = {"rounds_per_epoch": 2, "small_workers": 2, "small_batch_size": (4,)}
@@ -368,10 +366,10 @@ def test_noise_is_measured_and_changes_no_bit(mode, tmp_path):
     assert one.read_bytes() == other.read_bytes()
     noise, summary = rows(with_it, "noise"), summary_of(with_it)
     assert noise, "no estimate in the whole run"
-    found = [summary[name] for name in ("noise_scale", "noise_scale_low", "noise_scale_high")]
-    assert found == [noise[-1][name] for name in ("b_simple", "low", "high")]
+    names = ("b_simple", "low", "high")
+    assert [summary["noise"][n] for n in names] == [noise[-1][n] for n in names]
     assert not rows(without, "noise")
-    assert "noise_scale" not in summary_of(without)
+    assert "noise" not in summary_of(without)
     measured = [row for row in rows(with_it, "round") if "gradient_batch" in row]
     assert max(row["gradient_batch"] for row in measured) == largest
     micro = {row.get("micro_batch") for row in measured}

@@ -80,5 +80,6 @@ def test_package_citation_and_changelog_have_one_version_and_one_date():
     citation = (ROOT / "CITATION.cff").read_text()
     assert re.search(r"^version: (.*)$", citation, re.M)[1] == version
     date = re.search(r"^date-released: (.*)$", citation, re.M)[1]
-    newest = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)[1]
-    assert newest == f"{version} ({date})"
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    released = [heading for heading in headings if heading != "Unreleased"]
+    assert released[0] == f"{version} ({date})"
