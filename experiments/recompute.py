@@ -2,10 +2,10 @@
 
     python -m experiments.recompute [FOLDER OF THE PAGES]
 
-Rows are frozen, and so are the tables of these pages and of others that recompute.yaml names. It
-says what the rows must give for the cells of tables and for texts. A text that has left its page
-fails, and so does a decimal number, percentage or interval in prose that no text covers. Whole
-numbers, such as batch sizes, are held against rows only where a text has them.
+recompute.yaml says what the rows must give for the cells of tables and for texts, and which pages
+are read. A text that has left its page fails, and so does a decimal number, percentage or interval
+in prose that no text covers. Whole numbers, such as batch sizes, are held against rows only where a
+text has them.
 """
 
 import json
@@ -62,6 +62,19 @@ def stage(name: str, *figures: str) -> list[float]:
     """Return figures of the last run of a stage on a GPU, those with % in percent."""
     last = next(one["figures"] for one in reversed(gpu_lines()) if one["stage"] == name)
     return [100 * last[f[1:]] if f.startswith("%") else last[f] for f in figures]
+
+
+def speed(what: str, resolution: str, precision: str) -> list[float]:
+    """Return an arm's images a second in results/speed.csv, and train.py's over another arm's."""
+    own = rows(f"speed:part == 'training' and resolution == {resolution}")
+    own = own[(own["what"] == what) & (own["precision"] == precision)].iloc[0]
+    return [own["median"], *([own["train.py_over_it"]] if what != "train.py, 1 worker" else [])]
+
+
+def peak(what: str) -> list[float]:
+    """Return an arm's least and most memory; the plain loop's is from its set-up, and not told."""
+    own = rows("speed:part == 'training'")
+    return [] if "plain" in what else own.loc[own["what"] == what, "peak_mib"].agg(["min", "max"])
 
 
 def done(prefix: str, planned: str) -> list[float]:
@@ -308,7 +321,7 @@ def repeated() -> float:
 
 
 VERBS = {verb.__name__: verb for verb in (cost, corrected, hypothesis, cause, detectable, change)}
-VERBS |= {"stage": stage, "done": done}
+VERBS |= {"stage": stage, "done": done, "speed": speed, "peak": peak}
 VERBS |= {verb.__name__: verb for verb in (format_p, goal_p, gain_p, speed_limit)}
 VERBS |= {verb.__name__: verb for verb in (more_workers_p, repeats, alike, slow_p, repeated)}
 VERBS |= {
@@ -316,6 +329,7 @@ VERBS |= {
     "told": lambda where, column, n: float(  # of a cell with several numbers
         re.findall(r"[-+]?\d+\.\d+", rows(where)[column].iloc[0])[int(n)]
     ),
+    "ms": lambda where, column: interval(1e3 * rows(where)[column]),
     "formats": lambda wire: interval(format_less(wire)),
     "formats_n": lambda wire: len(format_less(wire)),
     "quotas": lambda arm: interval(quota_less(arm)),
@@ -387,8 +401,8 @@ def figures(page: str, text: str) -> Iterator[tuple[int, str, str]]:
         prose = prose[:start] + " " * (end - start) + prose[end:]
         for number, wanted in enumerate(parts[1::2], 1):
             yield found[0].start(number), found[0][number], wanted
-    if page.startswith("docs/") and page != "docs/results.md":
-        return  # of these the tables alone are of frozen rows
+    if not CLAIMS[page]:
+        return  # of this page only the tables are held against rows
     start, end = text.find("# Results"), len(text)
     if page == "README.md":  # from its first table of figures to the end of its results
         end = text.find("\n## ", start)
