@@ -387,8 +387,6 @@ def save_model(
     weights = save(dict(state), metadata={"format": "pt"})
     # Not with save_file, whose errors do not tell a full disk from others.
     write_weights = partial(write_bytes, folder / f"{name}.safetensors", weights)
-    if name == FINAL:  # written again where the run still has one
-        (folder / f"{EMA}.safetensors").unlink(missing_ok=True)
     if model.created_with is None:
         write_weights()
         return

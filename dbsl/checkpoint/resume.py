@@ -50,7 +50,7 @@ from dbsl.config.settings import (
     workers_of,
 )
 from dbsl.data.sources import TrainingData
-from dbsl.model import BEST
+from dbsl.model import BEST, EMA
 from dbsl.optimizer import optimizer_class
 from dbsl.plan.ledger import Ledger, Members, left_of_epochs
 from dbsl.plan.types import EpochEnd, Handover, Segment, Turn, report_from_plain
@@ -420,6 +420,8 @@ def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:
         (found.run_folder / best).unlink(missing_ok=True)
     if manifest is None:
         return
+    if manifest.epoch < run.config.epochs:  # the next evaluation writes it, if it still has one
+        (found.run_folder / f"{EMA}.safetensors").unlink(missing_ok=True)
     # A finished run that is made longer has no summary until it ends again.
     (found.run_folder / "summary.json").unlink(missing_ok=True)
     for folder in set_aside_after(found.run_folder, manifest.sequence):
