@@ -11,31 +11,24 @@ from typing import Any
 
 import torch
 
-from dbsl.base.errors import NothingLeft, SettingError, SyncError, join_the_others
+from dbsl.base.errors import NothingLeft, SettingError
 from dbsl.base.machine import check_installed, threads_of_process
 from dbsl.checkpoint import resume
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.disk import MODEL_FILE, Found, newest, reading_checkpoint
-from dbsl.cluster.launch import RunningJob, find_running_job
 from dbsl.cluster.merges import MergeRule
 from dbsl.cluster.wire import wait_for_all
 from dbsl.config.complete import found_by, with_resolved
-from dbsl.config.fields import sources
 from dbsl.config.hooks import Extra, Extras
 from dbsl.config.parse import is_checkpoint, run_folder_of
-from dbsl.config.settings import RunConfig, check_effects, meets_at_server
+from dbsl.config.settings import RunConfig, check_effects
 from dbsl.data.sources import TrainingData
 from dbsl.log.lines import print_run
 from dbsl.log.log import check_result, start_log
 from dbsl.log.meter import StepMeter
 from dbsl.loss import LossFunction
 from dbsl.optimizer import check_optimizer, default_learning_rate
-from dbsl.run.accelerator import (
-    common_threads,
-    nodes_of,
-    start_accelerator,
-    start_joining_accelerator,
-)
+from dbsl.run.accelerator import common_threads, nodes_of, start_accelerator
 from dbsl.run.connect import connect
 from dbsl.run.evaluation import EvaluationSession
 from dbsl.run.folder import RunFolder, check_alike, default_folder, read_code
@@ -91,14 +84,7 @@ def open_session(
     check_installed()
     replaced = Replaced(data, model, optimizer, merge, evaluate_also, figures or ())
     opening = _Opening(given, loss_function, replaced)
-    config = opening.config
-    alone = not meets_at_server(config.sync) or config.plan_only
-    if config.eval_only:
-        program = opening.evaluating()
-    elif not alone and (job := find_running_job()):
-        program = opening.joining(job)
-    else:
-        program = opening.launched()
+    program = opening.evaluating() if opening.config.eval_only else opening.launched()
     with program as session:
         yield session
 
@@ -135,12 +121,10 @@ class _Opening:
         """Return the run; its steps are in the accelerator's precision."""
         return prepare(config, self.accelerator, self.loss_function, self.replaced, self.extras)
 
-    def start(
-        self, run: Run, folder: Path, resumed: resume.Resumed | None, job: RunningJob | None = None
-    ) -> Session:
+    def start(self, run: Run, folder: Path, resumed: resume.Resumed | None) -> Session:
         """Build the cluster and the stepper, and bring them to where a resumed run was."""
-        accelerator, merge, sums = self.accelerator, self.replaced.merge, self.code.sums
-        cluster, stepper = connect(run, accelerator, merge, job, sums)
+        accelerator = self.accelerator
+        cluster, stepper = connect(run, accelerator, self.replaced.merge)
         meter = StepMeter(run.config.log_every, figures=run.figures)
         meter.attach(cluster.workers, stepper, accelerator)
         meter.shares_batch = run.place is not None
@@ -174,41 +158,6 @@ class _Opening:
         if folder is not None:
             resume.check_trained_on(folder, session)
         yield session
-        self.accelerator.end_training()
-
-    @contextmanager
-    def joining(self, job: RunningJob) -> Iterator[Session | None]:
-        """Open the run of a job under way for one more worker, which writes checkpoints alone.
-
-        None: the job has no round left. It is a `SyncError` if a setting is another one than the
-        job's, or rank 0 refuses.
-        """
-        config, rank = self.config, job.rank
-        join_the_others()
-        try:
-            if config.resume is None:
-                raise SettingError("resume must be auto to join a running job, got unset")
-            folder = run_folder_of(config.resume, config.output_dir)
-            names = ("mixed_precision", "cpu_threads", "worker_processes")
-            found_out = {name: job.settings[name] for name in names}
-            config = replace(config, **found_out)
-            precision = config.mixed_precision
-            self.accelerator = start_joining_accelerator(rank, job.processes, precision)
-            resume.check_joining(job.settings, config, but=sources(type(config)), code=self.code)
-            run = self.prepare(config)
-            resume.check_joining(job.settings, run.config)
-        except SettingError as error:  # every process of a launch meets it, and this one is alone
-            raise SyncError(f"rank {rank} cannot join the running job: {error}") from error
-        with self.stopping:
-            try:
-                session = self.start(run, folder, None, job)
-            except NothingLeft as reason:
-                print(reason, flush=True)
-                yield None
-                return
-            session.log = start_log(session)
-            with session.log, _running(session):
-                yield session
         self.accelerator.end_training()
 
     @contextmanager

@@ -11,7 +11,6 @@ import re
 import select
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -30,7 +29,6 @@ _EXCHANGE = ("peer", "timed out", "timeout", "gloo", "nccl", "connection", "sock
 
 _SHOWN = timedelta(seconds=10)  # that a rank waits for the traceback of the one that failed first
 
-_joined = threading.Event()
 
 EXIT_REFUSED = 2
 EXIT_DIVERGED = 3
@@ -218,13 +216,7 @@ def _raised_in(error: BaseException, *packages: str) -> bool:
 def one_of_several() -> bool:
     """Whether other processes train with this one; a launcher may also have started it alone."""
     dist = sys.modules.get("torch.distributed")  # plans and their command load no torch
-    joined = dist is not None and dist.is_initialized() and dist.get_world_size() > 1
-    return _joined.is_set() or joined
-
-
-def join_the_others() -> None:
-    """Note that this process trains with others, though it has no process group with them all."""
-    _joined.set()
+    return dist is not None and dist.is_initialized() and dist.get_world_size() > 1
 
 
 # --- values and errors in messages and lines

@@ -55,7 +55,6 @@ from dbsl.optimizer import optimizer_class
 from dbsl.plan.ledger import Ledger, Members, left_of_epochs
 from dbsl.plan.types import EpochEnd, Handover, Segment, Turn, report_from_plain
 from dbsl.run.evaluation import EvaluationSession
-from dbsl.run.folder import SUMS, Code, unlike
 from dbsl.run.training import Run
 
 Changes = dict[str, tuple[Any, Any]]  # settings that are not what they were: before, now
@@ -231,25 +230,6 @@ def _read_own(run_folder: Path, cls: type[RunConfig]) -> RunConfig:
 
 def _change(name: str, old: Any, new: Any) -> str:
     return f"{name} {as_given(old)} -> {as_given(new)}"
-
-
-def check_joining(
-    job: Mapping[str, Any], now: RunConfig, *, but: Collection[str] = (), code: Code | None = None
-) -> None:
-    """Raise ``SettingError`` unless a process that joins a running job trains as the job does.
-
-    `job` has the job's settings and the sums of its code. Settings in `but` are left out: the
-    process has not found them out yet.
-    """
-    if code and (files := unlike(job.get(SUMS, {}), code.sums)):
-        raise SettingError(f"code must be that of the job, got a different {files} here")
-    listed = [
-        f"{name} {as_given(job)} there, {as_given(own)} here"
-        for name, (job, own) in changed_settings(job, now).items()
-        if name not in {*with_role(type(now), Role.FREE), *but}
-    ]
-    if listed:
-        raise SettingError(f"settings must be those of the job, got {', '.join(listed)}")
 
 
 def adapt_to_processes(
@@ -703,8 +683,8 @@ def check_epochs_under_way(
 def with_lost_workers(state: Mapping[str, Any], run: Run, epochs: int) -> Mapping[str, Any]:
     """Return rank 0's state with the workers back that were lost.
 
-    They begin with the first epoch that nobody has begun, when another worker has come as far, like
-    workers that join a running job. Epochs under way keep the plans that were made without them.
+    They begin with the first epoch that nobody has begun, when another worker has come as far.
+    Epochs under way keep the plans that were made without them.
     The run's planner takes the state; `epochs` the run was to have when it was saved.
     """
     server, planner, members = state["cluster"]["server"], run.planner, run.planner.members
@@ -714,8 +694,7 @@ def with_lost_workers(state: Mapping[str, Any], run: Run, epochs: int) -> Mappin
     planner.load_state_dict(state["planner"])
     # Only the workers know whether they have begun a round: all that may have.
     inside, members.inside = members.inside, members.active - members.newcomers
-    begin = planner.next_epoch(min(epochs, run.config.epochs) * run.rounds)
-    planner.take_in(members.lost, begin)
+    begin = planner.bring_back(min(epochs, run.config.epochs) * run.rounds)
     for worker in members.lost:
         members.join(worker, begin * run.rounds)
     members.inside = inside

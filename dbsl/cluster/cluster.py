@@ -26,7 +26,6 @@ from dbsl.plan.types import (
     Action,
     EpochEnd,
     Handover,
-    JoinedWorker,
     LostWorker,
     RoundReport,
     Segment,
@@ -98,7 +97,7 @@ class Cluster(ABC):
         self._finished: Sequence[EpochEnd] = ()  # not yet logged when this run took over
         self.telling = False  # whether an end that is told now is one of these
         self.finished_early = False  # whether `finish` ended the run before its last epoch
-        self._membership: deque[LostWorker | JoinedWorker] = deque()  # not yet logged
+        self._losses: deque[LostWorker] = deque()  # not yet logged
         self._announced = 0, -1  # the save that every process is to take part in
         self._exits = ExitStack()
 
@@ -159,19 +158,7 @@ class Cluster(ABC):
         clock = self.server.clocks[worker]
         samples = self.planner.drop(worker, self._rounds)
         self.server.drop(worker)
-        self._membership.append(LostWorker(rank, worker, clock, samples, reason))
-
-    def _take_in(self, rank: int, worker: int) -> int:
-        """Go on with one more worker; return the rounds that it has behind it.
-
-        If these are all, nothing is left for it, and all is as it was; so it is without a plan.
-        """
-        clock = self.planner.join(worker, self._rounds)
-        if clock < self._rounds:
-            self.server.members.join(worker, clock)
-            epoch = clock // self._rounds_per_epoch
-            self._membership.append(JoinedWorker(rank, worker, clock, epoch))
-        return clock
+        self._losses.append(LostWorker(rank, worker, clock, samples, reason))
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -232,10 +219,10 @@ class Cluster(ABC):
         if end.weights is not self.weights.vector:
             self.weights.load(end.weights)
 
-    def membership(self) -> Iterator[LostWorker | JoinedWorker]:
-        """Yield the workers that were lost or have joined since the last call, in that order."""
-        while self._membership:
-            yield self._membership.popleft()
+    def losses(self) -> Iterator[LostWorker]:
+        """Yield the workers that were lost since the last call, in that order."""
+        while self._losses:
+            yield self._losses.popleft()
 
     def agree(self, action: Action, *, round_over: bool) -> Action:
         """Return what this process does after a step: what it would, or what all agree on."""

@@ -180,21 +180,12 @@ class SimulatedCluster(Cluster):
         self._queue = [entry for entry in self._queue if entry[1] != worker]  # its round is lost
         heapq.heapify(self._queue)
         self._pulled.pop(worker, None)
-        if worker in self._ends:  # should it come back, it is a new process
-            self._ends[worker] = self._both_ends()
         try:
             self._drop(worker, worker, "simulated")
         except SettingError as error:
             raise SyncError(
                 f"worker {worker} was lost, and no plan is possible without it: {error}"
             ) from error
-
-    def join(self, worker: int) -> None:
-        """Go on with one more worker, unless it is there or the run has nothing left for it."""
-        if worker in self.server.members.active:
-            return
-        if self._take_in(worker, worker) < self._rounds:
-            self._ended[worker] = self.time_s
 
     def pull(self, turn: Turn) -> None:
         (worker,) = turn.workers

@@ -30,14 +30,12 @@ from dbsl.base.errors import (
     NothingLeft,
     ReadError,
     SaveError,
-    SettingError,
     SyncError,
     is_lost_peer,
     reason_of,
 )
 from dbsl.cluster.alive import NOTICED_S, Pulse, end_later
 from dbsl.cluster.cluster import Cluster
-from dbsl.cluster.launch import Admission, Door
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import (
@@ -66,8 +64,6 @@ def through_server(
     server: Server | None,
     *,
     timeout_s: float,
-    door: Door | None = None,
-    admission: Admission | None = None,
     owners: Mapping[int, int] | None = None,
     **common: Any,
 ) -> Cluster:
@@ -78,16 +74,12 @@ def through_server(
     others share its samples. A worker counts as lost after `timeout_s` of silence, while it
     computes, too; the server after 5 s more. One that is too far ahead waits for plan and weights.
 
-    On rank 0 processes that are launched again ask at the `door` to join. Of one that joins there
-    is an `admission`: then this is no collective. `owners` has the worker of each rank; None: each
-    is one.
+    `owners` has the worker of each rank; None: each is one.
     """
-    if admission is None:
-        pairs = pairs_with_server(timedelta(seconds=max(timeout_s, _START_S)))
-        if server is not None:
-            return ServingCluster(weights, server, pairs, timeout_s, door, owners, **common)
-        admission = Admission(pairs[SERVER_RANK])
-    return ServedCluster(weights, admission, timeout_s, **common)
+    pairs = pairs_with_server(timedelta(seconds=max(timeout_s, _START_S)))
+    if server is not None:
+        return ServingCluster(weights, server, pairs, timeout_s, owners, **common)
+    return ServedCluster(weights, pairs[SERVER_RANK], timeout_s, **common)
 
 
 class MemberCluster(Cluster):
@@ -188,15 +180,14 @@ class ServedCluster(MemberCluster):
     """A worker's process: it asks rank 0 for plans and weights, and pushes to it."""
 
     def __init__(
-        self, weights: FlatWeights, admission: Admission, timeout_s: float, **common: Any
+        self, weights: FlatWeights, pair: dist.ProcessGroup, timeout_s: float, **common: Any
     ) -> None:
         super().__init__(weights, **common)
-        self._clock, self._announced = admission.clock, (admission.sequence, -1)
         self._timeout_s = timeout_s
         self._asks_to_stop = False
-        self._link = Channel(admission.pair, weights.vector, self.end())
+        self._link = Channel(pair, weights.vector, self.end())
         self._pulse = Pulse(
-            *(SERVER_RANK, admission.pair, timeout_s),
+            *(SERVER_RANK, pair, timeout_s),
             asks=True,
             says=lambda: _STOP if self._asks_to_stop else "",
             on_lost=self._on_lost,
@@ -272,9 +263,9 @@ class ServedCluster(MemberCluster):
             return f"another process of worker {self.workers[0]} was lost: {reason}"
         if not self._pulse.left_out:
             return f"the server (rank {SERVER_RANK}) was lost: {reason}"
-        back = "it is back when the run is resumed" if several else "launch it again to join"
         who = f"worker {self.workers[0]}" if several else "this process"
-        return f"rank {SERVER_RANK} has left {who} out: {reason}; {back}"
+        left_out = f"rank {SERVER_RANK} has left {who} out: {reason}"
+        return f"{left_out}; it is back when the run is resumed"
 
     def _on_lost(self, pulse: Pulse) -> None:
         """Have this process end, though it may wait for others of its worker, or for a vector."""
@@ -295,14 +286,13 @@ class ServingCluster(MemberCluster):
         server: Server,
         pairs: Mapping[int, dist.ProcessGroup],
         timeout_s: float,
-        door: Door | None = None,
         owners: Mapping[int, int] | None = None,
         **common: Any,
     ) -> None:
         super().__init__(weights, server, **common)
         self._owners = owners or {rank: rank - (not self.workers) for rank in pairs}
         self._pulses: dict[int, Pulse] = {}  # by rank that is served
-        self._door, self._timeout_s = door, timeout_s
+        self._timeout_s = timeout_s
         self._stopping = False
         self._changed = threading.Condition()  # guards the server; a thread may hold it twice
         self._failure: Exception | None = None
@@ -318,9 +308,6 @@ class ServingCluster(MemberCluster):
     def turns(self) -> Iterator[Turn | EpochEnd]:
         for thread in self._threads:  # not before a resumed run's state is here
             thread.start()
-        if self._door is not None:
-            self._door.open(self.is_served, self.admit)
-            self._exits.callback(self._door.close)
         while self.workers and self._clock < self._rounds:
             yield Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
             self._clock += 1
@@ -430,10 +417,8 @@ class ServingCluster(MemberCluster):
         """Return the ranks of a rank's worker."""
         return [other for other, own in self._owners.items() if own == self._owners.get(rank)]
 
-    def _thread_for(
-        self, rank: int, pair: dist.ProcessGroup, first: tuple[int, int] | None = None
-    ) -> threading.Thread:
-        """Return what serves a rank; one that joins hears its clock and the save `first`."""
+    def _thread_for(self, rank: int, pair: dist.ProcessGroup) -> threading.Thread:
+        """Return what serves a rank."""
         vector = torch.empty_like(self.weights.vector, device=CPU)
         link = Channel(pair, vector, self.end())
         with self._changed:  # until all is there
@@ -444,8 +429,8 @@ class ServingCluster(MemberCluster):
                 on_lost=lambda pulse: self._give_up(rank, pulse, pulse.failure),
             )
             self._pulses[rank] = pulse
-            self._heard[rank] = self._announced[0]  # one that joins has no part in what was before
-        own, name = (rank, link, pulse, first), f"serve-{rank}"
+            self._heard[rank] = self._announced[0]
+        own, name = (rank, link, pulse), f"serve-{rank}"
         return threading.Thread(target=self._serve, args=own, name=name, daemon=True)
 
     def _heed(self, rank: int, word: str) -> None:
@@ -456,11 +441,9 @@ class ServingCluster(MemberCluster):
         if word == _STOP and self._owners[rank] in self.server.members.active:
             self.interrupt()
 
-    def _serve(self, rank: int, link: Channel, pulse: Pulse, first: tuple[int, int] | None) -> None:
+    def _serve(self, rank: int, link: Channel, pulse: Pulse) -> None:
         """Answer one rank's messages until it is done (runs in a thread)."""
         try:
-            if first is not None:
-                tell(link.pair, Ending.GOES_ON, first)
             while self._answer(rank, link, pulse):
                 pass
             with self._changed:
@@ -513,7 +496,7 @@ class ServingCluster(MemberCluster):
             tell(link.pair, Ending.STOPPED, announced)
         return kind not in (Kind.LEAVE, Kind.DONE)
 
-    # --- who comes and goes
+    # --- who is lost
 
     def _lose(self, rank: int, reason: str) -> bool:
         """Go on without a worker, with the lock held; return whether others do."""
@@ -542,31 +525,6 @@ class ServingCluster(MemberCluster):
                 self._pulses[other].end(f"{name} was lost: {reason}")
         return True
 
-    def is_served(self, rank: int) -> bool:
-        """Whether a rank's worker is there, and has something left to do."""
-        worker, members = self._owners[rank], self.server.members
-        with self._changed:
-            return worker in members.active and members.clocks[worker] < self._rounds
-
-    def admit(self, rank: int, pair: dist.ProcessGroup) -> None:
-        """Go on with one more worker, whose process has this connection, or refuse it."""
-        worker = self._owners[rank]
-        with self._changed:
-            if len(self._with(rank)) > 1:
-                raise SettingError("a worker of several processes is back when the run is resumed")
-            if self._stopping or self._interrupted or self._failure:
-                raise SettingError("the job is stopping")
-            if self.is_served(rank):
-                raise SettingError(f"another process already runs as rank {rank}")
-            if worker in self.server.members.active:
-                raise NothingLeft(f"worker {worker} has done all its rounds")
-            clock = self._take_in(rank, worker)
-            if clock >= self._rounds:
-                raise NothingLeft("others have begun the last epoch")
-            thread = self._thread_for(rank, pair, (clock, self._announced[0]))
-            self._threads.append(thread)
-            thread.start()
-
     # --- saves
 
     def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
@@ -578,7 +536,7 @@ class ServingCluster(MemberCluster):
         """Return the ranks to wait for: their shard of a save has come or may still come.
 
         A worker hears of a save when it pulls. Those that finish before do not save it, nor does
-        one that came later, or that heard of a newer save first. Nobody waits for a lost worker.
+        one that heard of a newer save first. Nobody waits for a lost worker.
         """
         with self._changed:
             ranks = set(self._saving.get(sequence, ()))
@@ -639,17 +597,11 @@ class ServingCluster(MemberCluster):
         self.server.finished.clear()
 
     def _stop_serving(self, announced: tuple[int, int]) -> None:
-        self._close_door()
         with self._changed:
             self._stopping = self._interrupted = True
             self._announced = announced
             self._changed.notify_all()
 
     def close(self) -> None:
-        self._close_door()
         with self._changed:
             self._changed.wait_for(lambda: not self._heard)  # silent workers are given up
-
-    def _close_door(self) -> None:
-        if self._door is not None:
-            self._door.close()

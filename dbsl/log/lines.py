@@ -20,7 +20,7 @@ from dbsl.config.settings import FLOAT32, RunConfig, Wire, takes_joint_steps, wi
 from dbsl.plan.alone import epoch_times
 from dbsl.plan.stages import Stage, learning_rate_at
 from dbsl.plan.text import format_run, nodes_in_words, sizes_in_words
-from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, JoinedWorker, LostWorker, Plan, RoundReport
+from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, LostWorker, Plan, RoundReport
 from dbsl.run.accelerator import describe_precision
 from dbsl.run.evaluation import Evaluation, further_sets, more_in_words
 from dbsl.run.training import Run
@@ -224,10 +224,8 @@ class Display:
         self._bar.close()
 
 
-def membership_in_words(change: LostWorker | JoinedWorker) -> str:
-    """Return a line on a worker whose process died, or was launched again."""
-    if isinstance(change, JoinedWorker):
-        return f"rank {change.rank} has joined, its share begins in epoch {change.epoch + 1}"
+def loss_of_worker(change: LostWorker) -> str:
+    """Return a line on a worker whose process died."""
     out = f"; {change.samples} samples of epochs under way are left out" if change.samples else ""
     return (
         f"warning: rank {change.rank} (worker {change.worker}) was lost after "

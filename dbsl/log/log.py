@@ -32,7 +32,6 @@ from dbsl.model import has_batch_norm
 from dbsl.plan.types import (
     NO_FAULT,
     Handover,
-    LostWorker,
     Plan,
     RoundReport,
     StepLine,
@@ -47,7 +46,7 @@ from dbsl.run.session import Session
 timm = lazy_import("timm")
 
 _FINAL = ("accuracy", "loss", "top5_accuracy", "ema_accuracy", "ema_loss")
-_MISHAPS = ("lost_", "joined_")  # fields of `_SoFar` that summary.json has only if not empty
+_MISHAPS = "lost_"  # fields of `_SoFar` that summary.json has only if not empty
 _FEW = 4  # samples: fewer give batch norm no mean and deviation to speak of
 _RISES = 3  # times the first epoch's training loss, and 1: above it has diverged
 _JUDGED_EPOCH = 2  # whose times are held against the plan: caches and the device are warm
@@ -62,7 +61,6 @@ class _SoFar:
     samples: int = 0  # trained on
     first_loss: float = math.nan  # training loss of the first epoch; infinite: a rise was told
     lost_workers: list[int] = field(default_factory=list)  # whose processes died
-    joined_workers: list[int] = field(default_factory=list)  # whose processes came back
     lost_samples: int = 0  # samples that nobody trained on because a worker was lost
     unreported: int = 0  # samples of the epoch under way that were handed over without a report
     all_refused: bool = False  # rounds of the last epoch
@@ -257,13 +255,12 @@ class RunLog:
             )
 
     def hear(self, cluster: Cluster) -> None:
-        """Record lost and new workers; elsewhere than on rank 0 the cluster tells of none."""
-        for change in cluster.membership():
-            event = "lost" if isinstance(change, LostWorker) else "joined"
-            getattr(self._so_far, f"{event}_workers").append(change.worker)
-            self._so_far.lost_samples += change.samples if event == "lost" else 0
-            self.write(event, asdict(change))
-            self._say(lines.membership_in_words(change))
+        """Record lost workers; elsewhere than on rank 0 the cluster tells of none."""
+        for lost in cluster.losses():
+            self._so_far.lost_workers.append(lost.worker)
+            self._so_far.lost_samples += lost.samples
+            self.write("lost", asdict(lost))
+            self._say(lines.loss_of_worker(lost))
 
     def plan(self, epoch: int, round_: int, plan: Plan) -> None:
         """Record the plan in force in a round, if it is another than before."""

@@ -123,36 +123,24 @@ class Planner:
             report.compute_time_s / report.steps,
         )
 
-    def join(self, worker: int, last: int) -> int:
-        """Plan with one more worker from the first epoch on that nobody has begun.
+    def bring_back(self, last: int) -> int:
+        """Plan with the lost workers, too, from the first epoch on that nobody has begun.
 
-        Returns the rounds that it has behind it. At `last`, all of the run's, no epoch is left for
-        it, and nothing has changed; nor has it where the plan with it is refused.
+        Nor did other workers, before a resume: they left a part of it, which keeps its plan. The
+        epochs before keep theirs to their end. Of the run's rounds, `last` in all.
+
+        Returns the first epoch.
         """
-        text = f"a worker that joins must be one of {len(self._speeds)} and not there"
-        refuse([(worker not in self.members.lost, text, f"worker {worker}")])
-        first = self.next_epoch(last)
-        if first * self._rounds < last:
-            self.take_in([worker], first)
-        return min(first * self._rounds, last)
-
-    def next_epoch(self, last: int) -> int:
-        """Return the first epoch whose plan may change: nobody has begun it.
-
-        Nor did other workers, before a resume: they left a part of it, which keeps its plan.
-        """
-        begun = max(self._begun, self.members.begun(last))
+        begun, lost = max(self._begun, self.members.begun(last)), self.members.lost
         left = (e + 1 for e in self.ledger.segments if self.ledger.left_by_others(e))
-        return max(-(-begun // self._rounds), *left, 0)
-
-    def take_in(self, workers: Collection[int], first: int) -> None:
-        """Plan with more workers from an epoch on; those before keep their plans to their end."""
-        plans = self._plans_of(self.members.active.union(workers))
+        first = max(-(-begun // self._rounds), *left, 0)
+        plans = self._plans_of(self.members.active | lost)
         for epoch in range(self.members.slowest() // self._rounds, first):
             self.ledger.keep(epoch, self.ledger.planned(epoch))
-        for worker in workers:
+        for worker in lost:
             self._epochs[worker] = first
         self._begin_with(plans)
+        return first
 
     def drop(self, worker: int, last: int) -> int:
         """Plan without a worker, who still counts as there, from the first round not begun.

@@ -327,16 +327,6 @@ class LostWorker:
     reason: str
 
 
-@dataclass(frozen=True)
-class JoinedWorker:
-    """A worker that has come while the others train."""
-
-    rank: int
-    worker: int
-    rounds: int  # rounds of the run that it has behind it: it takes no part in them
-    epoch: int  # its first
-
-
 class Action(IntEnum):
     """What a process wants to do after a step; the strongest wish of all processes counts."""
 

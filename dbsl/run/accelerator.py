@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -127,22 +127,6 @@ def common_threads(accelerator: Accelerator) -> int | None:
 
 def _of_all(value: int, accelerator: Accelerator) -> list[int]:
     return accelerator.gather(torch.tensor([int(value)], device=accelerator.device)).tolist()
-
-
-def start_joining_accelerator(
-    rank: int, processes: int, precision: Literal["no", "bf16", "fp16"]
-) -> Accelerator:
-    """Return the Accelerator of a process that joins a running job: it has nobody to meet."""
-    cpu = _set_up_process()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if not cpu and torch.cuda.is_available():
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())  # several may share one
-    launched = {name: os.environ.pop(name) for name in _LAUNCHED if name in os.environ}
-    state = PartialState(cpu)  # without these it waits for nobody
-    os.environ |= launched
-    state.num_processes, state.process_index = processes, rank
-    state.local_process_index = local_rank
-    return PlainAccelerator(cpu=cpu, mixed_precision=precision)
 
 
 def _set_up_process() -> bool:

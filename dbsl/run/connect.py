@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -15,7 +14,7 @@ from dbsl.base.errors import one_of_several
 from dbsl.cluster.alive import ControlGroup, Heartbeats
 from dbsl.cluster.cluster import Cluster, Island
 from dbsl.cluster.formats import RoundedSum
-from dbsl.cluster.launch import Door, RunningJob, group_timeout
+from dbsl.cluster.launch import group_timeout
 from dbsl.cluster.meeting import BarrierCluster, JointCluster, SimulatedCluster
 from dbsl.cluster.merges import MergeRule, choose_rule
 from dbsl.cluster.server import GradientServer, Server
@@ -26,7 +25,6 @@ from dbsl.cluster.wire import CPU, SERVER_RANK
 from dbsl.config.settings import FLOAT32, meets_at_server, wire_of
 from dbsl.model import count_once, join_batch_norm, set_dropout, set_training
 from dbsl.optimizer import make_clip
-from dbsl.run.folder import SUMS
 from dbsl.run.training import Run, SimulatedTimes
 
 # Calls of each graph before training. CUDA graphs warm up in the first and are recorded in the
@@ -38,23 +36,20 @@ def connect(
     run: Run,
     accelerator: Accelerator,
     merge: MergeRule | None = None,
-    job: RunningJob | None = None,
-    sums: Mapping[str, str] | None = None,
 ) -> tuple[Cluster, Stepper]:
     """Build this process's cluster (how weights move) and stepper (what a step is).
 
-    From here on the model's state is one vector, which workers push and pull. `sums` are those of
-    the code (`Code`), which a process that joins later must have.
+    From here on the model's state is one vector, which workers push and pull.
     """
     config, timeout_s = run.config, run.config.worker_timeout
     alone = not one_of_several()
-    rank = 0 if alone else job.rank if job else dist.get_rank()
+    rank = 0 if alone else dist.get_rank()
     own = rank - config.dedicated_server
     workers = tuple(range(config.workers) if alone else run.islands.owners[own : own + 1])
     meets = not (alone or meets_at_server(config.sync))
     owners = {p + config.dedicated_server: w for p, w in enumerate(run.islands.owners)}
     control, island = None, Island()
-    if meets or (run.islands.several and not (alone or job)):
+    if meets or (run.islands.several and not alone):
         control, island = _meet(run, accelerator, owners, watches=meets)
     weights, server = FlatWeights(run.model), None
     if rank == SERVER_RANK and config.sync != "step":
@@ -82,13 +77,6 @@ def connect(
         common |= {"gathers": merge is not None, "served": config.dedicated_server}
         cluster = BarrierCluster(weights, server, **common)
     else:
-        if job is not None:
-            common["admission"] = admission = job.enter(timeout_s)
-            begins = admission.clock // run.rounds + 1
-            print(f"rank {job.rank} has joined, its share begins in epoch {begins}", flush=True)
-        elif server is not None:
-            settings = asdict(config) | {SUMS: sums or {}}
-            common["door"] = Door(settings, dist.get_world_size(), timeout_s)
         cluster = through_server(weights, server, timeout_s=timeout_s, owners=owners, **common)
     if isinstance(stepper, DistributedSteps):
         cluster.finish_round = stepper.finish_round

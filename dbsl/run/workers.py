@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from torch import nn
 
 from dbsl.base.errors import SettingError, plural, px
@@ -66,9 +66,7 @@ def know_workers(
     # With micro-batches any batch fits.
     shifting = joint and config.balance != "none" and config.micro_batch_size is None
     on_card = accelerator.device.type == "cuda" or config.memory_limit is not None
-    # One that joins a running job has nobody to compare with, and gets its plans.
-    joins = accelerator.num_processes > 1 and accelerator.distributed_type == DistributedType.NO
-    find_limits = auto or (shifting and on_card and not joins)
+    find_limits = auto or (shifting and on_card)
     micro_auto = config.micro_batch_size == "auto"
     if measured or find_limits or micro_auto:
         profiler = make_profiler(config, model, data, accelerator, loss_of, build_optimizer)
@@ -313,11 +311,6 @@ class Measurements:
         here = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
         # A dedicated server, rank 0, has no worker.
         rows = accelerator.gather(here.T.contiguous())[-workers:]
-        if len(rows) < workers:  # there is nobody to gather from
-            raise SettingError(
-                "a process that joins a running job must find all that the job has measured in "
-                "config.yaml, got settings that ask for measurements"
-            )
         return rows.T.tolist()
 
 

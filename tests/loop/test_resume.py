@@ -204,7 +204,7 @@ def test_a_signal_saves_after_the_step_and_says_how_to_go_on(
 def test_a_worker_lost_until_the_state_is_copied_is_in_the_checkpoint(tmp_path, monkeypatch):
     @contextmanager
     def held(cluster):
-        cluster._membership.append(LostWorker(1, 1, 0, 5, "its process died"))
+        cluster._losses.append(LostWorker(1, 1, 0, 5, "its process died"))
         yield
 
     monkeypatch.setattr(SimulatedCluster, "held", held)

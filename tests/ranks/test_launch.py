@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -20,7 +21,7 @@ import dbsl.base.errors
 import dbsl.cluster.launch
 import dbsl.run.accelerator
 from dbsl.base import machine
-from dbsl.base.errors import EXIT_INTERRUPTED, SyncError, join_the_others, one_line_errors
+from dbsl.base.errors import EXIT_INTERRUPTED, SyncError, one_line_errors
 from dbsl.base.machine import lazy_import, remember
 from dbsl.cluster.launch import chosen_backend, join_processes
 from dbsl.config.parse import parse_config
@@ -267,7 +268,7 @@ def test_under_a_launcher_the_line_that_counts_is_said_and_kept(
 
 
 def failing(error):
-    join_the_others()
+    dbsl.base.errors.one_of_several = lambda: True  # in a fork
     raise error
 
 
@@ -354,6 +355,17 @@ def test_a_process_that_waits_for_many_asks_the_store_one_question_a_look(monkey
     assert store.questions < 15  # in six looks
 
 
+def test_a_process_that_is_started_again_while_the_others_train_is_refused(monkeypatch, environ):
+    store = dist.HashStore()
+    monkeypatch.setattr(dbsl.cluster.launch, "_open_store", lambda *where: store)
+    for rank in (1, 0):
+        environ(**NOWHERE | {"RANK": rank, "WORLD_SIZE": 2})
+        with suppress(SyncError):  # rank 1 is there first, and sees nobody
+            join_processes(0.2, cpu=True)
+    with pytest.raises(SyncError, match=r"^rank 0 was started again, and the others have begun; "):
+        join_processes(0.2, cpu=True)
+
+
 def dying_early(rank):
     """Be one of two that exchange something; the other one dies."""
     if rank == 1:
@@ -424,19 +436,6 @@ def test_accelerate_is_around_an_optimizer_only_where_gradients_are_scaled(scale
     divides = [event for event in profiled.events() if event.name.startswith("aten::div")]
     assert bool(divides) is scaled
     assert weight.grad.tolist() == [65536.0 if scaled else 1.0] * 3
-
-
-def test_a_process_that_joins_takes_the_gpu_that_its_local_rank_shares(monkeypatch):
-    taken = []
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    monkeypatch.setattr(dbsl.run.accelerator, "PartialState", lambda cpu: SimpleNamespace())
-    monkeypatch.setattr(dbsl.run.accelerator, "PlainAccelerator", lambda **_: None)
-    dbsl.run.accelerator.start_joining_accelerator(3, 4, "no")
-    assert taken == [1]
 
 
 @pytest.mark.parametrize("sync", ["step", "bsp", "asp"])

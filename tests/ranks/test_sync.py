@@ -215,7 +215,7 @@ def broken_rule_rank(rank):
         cluster.server._rule = rule
     with pytest.raises((SyncError, ZeroDivisionError)) as error:
         train(cluster, plan)
-    return error.type.__name__, len(list(cluster.membership()))
+    return error.type.__name__, len(list(cluster.losses()))
 
 
 def test_an_error_of_a_merge_rule_ends_the_run_as_itself_and_costs_no_worker(run_ranks):
@@ -259,7 +259,7 @@ def pausing_rank(rank, sync, pause, timeout_s):
         train(cluster, plan, lambda turn: rank == 2 and turn.epoch == 1 and pause(2 * timeout_s))
     except SyncError as error:
         return str(error)
-    return [(loss.worker, loss.rounds, loss.samples, loss.reason) for loss in cluster.membership()]
+    return [(loss.worker, loss.rounds, loss.samples, loss.reason) for loss in cluster.losses()]
 
 
 @pytest.mark.parametrize("sync", short(["asp", "ssp"], "asp"))
@@ -270,7 +270,7 @@ def test_a_silent_worker_is_dropped_and_the_others_finish(run_ranks, sync):
     assert samples >= 10
     assert reason == "rank 2 has said nothing for 0.8 s (--worker-timeout)"
     left_out = "rank 0 has heard nothing of this process for 0.8 s (--worker-timeout)"
-    said = f"rank 0 has left this process out: {left_out}; launch it again to join"
+    said = f"rank 0 has left this process out: {left_out}; it is back when the run is resumed"
     assert others == [[], said]
 
 
@@ -292,7 +292,7 @@ def dying_rank(rank, sync, dies, server_only=False):
         train(cluster, plan, inside, ends.append)
     except SyncError as error:
         return str(error)
-    return len(ends), [loss.rank for loss in cluster.membership()]
+    return len(ends), [loss.rank for loss in cluster.losses()]
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def dying_in_a_vector(rank, dies):
         pair = next(iter(cluster._pulses.values()))._pair
         wire.Channel.give_weights = lambda link, weights: begin_and_die(weights)
     train(cluster, plan, inside)
-    return [loss.rank for loss in cluster.membership()]
+    return [loss.rank for loss in cluster.losses()]
 
 
 def test_a_worker_that_dies_in_the_middle_of_a_push_is_dropped(run_ranks):
@@ -362,7 +362,7 @@ def failing_to_send(rank):
     if rank:
         cluster._link.send = fail
     train(cluster, plan)
-    return [loss.rank for loss in cluster.membership()]
+    return [loss.rank for loss in cluster.losses()]
 
 
 def test_a_workers_own_fault_in_an_exchange_is_not_the_servers(run_ranks):
@@ -434,12 +434,12 @@ def babbling_rank(rank):
         return str(error.value)
     for pulse in cluster._pulses.values():  # until the other one is told
         pulse.thread.join(10)
-    return [loss.reason for loss in cluster.membership()]
+    return [loss.reason for loss in cluster.losses()]
 
 
 def test_a_worker_whose_message_is_none_is_dropped_and_told(run_ranks):
     reason = "message must be of a known kind, got 9 and 0 bytes"
-    said = f"rank 0 has left this process out: {reason}; launch it again to join"
+    said = f"rank 0 has left this process out: {reason}; it is back when the run is resumed"
     assert run_ranks(babbling_rank) == [[reason], said]
 
 

@@ -24,7 +24,6 @@ _SUMS = {
     "stops": "stops",
     "resized": "resized",
     "workers_lost": "lost_workers",
-    "workers_joined": "joined_workers",
     "ended_by_loss": "ended",
     "samples": "expected",
     "trained": "trained",

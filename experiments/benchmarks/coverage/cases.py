@@ -18,15 +18,14 @@ from dbsl.plan.types import TimeModel
 SYNCS = ("bsp", "ssp", "asp", "step")
 BALANCES = ("none", "dynamic", "dbs")
 WIRES = dict.fromkeys(SYNCS, ROUND_WIRES) | {"step": ("float32", "bf16", "fp16")}
-ALONE = ("ssp", "asp")  # workers are lost and join
+ALONE = ("ssp", "asp")  # workers are lost
 
 
-class Change(NamedTuple):
-    """A simulated worker that is lost, or that joins."""
+class Loss(NamedTuple):
+    """A simulated worker that is lost."""
 
     time_s: float  # simulated
     worker: int
-    joins: bool
 
 
 class Stop(NamedTuple):
@@ -47,8 +46,7 @@ class Case:
         large: Largest batch of each worker.
         least: Samples of a batch at least.
         emulation: Factors on the workers' times.
-        changes: Workers that are lost and that join, at simulated times.
-        absent: Workers that are not there when the run begins.
+        losses: Workers that are lost, at simulated times.
         stops: Where the run is stopped and resumed.
         groups: Samples of each row group, where data are read through a cache; empty: they are not.
         block: Samples that are then shuffled together, give or take a group.
@@ -60,8 +58,7 @@ class Case:
     large: list[int]
     least: int
     emulation: Emulation
-    changes: tuple[Change, ...] = ()
-    absent: tuple[int, ...] = ()
+    losses: tuple[Loss, ...] = ()
     stops: tuple[Stop, ...] = ()
     groups: tuple[int, ...] = ()
     block: int = 1
@@ -120,11 +117,9 @@ def cases(draw, sync: str | None = None, balance: str | None = None) -> Case:
     }
     options |= draw(_options(sync, options))
     models, emulation = draw(_machines(options))
-    change = st.builds(Change, _moments(samples, options, models), _worker(workers), st.booleans())
-    many = 4 * workers if sync in ALONE and draw(st.booleans()) else 0
-    changes = draw(st.lists(change, min_size=many // 2, max_size=many))
-    missing = st.sets(_worker(workers), max_size=workers - 1)  # at the start
-    absent = draw(missing) if sync in ALONE and draw(st.booleans()) else ()
+    loss = st.builds(Loss, _moments(samples, options, models), _worker(workers))
+    many = 2 * workers if sync in ALONE and draw(st.booleans()) else 0
+    losses = draw(st.lists(loss, min_size=many // 2, max_size=many))
     groups, block = draw(_groups(samples))
     return Case(
         options,
@@ -133,8 +128,7 @@ def cases(draw, sync: str | None = None, balance: str | None = None) -> Case:
         large if draw(st.booleans()) else [large[0]] * workers,
         least,
         emulation,
-        tuple(sorted(changes)),
-        tuple(absent),
+        tuple(sorted(losses)),
         draw(_stops(epochs * workers * rounds)),
         groups,
         block,

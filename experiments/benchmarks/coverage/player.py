@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from dbsl.base.errors import SyncError
 from dbsl.checkpoint.disk import pack, unpack
 from dbsl.checkpoint.resume import Saved, make_handover, with_lost_workers
-from dbsl.plan.types import EpochEnd, Handover, JoinedWorker, RoundReport, Segment, Turn
+from dbsl.plan.types import EpochEnd, Handover, RoundReport, Segment, Turn
 from dbsl.run.connect import connect
 from dbsl.run.training import Run
 from experiments.benchmarks.coverage.cases import Case
@@ -34,7 +33,6 @@ class Played:
     stops: int = 0
     resized: int = 0  # stops that another number of workers went on from
     lost_workers: int = 0
-    joined_workers: int = 0
     lost: int = 0  # samples that the planner counted
     expected: int = 0
     trained: int = 0
@@ -42,7 +40,6 @@ class Played:
     ahead: int = 0  # rounds, the most that a worker that began one was before the slowest
     pushed: float = 0.0  # samples in the server's weights, where gradients are pushed
     whole: bool = True  # epochs that nobody had begun when the last worker was lost
-    idle: int = 0  # workers without a sample in an epoch that they joined for
     ended: bool = False  # those that were left could not carry the plan
     epochs: list[int] = field(default_factory=list)  # that ended, in order
 
@@ -67,26 +64,14 @@ class _Player:
         self._case, self.played = case, Played()
         try:
             self._connect(prepare(case))
-            if case.absent:
-                self._leave_out(case.absent)
         except ValueError as error:
             raise NoSuchRunError(str(error)) from error
-        self._changes = list(case.changes)  # still to come
+        self._losses = list(case.losses)  # still to come
         epochs = self._run.config.epochs
         self._counts = np.zeros((epochs, case.samples), dtype=np.int64)
         self._untouched = 0  # epoch that nobody had begun when the last worker was lost
-        self._joined: set[tuple[int, int]] = set()  # workers, epochs that they joined for
         self._stops = list(case.stops)
         self._collected: list[tuple[int, Turn, np.ndarray]] = []  # the last pushes, by version
-
-    def _leave_out(self, workers: tuple[int, ...]) -> None:
-        """Begin without workers that may join later."""
-        members = self._cluster.server.members
-        if not members.active - set(workers):
-            raise ValueError("a run must begin with a worker, got none")
-        for worker in workers:
-            self._run.planner.drop(worker, last=0)  # nobody has begun a round
-            members.leave(worker)
 
     def play(self) -> Played:
         """Play to the end."""
@@ -98,20 +83,16 @@ class _Player:
     def _connect(self, run: Run) -> None:
         self._run = run
         self._cluster, self._stepper = connect(run, _ACCELERATOR)
-        self._cluster.changes_before = self._changes_before
+        self._cluster.changes_before = self._loses_before
 
-    def _changes_before(self, time_s: float) -> bool:
-        """Make the next change, if it comes before this simulated time; say whether it did."""
-        cluster, change = self._cluster, min(self._changes, default=None)
-        if change is None or change.time_s >= time_s:
+    def _loses_before(self, time_s: float) -> bool:
+        """Lose the next worker, if that comes before this simulated time; say whether it did."""
+        cluster, loss = self._cluster, min(self._losses, default=None)
+        if loss is None or loss.time_s >= time_s:
             return False
-        self._changes.remove(change)
-        cluster.time_s = max(cluster.time_s, change.time_s)
-        if not change.joins:
-            cluster.lose(change.worker)
-        else:
-            with suppress(ValueError):  # no plan with it: it stays away
-                cluster.join(change.worker)
+        self._losses.remove(loss)
+        cluster.time_s = max(cluster.time_s, loss.time_s)
+        cluster.lose(loss.worker)
         return True
 
     def _goes_on(self) -> bool:
@@ -150,7 +131,6 @@ class _Player:
             assert abs(sum(part.weight for one in step for part in one.parts) - 1) < 1e-9
         for part in (part for of_one in several for step in of_one for part in step.parts):
             own[part.worker] += len(part.indices)
-            self._joined.discard((part.worker, turn.epoch))
             np.add.at(self._counts[turn.epoch], part.indices, 1)
             self._collected.append((version, turn, part.indices))
         if server is not None:
@@ -172,19 +152,14 @@ class _Player:
             self._collected.clear()
 
     def _hear(self) -> None:
-        """Count who was lost and has joined."""
-        server, played, joined = self._cluster.server, self.played, self._joined
-        for change in self._cluster.membership():
-            if isinstance(change, JoinedWorker):
-                played.joined_workers += 1
-                joined.add((change.worker, change.epoch))
-                continue
-            played.lost, played.lost_workers = played.lost + change.samples, played.lost_workers + 1
+        """Count who was lost."""
+        server, played = self._cluster.server, self.played
+        for loss in self._cluster.losses():
+            played.lost, played.lost_workers = played.lost + loss.samples, played.lost_workers + 1
             epoch = max(server.clocks) // server.members.rounds + 1
             ledger = self._run.planner.ledger  # with epochs that other workers had begun, perhaps
             epoch = max(epoch, *(e + 1 for e in ledger.segments if ledger.left_by_others(e)), 0)
             self._untouched = max(self._untouched, epoch)
-            self._joined = joined = {pair for pair in joined if pair[0] != change.worker}
 
     def _stop(self, workers: int | None) -> None:
         """Stop the run, and resume it, with another number of workers if that can be."""
@@ -200,7 +175,7 @@ class _Player:
             self._resume(state)
         else:
             self._restart(*resized)
-        self._changes = [c for c in self._changes if c.worker < self._workers]
+        self._losses = [c for c in self._losses if c.worker < self._workers]
 
     @property
     def _workers(self) -> int:
@@ -240,7 +215,6 @@ class _Player:
             if self._cluster.server is not None and version == self._cluster.server.version:
                 np.subtract.at(self._counts[turn.epoch], indices, 1)
         self._collected.clear()
-        self._joined.clear()
         self._case = case
         self._connect(run)
         self._cluster.take_over(start)
@@ -250,7 +224,6 @@ class _Player:
         run, played, counts = self._run, self.played, self._counts
         epochs = range(run.config.epochs)
         of_epoch = [run.plans[run.stage_at(epoch).resolution].samples for epoch in epochs]
-        played.idle = len(self._joined)
         played.changes += run.planner.changes
         played.expected, played.trained = sum(of_epoch), int(counts.sum())
         played.twice = int((counts > 1).sum())

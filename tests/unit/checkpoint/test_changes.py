@@ -15,10 +15,8 @@ from dbsl.checkpoint.resume import (
     _drops_remainders,
     check_changes,
     check_held_out,
-    check_joining,
     without_effect,
 )
-from dbsl.run.folder import SUMS, Code
 from train import Config
 
 BEFORE = Config(
@@ -126,16 +124,6 @@ def test_what_was_found_follows_its_source_and_what_was_given_does_not():
     assert any("(not given: it follows epochs)" in line for line in changes(now, before=found))
     with pytest.raises(ValueError, match=r"lr_milestones 3,5 -> 4,7$"):
         changes(replace(now, resolved=()), before=found)
-
-
-def test_a_process_that_joins_has_the_settings_and_the_code_of_the_job():
-    job = asdict(BEFORE) | {SUMS: Code({"train.py": b"a", "dbsl/open.py": b"b"}).sums}
-    check_joining(job, replace(BEFORE, log_every=3), code=Code({"train.py": b"a", "new.py": b"c"}))
-    with pytest.raises(ValueError, match=r"got large_batch_size 24 there, 24,32 here$"):
-        check_joining(job, replace(BEFORE, large_batch_size=(24, 32)))
-    message = "^code must be that of the job, got a different train.py he"
-    with pytest.raises(ValueError, match=message):
-        check_joining(job, BEFORE, code=Code({"train.py": b"c"}))
 
 
 def test_settings_that_come_too_late_are_named(tmp_path):

@@ -217,7 +217,7 @@ def test_epochs_end_without_a_worker_that_was_dropped():
     assert [end.epoch for end in s.finished] == [0, 1]
 
 
-def test_newcomers_begin_when_another_has_come_as_far_and_never_wait_for_each_other():
+def test_workers_that_are_back_begin_when_another_has_come_as_far_and_never_wait_for_each_other():
     s = server(ratio, workers=3, staleness=1)
     for worker, clock in ((1, 2), (2, 3)):
         s.drop(worker)

@@ -21,7 +21,7 @@ from dbsl.log.rows import PLAN_TOTALS, read_metrics, step_row
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.solve import TimeModel, plan_dual_batch
 from dbsl.plan.stages import make_stages, stage_at
-from dbsl.plan.types import Handover, JoinedWorker, LostWorker, RoundReport, StepLine, Turn
+from dbsl.plan.types import Handover, LostWorker, RoundReport, StepLine, Turn
 from dbsl.run.evaluation import Evaluation
 from dbsl.run.session import Progress
 from train import Config
@@ -466,21 +466,17 @@ def test_a_training_loss_that_has_risen_far_is_said_once_with_what_to_lower(make
     ]
 
 
-def test_workers_that_are_lost_and_join_between_two_looks_are_recorded_in_order(
-    make_log, rows, capsys
-):
-    loss, again = LostWorker(1, 1, 3, 7, "its process died"), JoinedWorker(1, 1, 5, 5)
+def test_workers_that_are_lost_between_two_looks_are_recorded_in_order(make_log, rows, capsys):
+    losses = [LostWorker(n, n, 3, 7, "its process died") for n in (2, 1)]
     with make_log() as log:
-        log.hear(SimpleNamespace(membership=lambda: [loss, again, loss]))
+        log.hear(SimpleNamespace(losses=lambda: losses))
         play(log)
         log.sum_up()
-    assert [row["event"] for row in rows()[2:5]] == ["lost", "joined", "lost"]
+    assert [row["event"] for row in rows()[2:4]] == ["lost", "lost"]
     summary = json.loads((log.folder / "summary.json").read_text())
-    assert (summary["lost_workers"], summary["joined_workers"]) == ([1, 1], [1])
-    assert summary["lost_samples"] == 14
-    said = [line.partition(" (")[0] for line in capsys.readouterr().out.splitlines()[:3]]
-    lost = "warning: rank 1"
-    assert said == [lost, "rank 1 has joined, its share begins in epoch 6", lost]
+    assert (summary["lost_workers"], summary["lost_samples"]) == ([2, 1], 14)
+    said = [line.partition(" (")[0] for line in capsys.readouterr().out.splitlines()[:2]]
+    assert said == ["warning: rank 2", "warning: rank 1"]
 
 
 def test_extras_get_every_row_as_it_is_read_back_and_those_of_before_at_once(make_log, rows):

@@ -1,4 +1,4 @@
-"""Workers that come and go: who has which samples of which epoch, and from when on."""
+"""Workers that are lost and come back: who has which samples of which epoch, and from when on."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,20 +12,19 @@ from dbsl.cluster.serving import MemberCluster, ServedCluster
 from dbsl.cluster.wire import encode
 from dbsl.extras.emulate import Emulation
 from dbsl.plan.types import Segment, TimeModel, Turn
-from experiments.benchmarks.coverage.cases import Case, Change, Stop
+from experiments.benchmarks.coverage.cases import Case, Loss, Stop
 from experiments.benchmarks.coverage.check import check
-from experiments.benchmarks.coverage.player import play
 from experiments.benchmarks.coverage.prepare import prepare
 
 
-def case(*changes, workers=3, rounds=1, epochs=8, sync="asp", slow=None, absent=(), **options):
+def case(*losses, workers=3, rounds=1, epochs=8, sync="asp", slow=None, **options):
     options |= {"sync": sync, "workers": workers, "rounds_per_epoch": rounds, "epochs": epochs}
     options = {"push": "weights", "small_workers": 0, "staleness": 2, **options}
     options |= {"resolutions": (8,), "min_batch_size": 1}
     emulation = Emulation(slowdown=slow or {}, disturbance=None, noise=0.0, seed=0)
     model = TimeModel(0.001, 0.01)
-    changes = tuple(Change(*change) for change in changes)
-    return Case(options, 90, [model] * workers, [5] * workers, 1, emulation, changes, absent)
+    losses = tuple(Loss(*loss) for loss in losses)
+    return Case(options, 90, [model] * workers, [5] * workers, 1, emulation, losses)
 
 
 def know(planner, *clocks, inside=(), lost=(), newcomers=()):
@@ -55,65 +54,28 @@ def test_a_worker_that_was_lost_has_a_share_again_from_the_first_epoch_that_nobo
     assert planner.drop(2, 8) == 60  # of epochs 2 and 3, begun
     assert samples_of(run, 3) == [45, 45, 0]
     know(planner, 2, 3, 1, inside=(0, 1), lost=(2,))
-    assert planner.join(2, 8) == 4
+    assert planner.bring_back(8) == 4
     assert [samples_of(run, epoch) for epoch in (2, 3, 4)] == [[30] * 3, [45, 45, 0], [30] * 3]
 
 
-@pytest.mark.parametrize("worker", [1, 3, -1])
-def test_a_worker_that_is_there_or_has_no_place_does_not_join(worker):
-    planner = prepare(case()).planner
-    leave_out(planner, 2)
-    know(planner, 0, 0, 0, lost=(2,))
-    with pytest.raises(ValueError, match=f"one of 3 and not there, got worker {worker}"):
-        planner.join(worker, 8)
-
-
-def test_where_no_epoch_is_left_for_a_worker_nothing_changes():
-    run = prepare(case(rounds=2))
-    leave_out(run.planner, 2)
-    before = run.planner.state_dict()
-    know(run.planner, 14, 3, 0, inside=(0,), lost=(2,))
-    assert run.planner.join(2, 16) == 16
-    assert run.planner.state_dict() == before
-
-
-def test_where_there_is_no_plan_with_a_worker_nothing_changes(monkeypatch):
-    run = prepare(case())
-    planner = run.planner
-    leave_out(planner, 1, 2)
-    know(planner, 0, 0, 0, lost=(1, 2))
-    before, replan = planner.state_dict(), planner._maker.replan
-
-    def refuse(resolution, models, active):
-        if len(active) == 2:
-            raise ValueError("no such plan")
-        return replan(resolution, models, active)
-
-    monkeypatch.setattr(planner._maker, "replan", refuse)
-    with pytest.raises(ValueError, match="no such plan"):
-        planner.join(2, 8)
-    assert planner.state_dict() == before
-    assert samples_of(run, 3) == [90, 0, 0]
-
-
-def test_a_newcomer_that_has_begun_nothing_is_lost_without_a_sample():
+def test_a_worker_that_is_back_and_has_begun_nothing_is_lost_without_a_sample():
     run = prepare(case(rounds=3))
     planner = run.planner
     leave_out(planner, 2)
     know(planner, 1, 1, 0, inside=(1,), lost=(2,))
-    assert planner.join(2, 24) == 3
+    assert planner.bring_back(24) == 1
     know(planner, 1, 2, 3, inside=(1,), newcomers=(2,))
     assert planner.drop(2, 24) == 0
     assert samples_of(run, 1) == [45, 45, 0]
 
 
 def test_what_a_loss_leaves_of_an_epoch_is_shared_by_those_that_are_in_it():
-    """While a newcomer waits for the next one."""
+    """While a worker that is back waits for the next one."""
     run = prepare(case(rounds=6))
     planner = run.planner
     leave_out(planner, 2)
     know(planner, 1, 1, 0, inside=(0, 1), lost=(2,))
-    assert planner.join(2, 48) == 6
+    assert planner.bring_back(48) == 1
     know(planner, 1, 1, 6, inside=(0, 1), newcomers=(2,))
     assert planner.drop(1, 48) == 8  # its part of the round that was begun
     rest = planner.at(0, 2)
@@ -124,19 +86,12 @@ def test_what_a_loss_leaves_of_an_epoch_is_shared_by_those_that_are_in_it():
     assert samples_of(run, 1) == [45, 0, 45]
 
 
-def test_a_join_in_the_middle_of_the_round_that_was_lost_does_not_bring_that_round_back():
-    played = play(case((0.01, 1, False), (0.011, 1, True), workers=2, epochs=3))
-    assert (played.lost_workers, played.joined_workers) == (1, 1)
-    assert played.expected - played.trained == played.lost == 45
-    assert played.twice == 0
-
-
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_worker_lost_while_another_waits_for_it_costs_the_rounds_that_were_begun_and_no_more(
     staleness,
 ):
     options = {"sync": "ssp", "staleness": staleness, "workers": 2, "epochs": 4}
-    played = check(case((0.45, 1, False), slow={1: 4}, **options))
+    played = check(case((0.45, 1), slow={1: 4}, **options))
     assert (played.lost_workers, played.lost) == (1, 45 * (1 + staleness))
 
 
@@ -146,7 +101,7 @@ def test_a_worker_lost_while_another_waits_for_it_costs_the_rounds_that_were_beg
 def test_what_other_workers_left_of_an_epoch_is_trained_on_once_after_a_loss_and_a_resume(
     lost_s, workers, turn
 ):
-    leads = case((lost_s, 1, False), slow={0: 4}, epochs=4, rounds=2)
+    leads = case((lost_s, 1), slow={0: 4}, epochs=4, rounds=2)
     played = check(replace(leads, stops=(Stop(6, workers), Stop(turn))))
     assert (played.stops, played.resized, played.lost_workers) == (2, 1, 1)
 

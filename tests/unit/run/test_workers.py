@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import DistributedType
 
 from dbsl.config.settings import RunConfig
 from dbsl.run.workers import Measurements, know_workers, largest_auto_batch
@@ -61,12 +60,6 @@ def test_a_joint_batch_is_held_to_memory_and_not_to_the_steps_that_a_round_shoul
     settings |= {"sync": "asp", "push": "gradients"}
     know_workers(RunConfig(**settings), None, data, model, None)
     assert asked == [200, largest_auto_batch(100), 200]
-    # One that joins has nobody to compare with.
-    model.device, model.num_processes = torch.device("cuda"), 2
-    settings |= {"large_batch_size": (100,), "balance": "dynamic"}
-    for model.distributed_type, more in ((DistributedType.NO, 0), (DistributedType.MULTI_CPU, 1)):
-        know_workers(RunConfig(**settings), None, data, model, None)
-        assert len(asked) == 3 + more
 
 
 def test_a_resolution_without_an_epoch_is_measured_for_a_later_resume_and_that_is_said(
