@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from dbsl.base.files import save_figure
-from dbsl.extras.pictures import LARGE, SMALL
+from dbsl.extras.charts.picture import LARGE, SMALL
 from dbsl.library.planning import BatchSplit, split_batch
 from dbsl.plan.solve import TimeModel, plan_dual_batch
 from dbsl.plan.types import Plan
