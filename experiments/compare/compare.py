@@ -29,7 +29,6 @@ from dbsl.base.machine import threads_of_process
 from dbsl.config import parse
 from dbsl.config.fields import Count, Within, check_fields, refuse
 from dbsl.config.hooks import defaults_of_extras
-from dbsl.run.folder import SUMS
 from dbsl.run.stopping import Stopping
 from experiments.compare.jobs import (
     SCRIPT,
@@ -376,10 +375,8 @@ def _note_of(folder: Path) -> Path:
 
 def _made_by_another(folders: Sequence[Path]) -> list[Path]:
     """Return the folders of runs that another train.py made than there is now."""
-    now = hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
-    sums = {folder: folder / "code" / SUMS for folder in folders}  # the script comes first
-    texts = {folder: path.read_text("utf-8") for folder, path in sums.items() if path.exists()}
-    return [folder for folder, text in texts.items() if not text.startswith(now)]
+    now, copies = SCRIPT.read_bytes(), {folder: folder / SCRIPT.name for folder in folders}
+    return [folder for folder, copy in copies.items() if copy.exists() and copy.read_bytes() != now]
 
 
 def _check_same(arm: Arm, folder: Path) -> None:

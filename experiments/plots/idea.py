@@ -18,12 +18,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from dbsl.base.files import save_figure
-from dbsl.extras.charts.picture import LARGE, SMALL
 from dbsl.library.planning import BatchSplit, split_batch
 from dbsl.plan.solve import TimeModel, plan_dual_batch
 from dbsl.plan.types import Plan
 from experiments.plots.rows import ROOT
 
+SMALL, LARGE = "#e69f00", "#56b4e9"  # told apart by colour-blind readers too
 WORKERS, ROUNDS, JOINT_STEPS = 4, 2, 8
 SAMPLES, LARGE_BATCH = 1437, 32  # the digits, and what the run takes for them
 MIXED = [TimeModel(slope, 0.01) for slope in (0.0002, 0.0002, 0.0006, 0.0006)]
