@@ -47,7 +47,7 @@ from dbsl.config.hooks import settings_of_extras
 from dbsl.config.parse import parse_config
 from dbsl.config.settings import RunConfig
 from dbsl.data.sources import Source
-from dbsl.loss import BceConfig, Loss, binary_cross_entropy, with_figures
+from dbsl.loss import Loss, with_figures
 from dbsl.model import BEST, FINAL
 from dbsl.open import open_session
 from dbsl.plan.stages import learning_rate_at
@@ -57,7 +57,7 @@ from dbsl.run.session import Session
 
 
 @dataclass(frozen=True)
-class Config(BceConfig, *settings_of_extras(), RunConfig):
+class Config(*settings_of_extras(), RunConfig):
     """Dual-batch learning with cyclic progressive resizing.
 
     Lists take commas or spaces. The value unset removes what a file or a resumed run sets.
@@ -82,8 +82,6 @@ def loss_function(model: nn.Module, images: Tensor, labels: Tensor, config: Conf
     first call, by a function with @cache. Call `model(...)`, not its layers: DDP may be around it.
     """
     logits = model(images)
-    if config.bce_loss:
-        return binary_cross_entropy(logits, labels, config, config.label_smoothing)
     return F.cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
 
 

@@ -1,4 +1,4 @@
-"""A run's loss function as the loop and all measuring call it, and timm's binary cross-entropy."""
+"""A run's loss function as the loop and all measuring call it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from numbers import Real
 from types import MappingProxyType
-from typing import Annotated, Any, TypedDict
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dbsl.base.errors import SettingError
-from dbsl.config.fields import PAIRS, Needs, Within, read_kwargs
 from dbsl.data.transforms import global_streams
 from dbsl.plan.types import RESERVED
 
@@ -126,46 +123,3 @@ def scalars(loss: Tensor, figures: Figures, names: tuple[str, ...]) -> Tensor:
         for value in map(figures.__getitem__, names)
     ]
     return torch.stack([loss.detach(), *values])
-
-
-class BceKwargs(TypedDict, total=False):
-    """More arguments of binary cross-entropy, by the names of timm's flags."""
-
-    target_thresh: Annotated[float, Within(0, 1, open_high=True)]
-    sum: bool
-
-
-@dataclass(frozen=True)
-class BceConfig:
-    """Binary cross-entropy's settings."""
-
-    # --- binary cross-entropy
-    # binary cross-entropy instead of cross-entropy: an independent yes or no for each class
-    bce_loss: bool = False
-    # more arguments of binary cross-entropy as name=value: target_thresh=0.2 (targets above it
-    # become 1, others 0; unset: targets stay as label smoothing and mixing make them) sum=True (sum
-    # over the classes instead of the mean)
-    bce_kwargs: Annotated[tuple[str, ...], Needs("bce_loss")] = field(default=(), metadata=PAIRS)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()  # calls RunConfig's: this class is a mixin
-        _ = self.bce
-
-    @property
-    def bce(self) -> Mapping[str, Any]:
-        """What `bce_kwargs` has."""
-        return read_kwargs("bce_kwargs", self.bce_kwargs, BceKwargs)
-
-
-def binary_cross_entropy(
-    logits: Tensor, labels: Tensor, config: BceConfig, label_smoothing: float
-) -> Tensor:
-    """Return the mean loss of logits [B, C] and labels, [B] or shares of classes [B, C]."""
-    from timm.loss import BinaryCrossEntropy  # slow to import, and seldom needed
-
-    shares = labels if labels.dim() == 2 else F.one_hot(labels, logits.shape[1])
-    shares = (1 - label_smoothing) * shares + label_smoothing / logits.shape[1]
-    loss = BinaryCrossEntropy(
-        target_threshold=config.bce.get("target_thresh"), sum_classes=config.bce.get("sum", False)
-    )
-    return loss(logits.float(), shares)

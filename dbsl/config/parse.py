@@ -53,7 +53,7 @@ _COMMENT = re.compile(r"\s*# (?!--- )(.+)")
 _BETWEEN_PAIRS = re.compile(r",\s*(?=[^,=]*=)")
 _FIELD = re.compile(r"    (\w+): [^#]*(?:# (.+))?")
 _HELP_FROM = 32  # column that the help of a flag begins in
-# What frequent names of timm and transformers are here. timm_options.csv has all of timm's.
+# What frequent names of timm and transformers are here.
 _ELSEWHERE = {
     "--mixed-precision": ("amp", "bf16", "fp16"),
     "--large-batch-size or --local-batch-sizes": ("batch-size", "per-device-train-batch-size"),

@@ -172,9 +172,9 @@ def _rates(run: Run, stage: Stage) -> str:
 class Display:
     """Steps, `done` of `total`: a bar on a terminal; elsewhere a line about once a minute."""
 
-    def __init__(self, total: int, done: int, config: RunConfig, unit: str, loss_name: str) -> None:
+    def __init__(self, total: int, done: int, config: RunConfig, unit: str) -> None:
         self.total, self.done, self._config = total, done, config
-        self._unit, self._loss_name = unit, loss_name
+        self._unit = unit
         quiet = not sys.stderr.isatty()
         how = {"bar_format": _BAR, "dynamic_ncols": True, "disable": quiet}
         self._bar = tqdm(total=total, initial=done, **how)
@@ -195,7 +195,7 @@ class Display:
         spent = time.perf_counter() - self._since
         if spent >= self._every_s:
             known = math.isfinite(self.loss)
-            loss = f"{self._loss_name} {short_loss(self.loss)}, " if known else ""
+            loss = f"loss {short_loss(self.loss)}, " if known else ""
             speed = speed_in_words(self._samples / spent, self._unit)
             text = f"epoch {epoch + 1}/{self._config.epochs}, "
             if self._bar.disable:
@@ -297,7 +297,7 @@ def _two_digits(value: float) -> str:
 # --- what it comes to
 
 
-def evaluation_in_words(evaluation: Evaluation | None, loss_name: str = "loss") -> str:
+def evaluation_in_words(evaluation: Evaluation | None) -> str:
     """Return an evaluation as a part of the epoch's line; nothing where there was none."""
     if evaluation is None:
         return ""
@@ -305,21 +305,21 @@ def evaluation_in_words(evaluation: Evaluation | None, loss_name: str = "loss") 
     averaged = "" if ema is None else f"  EMA {100 * ema:.1f} %"
     first5 = "" if top5 is None else f" (top-5 {100 * top5:.1f} %)"
     others = "".join(
-        f"  {name} {100 * accuracy:.1f} %, {loss_name} {short_loss(loss)}"
+        f"  {name} {100 * accuracy:.1f} %, loss {short_loss(loss)}"
         for name, (accuracy, loss) in further_sets(evaluation.more).items()
     )
     loss = short_loss(evaluation.loss)
-    result = f"  eval {100 * evaluation.accuracy:.1f} %{first5}, {loss_name} {loss}{averaged}"
+    result = f"  eval {100 * evaluation.accuracy:.1f} %{first5}, loss {loss}{averaged}"
     return f"{result}{others}{more_in_words(evaluation)}"
 
 
-def result_in_words(values: Mapping[str, Any], unit: str, loss_name: str = "loss") -> str:
+def result_in_words(values: Mapping[str, Any], unit: str) -> str:
     """Return what there is of the result, in one line."""
     formats = {
         "final_accuracy": "accuracy {:.2%}",
         "best_accuracy": " (best {:.2%})",
         "final_top5_accuracy": ", top-5 {:.2%}",
-        "final_loss": f", {loss_name} {{}}",
+        "final_loss": ", loss {}",
         "train_time_s": ", training {:.1f} s",
         "start_up_time_s": " and start-up {:.1f} s",
         "total_time_s": " of {:.1f} s",

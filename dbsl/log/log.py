@@ -103,8 +103,6 @@ class RunLog:
         self._plans = dict(run.plans)  # in force, by resolution, as far as the log has been told
         self._since = dict.fromkeys(run.plans, (0, 0))  # epoch and round of the last change
         self._unit = "images" if run.stages[-1].resolution else "samples"
-        bce = getattr(config, "bce_loss", False)
-        self._loss, self._eval_loss = ("BCE", "cross-entropy") if bce else ("loss", "loss")
         self._evaluated = len(run.data.evaluation)  # that were told
         by_hand = config.local_batch_sizes is not None or config.sync_batch_norm
         self._normalises = not by_hand and has_batch_norm(run.model)
@@ -143,7 +141,7 @@ class RunLog:
         under_way = chain(*self._rounds.values())
         done += sum(report.steps for report in under_way if report.worker in self._counted)
         done += sum(steps[: self._so_far.epochs])
-        return lines.Display(sum(steps), done, config, self._unit, self._loss)
+        return lines.Display(sum(steps), done, config, self._unit)
 
     def write(self, event: str, row: Mapping[str, Any]) -> None:
         """Append a row to metrics.jsonl, its epochs counted from 0; extras get it."""
@@ -334,12 +332,12 @@ class RunLog:
             self.write(event, place | values)
             self._so_far.last_events[event] = dict(values)
         # Other workers may have taken all of its steps: their losses are not known.
-        told = {self._loss: found["loss"]} | figures if found["samples"] else {}
+        told = {"loss": found["loss"]} | figures if found["samples"] else {}
         loss = "".join(f"  {name} {short_loss(value)}" for name, value in told.items())
         epochs = config.epochs
         self._say(
             f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}  {px(resolution, after='  ')}"
-            f"lr {rate:.3g}{loss}{lines.evaluation_in_words(evaluation, self._eval_loss)}  "
+            f"lr {rate:.3g}{loss}{lines.evaluation_in_words(evaluation)}  "
             f"{lines.speed_in_words(speed, self._unit)}"
             f"{lines.times_in_words([values['time_s'] for values in workers.values()])}"
         )
@@ -432,7 +430,7 @@ class RunLog:
         }
         text = json.dumps(rows.strict_numbers(values), indent=2, sort_keys=True, allow_nan=False)
         write_text(self.folder / "summary.json", text + "\n")
-        result = lines.result_in_words(values, self._unit, self._eval_loss)
+        result = lines.result_in_words(values, self._unit)
         self._say(f"{result}; all of it in {self.folder}")
 
 

@@ -228,7 +228,7 @@ def test_focal_loss_is_cross_entropy_with_exponent_zero(fork):
     logits, labels = torch.randn(6, 3), torch.arange(6) % 3
     losses = F.cross_entropy(logits, labels, reduction="none")
     for gamma in (0.0, 2.0):
-        config = SimpleNamespace(bce_loss=False, label_smoothing=0.0, focal_gamma=gamma)
+        config = SimpleNamespace(label_smoothing=0.0, focal_gamma=gamma)
         expected = ((1 - torch.exp(-losses)) ** gamma * losses).mean()
         found = loss_function(nn.Identity(), logits, labels, config)
         torch.testing.assert_close(found, expected)
@@ -274,7 +274,7 @@ def by_the_weights_of_a_part(model, inputs, labels, config):
 def test_gradients_of_weighted_parts_are_those_of_the_joined_batch(fork, name, equal):
     loss_function = fork(name).loss_function if name else by_the_weights_of_a_part
     settings = {"label_smoothing": 0.1, "class_weights": CLASS_WEIGHTS, "penalty": 10.0}
-    config = SimpleNamespace(bce_loss=False, **settings)
+    config = SimpleNamespace(**settings)
     torch.manual_seed(0)
     model, labels = hidden().double(), torch.arange(20) % 3
     inputs = torch.randn(20, 4, dtype=torch.float64)
@@ -300,7 +300,7 @@ def test_distillation_learns_from_the_labels_and_from_a_teacher_that_stays_as_it
     assert not taught.training
     assert all(torch.equal(v, saved.state_dict()[n]) for n, v in taught.state_dict().items())
 
-    config = SimpleNamespace(bce_loss=False, label_smoothing=0.0, teacher=str(teacher))
+    config = SimpleNamespace(label_smoothing=0.0, teacher=str(teacher))
     images, labels = torch.randn(6, 3, 16, 16), torch.arange(6)
     logits = torch.randn(6, 10, requires_grad=True)
     loss, _ = module.loss_function(lambda images: logits, images, labels, config)

@@ -20,22 +20,6 @@ def logits():
 LABELS = torch.tensor([0, 1, 2, 3, 1, 1])
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("more", [{}, {"sum": True}, {"target_thresh": 0.2}])
-def test_binary_cross_entropy_is_timms_with_smoothing_and_mixing(logits, smoothing, more):
-    pairs = tuple(f"{name}={value}" for name, value in more.items())
-    config = Config(bce_loss=True, label_smoothing=smoothing, bce_kwargs=pairs)
-    named = {"sum": "sum_classes", "target_thresh": "target_threshold"}
-    given = {named[name]: value for name, value in more.items()}
-    theirs = timm.loss.BinaryCrossEntropy(smoothing=smoothing, **given)
-    found = loss_function(AS_IT_IS, logits, LABELS, config)
-    torch.testing.assert_close(found, theirs(logits, LABELS))
-    # Mixed: timm smooths before it mixes.
-    mixed, plain = (mixup_target(LABELS, 4, 0.7, s) for s in (smoothing, 0.0))
-    found = loss_function(AS_IT_IS, logits, plain, config)
-    torch.testing.assert_close(found, theirs(logits, mixed))
-
-
 def test_cross_entropy_smooths_mixed_labels_as_timm_does(logits):
     mixed, plain = (mixup_target(LABELS, 4, 0.7, smoothing) for smoothing in (0.1, 0.0))
     found = loss_function(AS_IT_IS, logits, plain, Config(label_smoothing=0.1))

@@ -360,16 +360,6 @@ def test_an_evaluation_of_fewer_images_than_were_told_says_so_once(make_log, cap
     assert said.count("warning: evaluations are of 90 images: 3 of 93 cannot be decoded\n") == 1
 
 
-def test_binary_cross_entropy_and_the_evaluations_loss_have_names(make_log, capsys):
-    with make_log(bce_loss=True) as log:
-        play(log)
-        log.sum_up()
-    said = capsys.readouterr().out
-    assert re.search(r"  BCE 3\.\d+  eval 75\.0 %, cross-entropy 0\.500  ", said)
-    assert re.search(r"\naccuracy .*, cross-entropy 0.500, .*; all of it", said)
-    assert " loss " not in said
-
-
 def test_pushes_become_one_round_a_worker_and_epoch(make_log, rows):
     with make_log(push="gradients") as log:
         for number in range(3):
