@@ -33,7 +33,6 @@ from dbsl.config.fields import (
     read_text,
     sources,
 )
-from dbsl.config.image_settings import AugmentKwargs, MixupKwargs
 from dbsl.config.settings import CHECKPOINT, CHECKPOINTS, LrKwargs, RunConfig
 
 T = TypeVar("T")
@@ -68,8 +67,6 @@ _ELSEWHERE = {
     "--opt-kwargs": ("opt-eps", "opt-betas", "layer-decay"),
     "--lr-schedule": ("sched",),
     "--lr-kwargs": ("lr-k-decay", *LrKwargs.__annotations__),
-    "--mixup-kwargs": tuple(f"mixup-{name}" for name in MixupKwargs.__annotations__),
-    "--augment-kwargs": tuple(AugmentKwargs.__annotations__),
 }
 RUN_FOLDER = "run folder"  # what a launch remembers of the run that it may have to restart
 

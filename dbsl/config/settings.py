@@ -36,7 +36,7 @@ from dbsl.config.fields import (
     read_kwargs,
     refuse,
 )
-from dbsl.config.image_settings import ImageConfig, MixupKwargs, check_images
+from dbsl.config.image_settings import ImageConfig, check_images
 
 Precision = Literal["auto", "no", "bf16", "fp16"]
 Rounding = Literal["round", "truncate"]
@@ -84,20 +84,10 @@ class LrKwargs(TypedDict, total=False):
 class TrainingConfig(ImageConfig):
     """What is trained, in which batches and for how long, and how workers meet."""
 
-    # times that an epoch repeats each of its images in a row, augmented differently; the number of
-    # samples stays, so an epoch has fewer images
-    aug_repeats: Annotated[
-        Count, Role.ORDER | Role.DATA, Excludes(augment="none", why=": copies are equal")
-    ] = 1
     # --- mixing
     mixup: Annotated[Amount, Role.DATA] = 0.0  # alpha of mixup, say 0.2; 0: off
     # alpha of CutMix, say 1.0; 0: off; with --mixup, each batch gets one of the two
     cutmix: Annotated[Amount, Role.DATA] = 0.0
-    # more arguments of timm's Mixup as name=value: prob=1 switch_prob=0.5 (probability of CutMix if
-    # both are on) mode=batch (or pair, elem: one draw per batch, pair or image)
-    # cutmix_minmax=0.2,0.8 (range of CutMix's sides over the image's; replaces --cutmix)
-    # off_epoch=90 (first epoch without mixing)
-    mixup_kwargs: Annotated[tuple[str, ...], Role.DATA] = field(default=(), metadata=PAIRS)
     # --- model
     # timm name, local-dir:FOLDER or hf-hub:USER/NAME; the last two start from its weights
     model: Annotated[str, Role.STEP | Role.SOLVED] = "resnet18"
@@ -318,12 +308,7 @@ class TrainingConfig(ImageConfig):
     @property
     def mixes(self) -> bool:
         """Whether images are mixed."""
-        return bool(self.mixup or self.cutmix or self.mixing.get("cutmix_minmax"))
-
-    @property
-    def mixing(self) -> Mapping[str, Any]:
-        """What `dbsl.data.transforms.Mixing` takes of ``mixup_kwargs``."""
-        return read_kwargs("mixup_kwargs", self.mixup_kwargs, MixupKwargs)
+        return bool(self.mixup or self.cutmix)
 
     @property
     def model_settings(self) -> dict[str, Any]:
@@ -420,12 +405,6 @@ class RunConfig(MachineConfig, TrainingConfig):
 
 def _of_run(config: RunConfig) -> Iterator[Refusal]:
     """Yield what the fields' types do not say of settings that do not go together."""
-    text = "mixup_kwargs must be empty except with mixup, cutmix or cutmix_minmax"
-    yield config.mixup_kwargs and not config.mixes, text, config.mixup_kwargs
-    both = config.mixup and (config.cutmix or config.mixing.get("cutmix_minmax"))
-    text = "mixup_kwargs must leave out switch_prob except with mixup and CutMix"
-    given = config.mixing.get("switch_prob")
-    yield given is not None and not both, text, given
     given, lr_schedule = config.curve, config.lr_schedule
     without = {"step": LrKwargs.__annotations__.keys() - {"warmup_lr"}, "cosine": {"power"}}
     for name in sorted(given.keys() & without.get(lr_schedule, set())):

@@ -116,7 +116,7 @@ class Data:
     def transform(self, resolution: int, augment: Augment, seed: int) -> Transform:
         """Return what images pass at a resolution."""
         look = (self.mirror, self.mean, self.std, seed, self.crop_pct, self.interpolation)
-        return Transform(resolution, augment, *look, self.config.pipeline, self.config.erasing)
+        return Transform(resolution, augment, *look, self.config.aa)
 
     def normalised_as(self, statistics: Statistics) -> Data:
         """Return the data normalised as weights want it, but for what the settings give."""

@@ -145,7 +145,7 @@ class ImageLoader(Source):
                 samples, images = samples.repeat(2), images.repeat(2, 1, 1, 1)
             images = images.to(self.device, non_blocking=True)
             images = transform(images, samples, epoch, prepared=True)
-            yield images, to_device(self.labels[samples % len(self)], self.device)
+            yield images, to_device(self.labels[samples], self.device)
             if call != self._calls:
                 raise RuntimeError("a later call of batches() took over the loader processes")
 
@@ -226,7 +226,7 @@ class ImageSplit:
         sizes = np.array([(1, 1) if isinstance(image, str) else image.size for image in opened])
         boxes, side = transform.boxes(sizes, samples, epoch), transform.resolution
         mirrored, by_timm = transform.mirrored(samples, epoch), transform.augment == "timm"
-        rows = self.rows[samples % len(self)]
+        rows = self.rows[samples]
         pixels, places, errors = np.empty((len(samples), side, side, 3), np.uint8), [], {}
         for place, image in enumerate(opened):
             opened[place] = None  # or a whole batch would stay in memory, decoded
@@ -244,7 +244,7 @@ class ImageSplit:
         return images, torch.tensor(places, dtype=torch.int64), errors
 
     def _values(self, samples: np.ndarray) -> list[Stored]:
-        return self.table[self.rows[samples % len(self)]][self.image_column]
+        return self.table[self.rows[samples]][self.image_column]
 
     def _open(self, value: Stored) -> Image.Image:
         """Return an image that is not decoded yet, where that can be."""

@@ -36,8 +36,7 @@ class Source(Protocol):
     ) -> Iterator[Batch]:
         """Yield the batches of these sample numbers, int64 [B], inputs and labels on the device.
 
-        B may differ between them. Number ``copy * N + i`` is another copy of sample i, augmented by
-        itself. `transform` is what `TrainingData.transform` returned.
+        B may differ between them. `transform` is what `TrainingData.transform` returned.
         """
 
 
@@ -90,7 +89,7 @@ class TensorSource(Source):
     ) -> Iterator[Batch]:
         """See `Source.batches`."""
         for samples in index_batches:
-            places = to_device(samples % len(self), self.device)
+            places = to_device(samples, self.device)
             yield self.inputs.index_select(0, places), self.labels.index_select(0, places)
 
 

@@ -1,4 +1,4 @@
-"""Images at a stage's resolution: cut, resize, augment, normalise, erase, mix.
+"""Images at a stage's resolution: cut, resize, augment, normalise, mix.
 
 Whatever is random about a sample is a function of (seed, epoch, sample number). A sample therefore
 looks the same whichever worker trains on it and whichever batch it stands in. Mixing alone is drawn
@@ -13,7 +13,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,9 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from dbsl.base.errors import SettingError
 from dbsl.base.machine import lazy_import
 from dbsl.base.seeds import sample_seeds, sample_uniforms, stream_seed
-from dbsl.config.image_settings import Augment, AugmentKwargs, EraseKwargs, Interpolation
+from dbsl.config.image_settings import Augment, Interpolation
 from dbsl.plan.sampler import Part
 
 timm = lazy_import("timm")
@@ -41,7 +40,6 @@ RATIO = (3 / 4, 4 / 3)  # width over height
 TRIES = 10
 DRAWS = 4 * TRIES  # uniform numbers that a random crop takes
 _ORIENTATION = 0x0112  # the EXIF tag
-_LEAST_BLURRED = 12  # pixels: timm's kernel of 23 pads images by 11, which must be less than all
 
 Means = tuple[float, float, float]  # red, green, blue
 
@@ -74,16 +72,7 @@ class Transform:
     seed: int
     crop_pct: float = 1.0  # side of the centre crop of "none" over the image's shorter side
     interpolation: Interpolation = "bilinear"  # how "none" resizes
-    pipeline: AugmentKwargs = field(default_factory=AugmentKwargs)  # what "timm" does
-    erasing: EraseKwargs | None = None  # not for "none"
-
-    def __post_init__(self) -> None:
-        blurred = self.augment == "timm" and self.pipeline.gaussian_blur_prob
-        if blurred and self.resolution < _LEAST_BLURRED:
-            raise SettingError(
-                f"augment_kwargs gaussian_blur_prob must be 0 below {_LEAST_BLURRED} px, "
-                f"got {blurred:g} at {self.resolution} px"
-            )
+    aa: str | None = None  # timm's policy, of "timm"
 
     def __call__(
         self, images: Tensor, samples: np.ndarray, epoch: int, *, prepared: bool = False
@@ -102,19 +91,14 @@ class Transform:
                 images = images[:, :, first : first + cut, first : first + cut]
             return self._normalise(self._resize(images))
         if prepared and self.augment in ("crop", "timm"):
-            images = self._normalise(self._resize(images))
-        else:
-            assert self.augment != "timm", "loader processes augment"
-            stream = stream_seed(self.seed, "augment", epoch)
-            chance, first, second = sample_uniforms(stream, samples, 3).T
-            flipped = (chance < 0.5) & self.mirror
-            if self.augment == "paper":
-                images = _warp(self._normalise(self._resize(images)), flipped, first, second)
-            else:
-                images = self._normalise(self._resize(_shift(images, flipped, first, second)))
-        if self.erasing is None:
-            return images
-        return erase(images, self.erasing, samples, self.seed, epoch)
+            return self._normalise(self._resize(images))
+        assert self.augment != "timm", "loader processes augment"
+        stream = stream_seed(self.seed, "augment", epoch)
+        chance, first, second = sample_uniforms(stream, samples, 3).T
+        flipped = (chance < 0.5) & self.mirror
+        if self.augment == "paper":
+            return _warp(self._normalise(self._resize(images)), flipped, first, second)
+        return self._normalise(self._resize(_shift(images, flipped, first, second)))
 
     def boxes(self, sizes: np.ndarray, samples: np.ndarray, epoch: int) -> np.ndarray:
         """Return the part in use of images of `sizes` [B, 2]: left, top, right, bottom, [B, 4]."""
@@ -135,9 +119,8 @@ class Transform:
 
     def augmented(self, image: Image.Image, sample: int, epoch: int) -> np.ndarray:
         """Return what timm's pipeline makes of a decoded RGB image, uint8 [R, R, 3]."""
-        (seed,) = image_seeds(self.seed, "timm", epoch, np.array([sample]))
-        with global_streams(seed):
-            transform = timm_transform(self.pipeline, self.resolution, self.mean, self.mirror)
+        with global_streams(image_seed(self.seed, epoch, sample)):
+            transform = timm_transform(self.aa, self.resolution, self.mean, self.mirror)
             return transform(image).permute(1, 2, 0).numpy()
 
     @property
@@ -328,22 +311,15 @@ def seed_streams(seed: int) -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def timm_transform(kwargs: AugmentKwargs, resolution: int, mean: Means, mirror: bool) -> Any:
+def timm_transform(aa: str | None, resolution: int, mean: Means, mirror: bool) -> Any:
     """Return timm's training transform, from a PIL image to uint8 [3, R, R].
 
     It draws from the global random numbers. Operations that leave a gap fill it with the channel
-    means, in [0, 1]; without `mirror` an unset `hflip` is 0.
+    means, in [0, 1]; without `mirror` nothing is flipped.
     """
-    given = {name: value for name, value in asdict(kwargs).items() if value is not None}
-    for ours, timms in (("aa", "auto_augment"), ("train_interpolation", "interpolation")):
-        if ours in given:
-            given[timms] = given.pop(ours)
-    if not mirror:
-        given.setdefault("hflip", 0.0)
-    if len(jitter := given.get("color_jitter", ())) == 1:
-        (given["color_jitter"],) = jitter
+    flips = {} if mirror else {"hflip": 0.0}
     built = timm.data.transforms_factory.transforms_imagenet_train(
-        resolution, mean=mean, use_prefetcher=True, **given
+        resolution, mean=mean, auto_augment=aa, use_prefetcher=True, **flips
     )
     for step in built.transforms:
         policies = getattr(step, "policy", [getattr(step, "ops", [])])
@@ -360,34 +336,10 @@ def _posterize(image: Image.Image, bits: int, **more: Any) -> Image.Image:
     return timm.data.auto_augment.posterize(image, bits, **more)
 
 
-def erase(
-    images: Tensor, kwargs: EraseKwargs, samples: np.ndarray, seed: int, epoch: int
-) -> Tensor:
-    """Return images [B, 3, R, R] with parts erased by (seed, epoch, sample).
-
-    On the CPU they are written to. Another device gets all rectangles of a batch at once: one by
-    one each would take launches.
-    """
-    canvas = images
-    if images.device.type != "cpu":
-        canvas = torch.full_like(images, math.nan, device="cpu", pin_memory=images.is_cuda)
-    erasing = timm.data.random_erasing.RandomErasing(
-        kwargs.reprob, mode=kwargs.remode, max_count=kwargs.recount, device="cpu"
-    )
-    seeds = image_seeds(seed, "erasing", epoch, samples)
-    with global_streams():
-        for image, its_seed in zip(canvas, seeds, strict=True):
-            seed_streams(its_seed)
-            erasing(image)
-    if canvas is images:
-        return images
-    canvas = canvas.to(images.device, non_blocking=True)
-    return torch.where(canvas.isnan(), images, canvas)
-
-
-def image_seeds(seed: int, purpose: str, epoch: int, samples: np.ndarray) -> list[int]:
-    """Return a seed for each sample, in [0, 2**63)."""
-    return (sample_seeds(stream_seed(seed, purpose, epoch), samples) >> np.uint64(1)).tolist()
+def image_seed(seed: int, epoch: int, sample: int) -> int:
+    """Return the seed of what timm draws for a sample, in [0, 2**63)."""
+    (own,) = sample_seeds(stream_seed(seed, "timm", epoch), np.array([sample]))
+    return int(own >> np.uint64(1))
 
 
 class Mixing:
@@ -402,19 +354,11 @@ class Mixing:
     """
 
     def __init__(
-        self,
-        mixup_alpha: float,
-        cutmix_alpha: float,
-        *,
-        num_classes: int,
-        seed: int,
-        off_epoch: int = 0,
-        **more: Any,
+        self, mixup_alpha: float, cutmix_alpha: float, *, num_classes: int, seed: int
     ) -> None:
-        """Take more arguments of timm's Mixup; from `off_epoch` on, if it is not 0, mix nothing."""
-        self._classes, self._seed, self._off_epoch = num_classes, seed, off_epoch
+        self._classes, self._seed = num_classes, seed
         self._mix = timm.data.Mixup(
-            mixup_alpha, cutmix_alpha, label_smoothing=0.0, num_classes=num_classes, **more
+            mixup_alpha, cutmix_alpha, label_smoothing=0.0, num_classes=num_classes
         )
 
     def mixed(
@@ -427,7 +371,7 @@ class Mixing:
         for (images, labels), part in zip(batches, parts, strict=True):
             whole = len(labels) // 2 * 2
             shares = F.one_hot(labels, self._classes).to(images.dtype)
-            if whole and not (self._off_epoch and epoch >= self._off_epoch):
+            if whole:
                 first = int(part.indices[0])
                 with global_streams(stream_seed(self._seed, "mixing", epoch, first)):
                     _, shares[:whole] = self._mix(images[:whole], labels[:whole])

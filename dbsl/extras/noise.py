@@ -93,9 +93,9 @@ class Noise(Extra):
     @classmethod
     def of(cls, config: NoiseSettings) -> Noise | None:
         """Return it where a measurement says something."""
-        # Images of a mixed batch and copies of one are not independent, and an extra pass of one
-        # process would wait for the others in batch norm over all of them.
-        hinders = config.mixes or config.aug_repeats > 1 or config.sync_batch_norm
+        # Images of a mixed batch are not independent, and an extra pass of one process would wait
+        # for the others in batch norm over all of them.
+        hinders = config.mixes or config.sync_batch_norm
         return cls() if config.noise_scale and not hinders else None
 
     def begin(self, session: Session) -> None:

@@ -92,7 +92,6 @@ class TurnSampler:
             seed=config.seed,
             drop_last=config.drop_last,
             least=self.least,
-            repeats=config.aug_repeats,
             blocks=self.blocks,
         )
         count = sampler.steps_per_epoch
@@ -121,7 +120,6 @@ class TurnSampler:
             start=segment.start,
             least=self.least,
             left=segment.left,
-            repeats=self.config.aug_repeats,
             blocks=self.blocks,
         )
 

@@ -4,9 +4,6 @@ Pure. An epoch is one seeded permutation, or one that an `Order` draws. Where a 
 step begins is known without the ones before it, so a sampler's state is three integers (seed,
 epoch, position), shares may change between rounds, and a process holds one permutation however many
 workers live in it.
-
-With `repeats`, an epoch of n samples has the first of its permutation only, each so often in a row
-(arXiv 1902.05509). Copy c of sample i is number ``c * n + i``; each number is met at most once.
 """
 
 from __future__ import annotations
@@ -58,16 +55,11 @@ class Order(Protocol):
 
 # Asynchronous workers may be an epoch apart, loaders of several tasks take turns. 8 bytes a sample.
 @lru_cache(maxsize=4)
-def _permutation(
-    samples: int, seed: int | None, repeats: int, blocks: Order | None, epoch: int
-) -> np.ndarray:
+def _permutation(samples: int, seed: int | None, blocks: Order | None, epoch: int) -> np.ndarray:
     if seed is None:
         return np.arange(samples)
     rng = generator(seed, "shuffle", epoch)
     order = blocks.order(rng) if blocks else rng.permutation(samples)
-    if repeats > 1:  # the first images of the order, each so often in a row
-        places = np.arange(samples)
-        order = order[places // repeats] + places % repeats * samples
     order.flags.writeable = False
     return order
 
@@ -94,13 +86,12 @@ class EpochSampler:
         start: int = 0,
         least: int = 1,
         left: Sequence[tuple[int, int]] = (),
-        repeats: int = 1,
         blocks: Order | None = None,
     ) -> None:
         self._shares = np.asarray(shares, dtype=np.int64)
         self.samples = start + int(self._shares.sum())
         self._left = tuple(left) or ((start, self.samples),)
-        self._order = partial(_permutation, self.samples, seed, repeats, blocks)
+        self._order = partial(_permutation, self.samples, seed, blocks)
         self._rounds, self._first_round = rounds, first_round
         self._start, self._least = start, least
 
@@ -169,12 +160,11 @@ class StepSampler:
         seed: int | None = 0,
         drop_last: bool = False,
         least: int = 1,
-        repeats: int = 1,
         blocks: Order | None = None,
         whole: int = 0,
         start: int = 0,
     ) -> None:
-        self._order = partial(_permutation, samples, seed, repeats, blocks)
+        self._order = partial(_permutation, samples, seed, blocks)
         self._least = least
         if whole:
             self._cuts = _whole_steps(samples, global_batch_size, whole, start, drop_last)

@@ -524,12 +524,8 @@ def _rounds_of_epoch(plans: Mapping[int, Plan], config: RunConfig) -> int:
 def _make_mixing(config: RunConfig, data: TrainingData) -> Mixing | None:
     if not config.mixes:
         return None
-    ends = config.mixing.get("cutmix_minmax")
-    for side in config.resolutions if ends else ():
-        text = f"mixup_kwargs cutmix_minmax must be a pixel or more apart at {side} px"
-        refuse([(int(side * ends[0]) == int(side * ends[1]), text, ends)])
-    kept = {"num_classes": data.num_classes, "seed": config.seed, **config.mixing}
-    return Mixing(config.mixup, config.cutmix, **kept)
+    classes = data.num_classes
+    return Mixing(config.mixup, config.cutmix, num_classes=classes, seed=config.seed)
 
 
 # --- evaluation alone

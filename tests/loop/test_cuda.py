@@ -17,7 +17,6 @@ from dbsl.cluster.server import Server
 from dbsl.cluster.steps import ComputeTimer, Stepper
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import Channel
-from dbsl.config.image_settings import EraseKwargs
 from dbsl.data.sources import image_batch
 from dbsl.data.transforms import erase
 from dbsl.extras.noise import NoiseProbe
@@ -193,23 +192,6 @@ def test_peak_memory_is_that_of_the_allocator_and_is_given_back():
     large = peaks.of(lambda: torch.ones(64 * 2**20, device=CUDA))  # 256 MiB
     assert large - small == pytest.approx(256 * 2**20, rel=0.1)
     assert 0 < peaks.capacity() <= torch.cuda.get_device_properties(CUDA).total_memory
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
-@pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
-def test_erasing_on_the_gpu_never_waits_and_is_that_of_the_cpu(mode):
-    images, drawn = torch.randn(20, 3, 16, 16), (np.arange(20), 3, 1)
-    images = images.contiguous(memory_format=torch.channels_last)
-    kwargs, there = EraseKwargs(0.5, mode, 2), images.to(CUDA)
-    erase(there, kwargs, *drawn)  # the first call sets kernels and memory up
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        found = erase(there, kwargs, *drawn)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    assert torch.equal(found.cpu(), erase(images.clone(), kwargs, *drawn))
-    assert found.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_the_noise_probe_finds_on_the_gpu_what_it_finds_on_the_cpu():

@@ -133,7 +133,7 @@ class ShardedSplit(ImageSplit):
 
     def places_of(self, samples: np.ndarray) -> np.ndarray:
         """Return the place among `groups` of each sample's row group."""
-        return np.searchsorted(self.begins, samples % len(self), side="right") - 1
+        return np.searchsorted(self.begins, samples, side="right") - 1
 
     def fetch(self, place: int, cache: GroupCache) -> None:
         """Have the file of the place-th row group in the cache."""
@@ -148,7 +148,6 @@ class ShardedSplit(ImageSplit):
         return f"{where}, {self.shards.named(group)}, cannot be decoded ({reason})"
 
     def _values(self, samples: np.ndarray) -> list[Stored]:
-        samples = samples % len(self)
         places, values = self.places_of(samples), [None] * len(samples)
         for place in np.unique(places):
             with pa.memory_map(str(self.folder / self.names[place])) as file:

@@ -19,14 +19,14 @@ BOUNDS = {
     ("at least 0", "-1"): "loader_workers max_bad_images mixup cutmix weight_decay small_workers "
     "small_batch_size staleness warmup_epochs min_lr log_every keep_checkpoints max_bad_rounds "
     "time_noise link_ms",
-    ("at least 1", "0"): "train_samples eval_samples aug_repeats workers large_batch_size "
+    ("at least 1", "0"): "train_samples eval_samples workers large_batch_size "
     "local_batch_sizes global_batch_size micro_batch_size min_batch_size balance_every push_every "
     "rounds_per_epoch lr_batch_size eval_batch_size eval_every shuffle_block",
     ("above 0", "0"): "clip_grad small_share memory_limit profile_seconds outer_lr lr lr_gamma "
     "max_minutes cache_gib",
     ("above 1", "1"): "time_ratio",
     ("at least 1e-06", "0"): "link_gbps inner_link_gbps",
-    ("in [0, 1]", "-0.1 1.1"): "reprob mean small_ratio link_overlap",
+    ("in [0, 1]", "-0.1 1.1"): "mean small_ratio link_overlap",
     ("in [0, 1)", "-0.1 1"): "momentum outer_momentum dropout ema_decay label_smoothing",
     ("in (0, 1]", "0 1.1"): "crop_pct std",
     ("in (0, 1)", "0 1"): "holdout",

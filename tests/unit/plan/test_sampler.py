@@ -101,18 +101,3 @@ def test_evaluation_takes_many_images_at_once_on_cuda_where_training_does(
     given, device, largest, size
 ):
     assert dbsl.plan.sampler.evaluation_batch_size(given, device, largest) == size
-
-
-@pytest.mark.parametrize("samples", [12, 13])
-def test_repeated_samples_stand_in_a_row_and_each_copy_is_met_once(samples):
-    joint = StepSampler(samples, 4, seed=1, repeats=3)
-    steps = [joint.step(0, number, (3, 1)) for number in range(joint.steps_per_epoch)]
-    met = np.concatenate([part.indices for step in steps for part in step.parts])
-    rounds = EpochSampler([samples - 6, 6], rounds=2, seed=1, repeats=3)
-    by_rounds = [rounds.indices(w, 0, r) for r in (0, 1) for w in (0, 1)]
-    assert sorted(met) == sorted(np.concatenate(by_rounds))
-    assert len(set(met)) == samples
-    images, copies = met % samples, met // samples
-    assert copies.tolist() == (np.arange(samples) % 3).tolist()
-    plain = StepSampler(samples, samples, seed=1).step(0, 0, (samples,)).parts[0].indices
-    assert images.tolist() == np.repeat(plain, 3)[:samples].tolist()
