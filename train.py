@@ -88,10 +88,8 @@ def loss_function(model: nn.Module, images: Tensor, labels: Tensor, config: Conf
 def learning_rate(session: Session[Config], moment: float) -> float:
     """Return the learning rate at a moment, in epochs since the start."""
     config, stages = session.config, session.run.stages
-    # curve: warmup_epochs, warmup_lr, warmup_prefix, min_lr, cooldown_epochs, k_decay, power
-    return learning_rate_at(
-        moment, stages=stages, base=config.lr, schedule=config.lr_schedule, **config.curve
-    )
+    curve = {"warmup_epochs": config.warmup_epochs, "min_lr": config.min_lr}
+    return learning_rate_at(moment, stages, base=config.lr, schedule=config.lr_schedule, **curve)
 
 
 def train_round(session: Session[Config], turn: Turn) -> None:

@@ -1,6 +1,6 @@
 """What a field of settings says in its type: bounds, its part in a run, what it is found from.
 
-`parse_kwargs` and `read_kwargs` read the settings that are ``name=value`` texts.
+`parse_kwargs` reads the settings that are ``name=value`` texts.
 """
 
 from __future__ import annotations
@@ -308,41 +308,7 @@ def parse_kwargs(
     bounds: Mapping[str, Within] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return ``name=value`` texts as literals, or else texts; `elsewhere` are other settings'."""
-    found: dict[str, Any] = _texts(setting, pairs, elsewhere)
-    for name, text in found.items():
-        with contextlib.suppress(ValueError, SyntaxError):
-            found[name] = ast.literal_eval(text)
-    for name in found.keys() & bounds.keys():
-        if not isinstance(found[name], int | float):
-            raise SettingError(f"{setting} must have a number as {name}, got {found[name]!r}")
-        bounds[name].check(f"{setting} {name}", found[name])
-    return found
-
-
-@lru_cache
-def read_kwargs(
-    setting: str, pairs: tuple[str, ...], *takers: type, but: tuple[str, ...] = ()
-) -> Mapping[str, Any]:
-    """Return the arguments of ``name=value`` texts, as the fields of classes have them.
-
-    Their types and bounds are those of settings; the fields in `but` are settings themselves.
-    """
-    hints = {name: hint for taker in takers for name, hint in typing.get_type_hints(taker).items()}
-    bounds = {name: one for taker in takers for name, one in markers(taker, Within)}
-    found: dict[str, Any] = _texts(setting, pairs, dict(zip(but, but, strict=True)))
-    check_names(setting, found, hints)
-    for name, text in found.items():
-        try:
-            found[name] = read_text(hints[name], text)
-        except (KeyError, ValueError):
-            kind = described(hints[name])[0]
-            raise SettingError(f"{setting} must have {kind} as {name}, got {text!r}") from None
-        bounds.get(name, Within()).check(f"{setting} {name}", found[name])
-    return found
-
-
-def _texts(setting: str, pairs: tuple[str, ...], elsewhere: Mapping[str, str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name.isidentifier():
@@ -352,6 +318,12 @@ def _texts(setting: str, pairs: tuple[str, ...], elsewhere: Mapping[str, str]) -
         if name in elsewhere:
             raise SettingError(f"{setting} must leave {name} to {elsewhere[name]}")
         found[name] = text
+        with contextlib.suppress(ValueError, SyntaxError):
+            found[name] = ast.literal_eval(text)
+    for name in found.keys() & bounds.keys():
+        if not isinstance(found[name], int | float):
+            raise SettingError(f"{setting} must have a number as {name}, got {found[name]!r}")
+        bounds[name].check(f"{setting} {name}", found[name])
     return found
 
 

@@ -33,7 +33,7 @@ from dbsl.config.fields import (
     read_text,
     sources,
 )
-from dbsl.config.settings import CHECKPOINT, CHECKPOINTS, LrKwargs, RunConfig
+from dbsl.config.settings import CHECKPOINT, CHECKPOINTS, RunConfig
 
 T = TypeVar("T")
 
@@ -66,7 +66,6 @@ _ELSEWHERE = {
     "--optimizer": ("opt",),
     "--opt-kwargs": ("opt-eps", "opt-betas", "layer-decay"),
     "--lr-schedule": ("sched",),
-    "--lr-kwargs": ("lr-k-decay", *LrKwargs.__annotations__),
 }
 RUN_FOLDER = "run folder"  # what a launch remembers of the run that it may have to restart
 

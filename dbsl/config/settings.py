@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import lt
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple
 
 from dbsl.base.errors import SettingError
 from dbsl.config.fields import (
@@ -33,7 +33,6 @@ from dbsl.config.fields import (
     check_needs,
     in_words,
     parse_kwargs,
-    read_kwargs,
     refuse,
 )
 from dbsl.config.image_settings import ImageConfig, check_images
@@ -43,7 +42,7 @@ Rounding = Literal["round", "truncate"]
 UpdateFactor = Literal["data", "sqrt", "none"]
 Sync = Literal["bsp", "ssp", "asp", "step"]
 Schedule = Literal["cyclic", "progressive", "fixed"]
-LrSchedule = Literal["step", "cosine", "poly"]
+LrSchedule = Literal["step", "cosine"]
 ResetMomentum = Literal["never", "stage", "round"]
 Balance = Literal["none", "dynamic", "dbs"]
 ClipMode = Literal["norm", "value", "agc"]  # timm's names
@@ -68,16 +67,6 @@ _JOINTLY = Needs(sync="step") | Needs(push="gradients")
 _SHARED = ", where all workers share each global batch (see local_batch_sizes)"
 _NO_JOINTLY = Excludes(sync="step", why=_SHARED) | Excludes(push="gradients")
 _SMALL = Needs("small_ratio", new=True) | Needs("small_workers")
-
-
-class LrKwargs(TypedDict, total=False):
-    """More arguments of `dbsl.plan.stages.learning_rate_at`, by timm's names."""
-
-    warmup_lr: Amount | None
-    warmup_prefix: bool
-    cooldown_epochs: Amount
-    k_decay: Positive
-    power: Positive
 
 
 @dataclass(frozen=True)
@@ -279,11 +268,7 @@ class TrainingConfig(ImageConfig):
     dropout: Annotated[tuple[BelowOne, ...], Role.MODEL] = (0.0,)
     # learning rate of the first stage; unset: 0.1 for SGD, else the optimizer's own (adamw 0.001)
     lr: Annotated[Positive | None, Derived("optimizer")] = None
-    # samples per step that --lr was chosen for, for example a recipe's. A run with other batches
-    # keeps --lr and prints the rate by timm's rule; unset: prints nothing
-    lr_batch_size: Annotated[Count | None, Role.FREE] = None
-    # how the learning rate falls: at milestones (step), along a cosine (cosine), or as a power of
-    # the remaining run (poly)
+    # how the learning rate falls: at milestones (step), or along a cosine (cosine)
     lr_schedule: LrSchedule = "step"
     # scale a worker's learning rate by batch / large batch (linear), or its square root (sqrt)
     lr_scaling: Annotated[Literal["none", "sqrt", "linear"], _NO_JOINTLY] = "none"
@@ -294,13 +279,8 @@ class TrainingConfig(ImageConfig):
     lr_gamma: Annotated[Positive, Needs(lr_schedule="step", new=True)] = 0.2
     # epochs of linear rise from lr/100; unset: a tenth of the run, at most 2
     warmup_epochs: Annotated[Amount | None, Derived("epochs")] = None
-    # learning rate that cosine and poly end at
-    min_lr: Annotated[Amount, Needs(lr_schedule=("cosine", "poly"))] = 0.0
-    # more arguments of timm's schedulers as name=value: warmup_lr (start of the warm-up; unset:
-    # lr/100) warmup_prefix=False (cosine and poly begin with the warm-up, not after it)
-    # cooldown_epochs (last epochs, at --min-lr) k_decay (above 1: a later fall) power (exponent of
-    # poly)
-    lr_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
+    # learning rate that cosine ends at
+    min_lr: Annotated[Amount, Needs(lr_schedule="cosine")] = 0.0
     # when workers clear their optimizer's state: never, when a stage or resolution begins (stage),
     # or before every round (round)
     reset_momentum: Annotated[ResetMomentum, Excludes(push="gradients")] = "never"
@@ -324,12 +304,6 @@ class TrainingConfig(ImageConfig):
         own = {name: name for name in ("lr", "momentum", "weight_decay")}
         bounds = {"layer_decay": Within(0, 1, open_low=True)}
         return parse_kwargs("opt_kwargs", self.opt_kwargs, own, bounds)
-
-    @property
-    def curve(self) -> dict[str, Any]:
-        """What `learning_rate_at` takes of warm-up, cosine and poly."""
-        more = read_kwargs("lr_kwargs", self.lr_kwargs, LrKwargs)
-        return {"warmup_epochs": self.warmup_epochs, "min_lr": self.min_lr, **more}
 
 
 @dataclass(frozen=True)
@@ -405,19 +379,12 @@ class RunConfig(MachineConfig, TrainingConfig):
 
 def _of_run(config: RunConfig) -> Iterator[Refusal]:
     """Yield what the fields' types do not say of settings that do not go together."""
-    given, lr_schedule = config.curve, config.lr_schedule
-    without = {"step": LrKwargs.__annotations__.keys() - {"warmup_lr"}, "cosine": {"power"}}
-    for name in sorted(given.keys() & without.get(lr_schedule, set())):
-        yield True, f"lr_kwargs must leave out {name} with lr_schedule {lr_schedule}", given[name]
     if config.lr is not None:
         most = f"min_lr must be at most lr ({config.lr:g})"
         yield config.min_lr > config.lr, most, config.min_lr
-    warmup, cooldown = config.warmup_epochs or 0, given.get("cooldown_epochs", 0.0)
+    warmup = config.warmup_epochs or 0
     most = f"warmup_epochs must be at most the {config.epochs} epochs of the run"
     yield warmup > config.epochs, most, warmup
-    left = config.epochs - warmup
-    below = f"lr_kwargs cooldown_epochs must be below the {left:g} epochs after the warm-up"
-    yield cooldown and cooldown >= left, below, cooldown
     text = "large_batch_size must not be auto with micro_batch_size, with which any batch fits"
     micro = config.micro_batch_size is not None
     yield micro and config.large_batch_size == "auto", text, "auto"

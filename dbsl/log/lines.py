@@ -76,7 +76,6 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
         f"run folder {folder}" if folder else "plan only: nothing is trained or written",
         "",
         plans,
-        *_on_rate(run),
         *_on_wire(run),
         *(_on_ways(run, accelerator) if folder is None else []),
         "",
@@ -138,22 +137,6 @@ def _on_ways(run: Run, accelerator: Accelerator) -> list[str]:
     return lines
 
 
-def _on_rate(run: Run) -> list[str]:
-    """Return a line on a rate that was chosen for other batches: what timm's rule makes it here."""
-    config, plan = run.config, run.plans[run.stages[-1].resolution]
-    own = plan.global_batch_size or max(worker.local_batch_size for worker in plan.workers)
-    if config.lr_batch_size in (None, own):
-        return []
-    # The root is for optimizers that divide by the gradients' size.
-    adaptive = any(part in config.optimizer.lower() for part in ("ada", "lamb"))
-    rate = config.lr * (own / config.lr_batch_size) ** (0.5 if adaptive else 1)
-    return [
-        f"warning: lr {config.lr:g} was chosen for {config.lr_batch_size} samples a step, which "
-        f"are {own} here; it is kept. timm's rule ({'root' if adaptive else 'linear'}) gives "
-        f"--lr {rate:.3g} --lr-batch-size {own}"
-    ]
-
-
 def _rates(run: Run, stage: Stage) -> str:
     """Return a stage's learning rate in words; one that falls inside it, from where to where."""
     config = run.config
@@ -162,7 +145,8 @@ def _rates(run: Run, stage: Stage) -> str:
     moments = [stage.first_epoch, stage.end_epoch]
     if stage.first_epoch < config.warmup_epochs < stage.end_epoch:
         moments.insert(1, config.warmup_epochs)  # its highest
-    how = {"stages": run.stages, "base": config.lr, "schedule": config.lr_schedule, **config.curve}
+    how = {"stages": run.stages, "base": config.lr, "schedule": config.lr_schedule}
+    how |= {"warmup_epochs": config.warmup_epochs, "min_lr": config.min_lr}
     return " to ".join(f"{learning_rate_at(moment, **how):.3g}" for moment in moments)
 
 

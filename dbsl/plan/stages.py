@@ -123,29 +123,16 @@ def learning_rate_at(
     base: float,
     schedule: LrSchedule = "step",
     warmup_epochs: float = 0.0,
-    warmup_lr: float | None = None,
-    warmup_prefix: bool = True,
     min_lr: float = 0.0,
-    cooldown_epochs: float = 0.0,
-    k_decay: float = 1.0,
-    power: float = 1.0,
 ) -> float:
     """Return the learning rate `progress` epochs after the start, fractions of an epoch counted.
 
-    `step` holds each stage's rate. `cosine` falls from `base` to `min_lr` along half a cosine of
-    share ** `k_decay`, and `poly` as (1 - share ** `k_decay`) ** `power`. The share is of the
-    epochs between warm-up and cooldown, or with no `warmup_prefix` of all before the cooldown, as
-    timm counts them. Warm-up rises linearly from `warmup_lr`, or stays above `base`/100.
+    `step` holds each stage's rate. `cosine` falls from `base` to `min_lr` along half a cosine over
+    the epochs after the warm-up. Warm-up rises linearly, and stays above `base`/100.
     """
     if progress < warmup_epochs:
-        if warmup_lr is not None:
-            return warmup_lr + (base - warmup_lr) * progress / warmup_epochs
         return base * max(progress / warmup_epochs, 0.01)
     if schedule == "step":
         return stage_at(stages, int(progress)).learning_rate
-    first = warmup_epochs if warmup_prefix else 0.0
-    share = (progress - first) / max(stages[-1].end_epoch - cooldown_epochs - first, 1e-9)
-    share = min(share, 1.0) ** k_decay
-    if schedule == "poly":
-        return min_lr + (base - min_lr) * (1.0 - share) ** power
+    share = (progress - warmup_epochs) / max(stages[-1].end_epoch - warmup_epochs, 1e-9)
     return min_lr + (base - min_lr) * 0.5 * (1.0 + math.cos(math.pi * share))

@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import json
 import os
-import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -178,10 +177,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     for place, named in dict.fromkeys((str(a.settings.get("dataset")), a.dataset) for a in arms):
         if place not in ("None", named):
             print(f"{place} is taken for a copy of {named}, of which rows and runs count")
-    for arm in arms if config.equal_time else ():  # epochs that would not move
-        kept = f"{arm.settings.get('lr_kwargs')} {arm.settings.get('mixup_kwargs')}"
-        fixed = bool(re.search(r"(cooldown_epochs|off_epoch)\W+0*[1-9]", kept))
-        refuse([(fixed, "equal_time must have no cooldown_epochs or off_epoch", arm.name)])
     baseline = config.baseline or arms[0].name
     report = partial(
         write_comparison,

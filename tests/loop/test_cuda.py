@@ -18,7 +18,6 @@ from dbsl.cluster.steps import ComputeTimer, Stepper
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import Channel
 from dbsl.data.sources import image_batch
-from dbsl.data.transforms import erase
 from dbsl.extras.noise import NoiseProbe
 from dbsl.plan.ledger import Members
 from dbsl.plan.sampler import Part, Step

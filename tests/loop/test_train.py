@@ -403,7 +403,7 @@ REFUSED = [
     ([*MICRO_4, "--large-batch-size", "auto"], "large_batch_size must not be auto with micro_b"),
     ([*STEP, *MICRO_4, "--sync-batch-norm"], "sync_batch_norm must be false with micro_batch_s"),
     ([*COSINE, "--schedule", "fixed", "--lr-milestones", "1,2"], "lr_milestones must be left out"),
-    (["--lr-schedule", "poly", "--lr-gamma", "0.1"], "lr_gamma must be 0.2 except with lr_sch"),
+    (["--lr-schedule", "cosine", "--lr-gamma", "0.1"], "lr_gamma must be 0.2 except with lr_sch"),
     (["--clip-mode", "agc"], "clip_mode must be norm except with clip_grad, got agc"),
     ([*PUSH, "--optimizer", "lion"], "optimizer must be one SGD, without dampening"),
     ([*STEP, "--sync-batch-norm", "--compile"], "compile must be false with sync_batch_norm"),

@@ -168,7 +168,7 @@ def test_parts_of_steps_take_no_further_arguments():
 
 
 def test_lists_of_arguments_are_read_and_written_in_one_line_each(tmp_path):
-    given = ["--opt-kwargs", "betas=0.9", "0.95", "eps=1e-8,amsgrad=True", "--lr-kwargs"]
+    given = ["--opt-kwargs", "betas=0.9", "0.95", "eps=1e-8,amsgrad=True"]
     config = parse_config(Config, given)
     assert config.opt_kwargs == ("betas=0.9,0.95", "eps=1e-8", "amsgrad=True")
     assert config.optimizer_settings == {"betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": True}

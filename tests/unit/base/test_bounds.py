@@ -21,7 +21,7 @@ BOUNDS = {
     "time_noise link_ms",
     ("at least 1", "0"): "train_samples eval_samples workers large_batch_size "
     "local_batch_sizes global_batch_size micro_batch_size min_batch_size balance_every push_every "
-    "rounds_per_epoch lr_batch_size eval_batch_size eval_every shuffle_block",
+    "rounds_per_epoch eval_batch_size eval_every shuffle_block",
     ("above 0", "0"): "clip_grad small_share memory_limit profile_seconds outer_lr lr lr_gamma "
     "max_minutes cache_gib",
     ("above 1", "1"): "time_ratio",

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dbsl.plan.sampler
-from dbsl.plan.sampler import EpochSampler, Part, StepSampler, _permutation, micro_parts
+from dbsl.plan.sampler import EpochSampler, Part, _permutation, micro_parts
 
 
 @given(st.integers(1, 60), st.integers(1, 70), st.integers(1, 2), st.floats(0.1, 1))
