@@ -20,7 +20,6 @@ from PIL import Image
 
 from dbsl.base.errors import ReadError, plural
 from dbsl.base.machine import lazy_import, local_processes
-from dbsl.base.seeds import generator
 from dbsl.config.fields import Needs, Role, Within
 from dbsl.config.hooks import Extra
 from dbsl.config.image_settings import ImageConfig
@@ -107,25 +106,6 @@ class Blocks:
         samples = np.arange(self.samples) + np.repeat(first - (np.cumsum(sizes) - sizes), sizes)
         return samples[np.lexsort((rng.random(len(samples)), np.repeat(blocks, sizes)))]
 
-    def pair_shares(self, labels: np.ndarray, rng: np.random.Generator) -> dict[str, float]:
-        """Return how well blocks are mixed: what two samples that meet at random have in common.
-
-        ``group`` and ``class`` are shares in [0, 1] of the pairs within blocks that are of one
-        group, or class; ``group_of_all`` and ``class_of_all`` are of all pairs there are.
-        `labels` are the samples' classes, int64 [n].
-        """
-        groups, blocks = self._cut(rng)
-        block_of = np.empty_like(blocks)
-        block_of[groups] = blocks  # by group
-        block_of_samples, everything = np.repeat(block_of, self.sizes), np.zeros(self.samples, int)
-        group_of = np.repeat(np.arange(len(self.sizes)), self.sizes)
-        return {
-            "group": _shared(group_of, block_of_samples),
-            "group_of_all": _shared(group_of, everything),
-            "class": _shared(labels, block_of_samples),
-            "class_of_all": _shared(labels, everything),
-        }
-
     def largest(self, weights: np.ndarray) -> int:
         """Return a bound on any block's weight, from the groups' `weights`, int64 [G]."""
         heaviest = np.argsort(-weights / self.sizes, kind="stable")
@@ -149,14 +129,6 @@ class Blocks:
         groups = rng.permutation(len(self.sizes))
         begins = np.cumsum(self.sizes[groups]) - self.sizes[groups]
         return groups, begins * self.count // self.samples
-
-
-def _shared(values: np.ndarray, among: np.ndarray) -> float:
-    """Return the share of the pairs in equal `among` whose values are equal, too."""
-    _, sets = np.unique(among, return_counts=True)
-    _, equal = np.unique(among * (values.max() + 1) + values, return_counts=True)
-    pairs = (sets * (sets - 1)).sum()
-    return float((equal * (equal - 1)).sum() / pairs) if pairs else 0.0
 
 
 class _Awaited(list[Request]):
@@ -210,15 +182,10 @@ class StreamLoader(ImageLoader):
         return super().batches(index_batches, transform, epoch)
 
     def described(self, seed: int) -> str:
-        """Return in a line how large the cache is, and how well the first epoch is shuffled."""
-        shares = self.blocks.pair_shares(self.labels, generator(seed, "shuffle", 0))
-        percent = {name: f"{100 * share:.2g} %" for name, share in shares.items()}
-        groups = plural(len(self.blocks.sizes), "row group")
+        """Return in a line how large the cache is, and what is shuffled together."""
         return (
-            f"{groups} through a cache of {self._cache.limit / 2**30:.3g} GiB, shuffled in "
-            f"{plural(self.blocks.count, 'block')}: of two images of a block {percent['group']} "
-            f"are of one row group ({percent['group_of_all']} of any two), {percent['class']} of "
-            f"one class ({percent['class_of_all']})"
+            f"{plural(len(self.blocks.sizes), 'row group')} through a cache of "
+            f"{self._cache.limit / 2**30:.3g} GiB, shuffled in {plural(self.blocks.count, 'block')}"
         )
 
     def check_room(self, batch: int, in_order: int = 0) -> None:
@@ -261,8 +228,7 @@ class Streams:
         def keep(name: str, write: Callable[[Path], None]) -> Path:
             kept.append(name)
             cache.knows(name)
-            cache.hold({name: 0})  # small, and only until it has been read
-            return cache.fetch(name, write, f"dataset {config.dataset!r}")
+            return cache.fetch(name, 0, write, f"dataset {config.dataset!r}")
 
         try:
             return open_shards(config, cache.folder, keep)
@@ -273,7 +239,6 @@ class Streams:
         """Return the first images of a split, all of one row group, or why one is not to be had."""
         name, weight = split.names[0], int(split.weights[0])
         self._cache.check_room(weight, " for a row group")
-        self._cache.hold({name: weight})
         try:
             split.fetch(0, self._cache)
             return list(split.decode(np.arange(min(most, split.begins[1]))))
@@ -324,8 +289,8 @@ class Prefetch:
             self._first[self._queue], np.arange(len(batches)), side="right"
         )
         self._there = np.zeros(len(self._queue), dtype=bool)
-        self._holding = self._taken = self._released = 0
-        self._changed, self._deciding = threading.Condition(), threading.Lock()
+        self._taken = self._released = 0
+        self._changed = threading.Condition()
         self._error: Exception | None = None
         self.stopped = False
         cache.stop_bringing()  # for an earlier one
@@ -363,7 +328,7 @@ class Prefetch:
                 return
             self.stopped = True
             self._changed.notify_all()
-        self._release(np.setdiff1d(self._queue[: self._holding], self._by_last[: self._released]))
+        self._release(np.setdiff1d(self._queue[: self._taken], self._by_last[: self._released]))
 
     def _release(self, places: np.ndarray) -> None:
         self._cache.release(*(self._split.names[place] for place in places), holder=self)
@@ -371,10 +336,14 @@ class Prefetch:
     def _work(self) -> None:
         try:
             while (number := self._next()) is not None:
-                self._split.fetch(int(self._queue[number]), self._cache)
+                place = int(self._queue[number])
+                self._split.fetch(place, self._cache, holder=self)
                 with self._changed:
                     self._there[number] = True
                     self._changed.notify_all()
+                    stopped = self.stopped
+                if stopped:  # meanwhile
+                    self._release(np.array([place]))
         except Exception as error:
             with self._changed:
                 self._error = self._error or error
@@ -382,35 +351,16 @@ class Prefetch:
 
     def _next(self) -> int | None:
         """Return the next row group's place in the queue, once there is room; None: no more."""
-        with self._deciding:
-            while True:
-                with self._changed:
-                    # At its end the interpreter waits for threads.
-                    gone = self.stopped or self._error or not threading.main_thread().is_alive()
-                    if gone or self._taken == len(self._queue):
-                        return None
-                    if self._taken < self._holding:
-                        self._taken += 1
-                        return self._taken - 1
-                    weights = self._split.weights
-                    taken = np.cumsum(weights[self._queue])
-                    room = self._cache.share + weights[self._by_last[: self._released]].sum()
-                    fits = int(np.searchsorted(taken, room, side="right")) - self._holding
-                    if not fits:
-                        self._changed.wait(_LOOK_S)
-                        continue
-                self._hold(fits)
-
-    def _hold(self, count: int) -> None:
-        split, end = self._split, self._holding + count
-        new, rest = self._queue[self._holding : end], self._queue[end:]
-        self._cache.hold(
-            {split.names[place]: int(split.weights[place]) for place in new},
-            {split.names[place]: int(self._first[place]) for place in rest},
-            holder=self,
-        )
         with self._changed:
-            self._holding = end
-            stopped = self.stopped
-        if stopped:  # meanwhile
-            self._release(new)
+            while True:
+                # At its end the interpreter waits for threads.
+                gone = self.stopped or self._error or not threading.main_thread().is_alive()
+                if gone or self._taken == len(self._queue):
+                    return None
+                weights, end = self._split.weights, self._taken + 1
+                held = weights[self._queue[:end]].sum()
+                held -= weights[self._by_last[: self._released]].sum()
+                if held <= self._cache.share:
+                    self._taken = end
+                    return end - 1
+                self._changed.wait(_LOOK_S)

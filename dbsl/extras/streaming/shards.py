@@ -135,11 +135,11 @@ class ShardedSplit(ImageSplit):
         """Return the place among `groups` of each sample's row group."""
         return np.searchsorted(self.begins, samples, side="right") - 1
 
-    def fetch(self, place: int, cache: GroupCache) -> None:
-        """Have the file of the place-th row group in the cache."""
-        group = int(self.groups[place])
+    def fetch(self, place: int, cache: GroupCache, holder: object = None) -> None:
+        """Hold the file of the place-th row group in the cache."""
+        group, weight = int(self.groups[place]), int(self.weights[place])
         write = partial(self.shards.write, group, self.rows_of(place))
-        cache.fetch(self.names[place], write, self.shards.named(group))
+        cache.fetch(self.names[place], weight, write, self.shards.named(group), holder)
 
     def describe_bad(self, row: int, reason: str) -> str:
         """Return which image cannot be decoded, and why."""

@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,21 +63,6 @@ def test_uneven_workers_cover_blocks_once_also_with_other_shares_in_the_middle(
     steps = [joint.step(3, n, (size,)) for n in range(joint.steps_per_epoch)]
     met = np.concatenate([part.indices for step in steps for part in step.parts])
     np.testing.assert_array_equal(met, blocks.order(generator(seed, "shuffle", 3)))
-
-
-def test_pair_shares_are_those_of_the_pairs_of_an_epoch():
-    sizes, labels = [3, 4, 5, 4, 4], np.arange(20) % 3
-    blocks, seed = blocks_of(sizes, 7), 5
-    groups, cut = blocks._cut(np.random.default_rng(seed))
-    group_of = np.repeat(np.arange(5), sizes)
-    block_of = np.array([cut[list(groups).index(group)] for group in group_of])
-    met = [(a, b) for a in range(20) for b in range(a) if block_of[a] == block_of[b]]
-    shares = blocks.pair_shares(labels, np.random.default_rng(seed))
-    assert shares["group"] == pytest.approx(np.mean([group_of[a] == group_of[b] for a, b in met]))
-    assert shares["class"] == pytest.approx(np.mean([labels[a] == labels[b] for a, b in met]))
-    whole = blocks_of(sizes, 20).pair_shares(labels, np.random.default_rng(seed))
-    assert whole["group"] == whole["group_of_all"] == shares["group_of_all"]
-    assert whole["class"] == whole["class_of_all"] == shares["class_of_all"]
 
 
 def test_batch_norms_statistics_are_of_few_groups():
