@@ -1,4 +1,4 @@
-"""Draw a finished run's picture again: ``python -m dbsl.report runs/x``."""
+"""Draw a finished run again, send it to a tracker or a hub: ``python -m dbsl.report runs/x``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from dataclasses import fields, make_dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, in_line
+from dbsl.base.machine import lazy_import
 from dbsl.config.fields import refuse
 from dbsl.config.hooks import Extra, Extras, settings_of_extras
 from dbsl.config.parse import read_settings
 from dbsl.config.settings import RunConfig
 from dbsl.log.rows import read_metrics
+from dbsl.model import load_model
 from dbsl.tools.predict import Parser
+
+timm = lazy_import("timm")
 
 
 def report(folder: Path, report_to: str | None = None) -> None:
@@ -48,10 +52,24 @@ def report(folder: Path, report_to: str | None = None) -> None:
             extras.each(Extra.row, row)
 
 
+def push(folder: Path, repository: str) -> str:
+    """Push a run's timm model to a hub repository, user/name; return where it is."""
+    model = load_model(folder)
+    try:
+        done = timm.models.push_to_hf_hub(model, repository, safe_serialization=True)
+    except Exception as reason:  # network, login or name: many types
+        must = "push_to_hub must be a repository that can be written"
+        raise SettingError(f"{must}, got {repository} ({in_line(reason)})") from reason
+    return done.commit_url
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Report on a run."""
     parser = Parser("python -m dbsl.report", description=__doc__.split(":")[0])
     parser.add_argument("run", type=Path, help="folder of a finished run")
     parser.add_argument("--report-to", help="comma-separated trackers to send the run to")
+    parser.add_argument("--push-to-hub", help="repository user/name to push the timm model to")
     arguments = parser.parse_args(argv)
     report(arguments.run, arguments.report_to)
+    if arguments.push_to_hub:
+        print(f"pushed: {push(arguments.run, arguments.push_to_hub)}")

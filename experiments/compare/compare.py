@@ -44,7 +44,7 @@ from experiments.compare.statistics import ArmRun, equal_time_epochs, read_run
 _DEFAULTS = {"report_to": "none", "keep_checkpoints": 0, "save_best": False}
 _FREE = {*_DEFAULTS, "checkpoint_every"}  # these move no result: what is kept, and how often
 # Settings that a comparison gives by itself, that would make one run of all, or that train none.
-_OWN = ("seed", "output_dir", "resume", "config", "push_to_hub")
+_OWN = ("seed", "output_dir", "resume", "config")
 _OWN += ("plan_only", "eval_only")
 
 

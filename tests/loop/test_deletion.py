@@ -50,7 +50,7 @@ def test_a_checkout_without_an_extra_trains_and_refuses_its_flags(deleted, teste
     helped = run(folder, "-c", HELP)
     assert (helped.returncode, helped.stdout.count("usage: ")) == (0, 5), helped.stderr
     shutil.rmtree(folder / "dbsl/tools")
-    settings = EXTRAS["hub" if deleted == "all" else Path(deleted).stem].Settings
+    settings = EXTRAS["charts" if deleted == "all" else Path(deleted).stem].Settings
     for name in [*inspect.get_annotations(settings)][:1] if settings else ():
         flag = f"--{name.replace('_', '-')}"
         refused = run(folder, "train.py", flag, "1")
