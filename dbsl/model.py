@@ -317,12 +317,6 @@ def count_once(model: nn.Module) -> None:
         norm.register_forward_hook(end, always_call=True)  # it stops once it has all
 
 
-def join_batch_norm(model: nn.Module) -> nn.Module:
-    """Return the model with batch norm over all processes, each of which takes the same passes."""
-    # torch's converter would drop the activations that timm has in some of these layers.
-    return timm.layers.convert_sync_batchnorm(model)
-
-
 def has_batch_norm(model: nn.Module) -> bool:
     """Whether the model normalises what it trains on by the batch: layers that are not frozen."""
     return any(all(p.requires_grad for p in norm.parameters()) for norm in batch_norms(model))

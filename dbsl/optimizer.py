@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_map_only
 from dbsl.base.errors import SettingError, words_of
 from dbsl.base.machine import lazy_import
 from dbsl.config.fields import arguments, check_names, refuse
-from dbsl.config.settings import ClipMode
 
-timm, optim = lazy_import("timm"), lazy_import("timm.optim")
+optim = lazy_import("timm.optim")
 
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 Clip = Callable[[torch.optim.Optimizer], object]
@@ -105,20 +104,17 @@ def keep_whole(optimizer: torch.optim.Optimizer) -> None:
     """Clip nothing."""
 
 
-def make_clip(model: nn.Module, bound: float | None, mode: ClipMode) -> Clip:
-    """Return what clips the gradients of a model right before its optimizer steps.
-
-    `mode` is as timm's ``--clip-mode``. ``agc`` leaves out the last two parameters, the classifier.
-    """
+def make_clip(model: nn.Module, bound: float | None) -> Clip:
+    """Return what bounds the norm of a model's gradients right before its optimizer steps."""
     if bound is None:
         return keep_whole
-    parameters = list(timm.models.model_parameters(model, exclude_head=mode == "agc"))
+    parameters = list(model.parameters())
 
     def clip(optimizer: torch.optim.Optimizer) -> None:
         scaler = getattr(optimizer, "scaler", None)
         if scaler is not None:  # fp16: the bound is that of the gradients themselves
             scaler.unscale_(optimizer.optimizer)
-        timm.utils.dispatch_clip_grad(parameters, bound, mode=mode)
+        nn.utils.clip_grad_norm_(parameters, bound)
 
     return clip
 

@@ -45,7 +45,6 @@ Schedule = Literal["cyclic", "progressive", "fixed"]
 LrSchedule = Literal["step", "cosine"]
 ResetMomentum = Literal["never", "stage", "round"]
 Balance = Literal["none", "dynamic", "dbs"]
-ClipMode = Literal["norm", "value", "agc"]  # timm's names
 
 _IN_PARTS = ", where each push is part of a step"
 CHECKPOINTS = "checkpoints"  # in a run folder
@@ -62,7 +61,7 @@ def check_resolutions(resolutions: Sequence[int]) -> None:
 _Times = Annotated[tuple[float, ...] | None, Role.PLAN | Role.TIMES | Role.PER_WORKER]
 _Sizes = Annotated[tuple[Count, ...] | Literal["auto"] | None, Role.TIMED | Role.PER_WORKER]
 # What the largest batch that fits is found from.
-_FITS = (JOINT, Role.ROUND | Role.STEP, "global_batch_size", "local_batch_sizes", "memory_limit")
+_FITS = (JOINT, Role.ROUND | Role.STEP, "global_batch_size", "local_batch_sizes")
 _JOINTLY = Needs(sync="step") | Needs(push="gradients")
 _SHARED = ", where all workers share each global batch (see local_batch_sizes)"
 _NO_JOINTLY = Excludes(sync="step", why=_SHARED) | Excludes(push="gradients")
@@ -103,14 +102,11 @@ class TrainingConfig(ImageConfig):
     # layer_decay=0.75 (each layer's learning rate over that of the layer above)
     # layer_decay_min_scale=0.1 (least factor of a layer)
     opt_kwargs: Annotated[tuple[str, ...], Role.STEP] = field(default=(), metadata=PAIRS)
-    # bound of gradient clipping before each optimizer step; unset: no clipping. gradient_norm in
-    # metrics.jsonl is the norm before clipping
+    # bound of the norm of all gradients before each optimizer step; unset: no clipping.
+    # gradient_norm in metrics.jsonl is the norm before clipping
     clip_grad: Annotated[
         Positive | None, Role.STEP, Excludes(push="gradients", sync=("ssp", "asp"), why=_IN_PARTS)
     ] = None
-    # what --clip-grad bounds: the norm of all gradients (norm), each number (value), or each unit's
-    # norm in proportion to that of its weights, the classifier left out (agc)
-    clip_mode: Annotated[ClipMode, Role.STEP, Needs("clip_grad")] = "norm"
     # --- workers and their batch sizes
     # workers simulated in one process; unset: 1, or 4 with --small-ratio, --small-workers or
     # --local-batch-sizes; with several processes, their number
@@ -136,8 +132,6 @@ class TrainingConfig(ImageConfig):
     ] = None
     # time that an epoch of dual batch may take, over that of all-large workers: a ratio k > 1
     time_ratio: Annotated[float, Within(1, open_low=True), Role.PLAN | Role.SOLVED, _SMALL] = 1.05
-    # share of samples trained in small batches, in (0, 1); replaces --time-ratio
-    small_share: Annotated[Positive | None, Role.PLAN | Role.SOLVED, _SMALL] = None
     # samples per step of a large worker; one value, one per resolution, or one per resolution and
     # worker; auto: the largest that fits; unset: up to 128
     large_batch_size: Annotated[_Sizes, Role.PLAN | Role.SOLVED, Derived(*_FITS)] = None
@@ -170,8 +164,6 @@ class TrainingConfig(ImageConfig):
     micro_batch_size: Annotated[_Sizes, Derived(*_FITS, "large_batch_size", "push")] = None
     # smallest batch that a solved or balanced plan may give a worker
     min_batch_size: Annotated[Count, Role.PLAN | Role.SOLVED] = 2
-    # GiB for a step with --large-batch-size or --micro-batch-size auto; unset: what is free
-    memory_limit: Annotated[Positive | None, Role.FREE] = None
     # seconds per sample; one value, one per resolution, or one per resolution and worker (of
     # --worker-processes: and process); unset: measured
     slope: Annotated[
@@ -219,13 +211,6 @@ class TrainingConfig(ImageConfig):
     # give each joint step the whole global batch, and leave out an epoch's last samples if they do
     # not fill one; otherwise the steps of an epoch have equal sizes, at most the global batch
     drop_last: Annotated[bool, Role.PLAN, _JOINTLY] = False
-    # batch-norm statistics over the global batch, with --sync step on GPUs
-    sync_batch_norm: Annotated[
-        bool,
-        Role.STEP,
-        Needs(sync="step"),
-        Excludes("micro_batch_size", why=", where processes differ in how many they take"),
-    ] = False
     # rounds that a worker may be ahead of the slowest when it begins another, with --sync ssp
     staleness: Annotated[Number, Needs(sync="ssp", new=True)] = 1
     # merge rule: mean or delta with bsp, ratio or half with ssp and asp; unset: mean or ratio
@@ -358,7 +343,6 @@ class RunConfig(MachineConfig, TrainingConfig):
     compile: Annotated[
         bool,
         Role.STEP,
-        Excludes("sync_batch_norm", why=": processes would wait while each compiles its own steps"),
         Excludes("balance", why=", which changes batch sizes: each would be compiled"),
     ] = False
     # new run folder; unset: runs/<dataset>-<model>-<time>

@@ -93,10 +93,8 @@ class Noise(Extra):
     @classmethod
     def of(cls, config: NoiseSettings) -> Noise | None:
         """Return it where a measurement says something."""
-        # Images of a mixed batch are not independent, and an extra pass of one process would wait
-        # for the others in batch norm over all of them.
-        hinders = config.mixes or config.sync_batch_norm
-        return cls() if config.noise_scale and not hinders else None
+        # Images of a mixed batch are not independent.
+        return cls() if config.noise_scale and not config.mixes else None
 
     def begin(self, session: Session) -> None:
         """Choose how to measure; not at all with fp16, which scales gradients."""

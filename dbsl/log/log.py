@@ -104,8 +104,7 @@ class RunLog:
         self._since = dict.fromkeys(run.plans, (0, 0))  # epoch and round of the last change
         self._unit = "images" if run.stages[-1].resolution else "samples"
         self._evaluated = len(run.data.evaluation)  # that were told
-        by_hand = config.local_batch_sizes is not None or config.sync_batch_norm
-        self._normalises = not by_hand and has_batch_norm(run.model)
+        self._normalises = config.local_batch_sizes is None and has_batch_norm(run.model)
         self._rounds: defaultdict[int, list[RoundReport]] = defaultdict(list)  # by epoch
         self._so_far = _SoFar()
         self._evaluations: list[Evaluation] = []

@@ -378,8 +378,6 @@ class PlanMaker:
         large = self._by_hand.get(resolution) or self._known.large_batch_sizes[resolution]
         if given:
             goal = {"small_batch_size": given if small_workers else None}
-        elif small_workers and config.small_share is not None:
-            goal = {"small_share": config.small_share}
         else:
             goal = {"time_ratio": config.time_ratio}
         counts = (self._samples, len(active), small_workers, [large[w] for w in active], models)

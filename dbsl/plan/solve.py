@@ -43,11 +43,10 @@ def round_half_up(value: float) -> int:
 
 @dataclass(frozen=True)
 class PlanRules:
-    """What a plan keeps to. At most one of its first three is given; the others follow."""
+    """What a plan keeps to. At most one of its first two is given; the other follows."""
 
-    time_ratio: float | None = None  # k: time over all-large, above 1; none of the three: 1.05
+    time_ratio: float | None = None  # k: time over all-large, above 1; neither: 1.05
     small_batch_size: int | None = None  # B_S
-    small_share: float | None = None  # share of samples in small batches, in (0, 1)
     min_batch_size: int = 1  # smallest B_S that may be solved for
     rounds: int = 1  # rounds per epoch; a batch must fit into a worker's samples of one round
     factor: UpdateFactor = "data"  # rule of the model-update factor
@@ -117,9 +116,9 @@ def plan_dual_batch(
     own = f"must have 1 value or one per worker ({workers})"
     fewest = f"samples must be at least the number of workers ({workers})"
     within = f"small_workers must be in [0, workers={workers}]"
-    goals = ("time_ratio", "small_batch_size", "small_share")
+    goals = ("time_ratio", "small_batch_size")
     given = [name for name in goals if getattr(rules, name) is not None]
-    together = f"{' and '.join(goals)} must not be given together: the others follow from one"
+    together = f"{' and '.join(goals)} must not be given together: each follows from the other"
     refuse(
         [
             (workers < 1, "workers must be at least 1", workers),
@@ -217,8 +216,8 @@ class _DualBatch:
         return float(self.model.time(shares, steps).max())
 
     def _wanted_ratio(self) -> float:
-        """Return k as given, or as the share of small batches implies it, within its bounds."""
-        model, small_share = self.model, self.rules.small_share
+        """Return k as given, within its bounds."""
+        model = self.model
         fixed = np.maximum(model.intercept, model.floor)[: self.small_workers]
         if (fixed <= 0).all():
             raise NoPlanError(
@@ -227,12 +226,6 @@ class _DualBatch:
             )
         speeds = self._speeds(self.limits)
         large_part = float(speeds[self.small_workers :].sum() / speeds.sum())
-        if small_share is not None:
-            some, most = "small_share must leave some workers large", 1 - large_part
-            below = f"small_share must be in (0, {most:.4g}) (the small workers' in large batches)"
-            outside = not 0 < small_share < most
-            refuse([(large_part == 0, some, "only small ones"), (outside, below, small_share)])
-            return (1 - small_share) / large_part
         ratio = DEFAULT_TIME_RATIO if self.rules.time_ratio is None else self.rules.time_ratio
         if not (math.isfinite(ratio) and ratio > 1):
             raise SettingError(f"time_ratio must be above 1, got {ratio}")
@@ -458,18 +451,3 @@ def plan_steps(
         workers=rows_of(sizes, shares, all_steps, weights, times, times, small),
         global_batch_size=global_batch_size,
     )
-
-
-def check_parts(
-    samples: int, global_batch_size: int, workers: int, *, least: int, drop_last: bool
-) -> None:
-    """Raise ``SettingError`` if a worker may have fewer than `least` samples in a joint step.
-
-    Batch norm over all workers is an exchange inside the forward pass, which each must take.
-    """
-    size = int(np.diff(cuts_of_epoch(samples, global_batch_size)).min())
-    text = (
-        f"drop_last must be true with sync_batch_norm where a joint step has {size} samples for "
-        f"{workers} workers, which need {least} each"
-    )
-    refuse([(not drop_last and size < workers * least, text, False)])

@@ -74,7 +74,6 @@ class Profiler:
         self,
         resolution: int,
         *,
-        limit_bytes: float | None = None,
         at_most: int,
         what: str = "large batch",
         why_most: str = "a larger one would leave a round too few steps",
@@ -102,7 +101,7 @@ class Profiler:
                 "made no measurable difference to memory here"
             )
         memory = self._for_now(memory)
-        batch = min(memory.largest_batch(limit_bytes), at_most)
+        batch = min(memory.largest_batch(), at_most)
         if self._accelerator.device.type == "cuda":
             batch = confirm_batch(TrainingStep(self.spec, resolution), batch)
         self._accelerator.print(

@@ -50,33 +50,28 @@ class MemoryModel:
     source: str  # the quantity that was measured
     state_bytes: float = 0.0  # optimizer state of one model; a part of p
 
-    def _capacity(self, limit_bytes: float | None) -> float:
-        return min(self.capacity_bytes, limit_bytes or self.capacity_bytes)
-
-    def fits(self, limit_bytes: float | None = None) -> int:
-        """Return the largest batch in the capacity or a lower limit; 0 if no sample fits."""
-        room = self._capacity(limit_bytes) * (1 - self.margin)
+    def fits(self) -> int:
+        """Return the largest batch in the capacity; 0 if no sample fits."""
+        room = self.capacity_bytes * (1 - self.margin)
         return max(0, int((room - self.reserve_bytes - self.fixed_bytes) // self.sample_bytes))
 
-    def largest_batch(self, limit_bytes: float | None = None) -> int:
+    def largest_batch(self) -> int:
         """Return the largest batch that fits; refuse what does not hold one sample."""
-        if batch := self.fits(limit_bytes):
+        if batch := self.fits():
             return batch
-        capacity = self._capacity(limit_bytes)
         need = (self.fixed_bytes + self.reserve_bytes + self.sample_bytes) / (1 - self.margin)
-        name = "memory_limit" if capacity == limit_bytes else "memory"
         raise SettingError(
-            f"{name} must be at least {need / GIB:.2f} GiB for a batch of one sample "
-            f"({self.margin:.0%} stay free), got {capacity / GIB:.2f} GiB"
+            f"memory must be at least {need / GIB:.2f} GiB for a batch of one sample "
+            f"({self.margin:.0%} stay free), got {self.capacity_bytes / GIB:.2f} GiB"
         )
 
-    def describe(self, limit_bytes: float | None = None) -> str:
-        """Return the line and what it admits, in memory or in a lower limit."""
-        most = self.fits(limit_bytes)
+    def describe(self) -> str:
+        """Return the line, and what it admits in memory."""
+        most = self.fits()
         fits = f"batches up to {most} fit" if most else "no batch fits"
         return (
             f"memory {self.sample_bytes / 2**20:.3g} MiB * x + {self.fixed_bytes / 2**20:.4g} MiB, "
-            f"{fits} into {self._capacity(limit_bytes) / GIB:.1f} GiB with {self.margin:.0%} left "
+            f"{fits} into {self.capacity_bytes / GIB:.1f} GiB with {self.margin:.0%} left "
             f"free ({self.source})"
         )
 

@@ -26,7 +26,6 @@ from dbsl.base.errors import SettingError, px
 from dbsl.base.machine import lazy_import, local_processes
 from dbsl.cluster.weights import compile_in_place
 from dbsl.cluster.wire import wait_for_all
-from dbsl.config.settings import ClipMode
 from dbsl.data.sources import Batch, image_batch
 from dbsl.loss import LossOf
 from dbsl.model import set_training
@@ -65,7 +64,7 @@ class Setup:
     local_processes: int  # processes that run on the machine at the same time
     torch: str
     timm: str
-    clip: ClipMode | None = None  # how gradients are clipped
+    clip: bool = False  # whether gradients are clipped
     micro_batch: int | None = None  # samples that are computed at once
     # Digest of the loss function's text, not of what it calls; None: cross-entropy.
     loss: str | None = None
@@ -151,7 +150,7 @@ class StepProfile:
         """Whether the line misses measured times so far that its predictions are not good."""
         return self.largest_error > BAD_FIT
 
-    def describe(self, limit_bytes: float | None = None, note: str = "") -> str:
+    def describe(self, note: str = "") -> str:
         """Return the fit with a note in one line, and in another what fits into memory."""
         holds = f"within {TOLERANCE:.0%} from batch {self.holds_from} on"
         if self.holds_from is None:
@@ -167,7 +166,7 @@ class StepProfile:
             off = [f"{x}: {self.time_model.time(x, 1) / t - 1:+.1%}" for x, t in rows]
             text = f"{text}; predicted for held-out batches, against measured: {', '.join(off)}"
         text += note
-        return f"{text}\n  {self.memory.describe(limit_bytes)}" if self.memory else text
+        return f"{text}\n  {self.memory.describe()}" if self.memory else text
 
 
 class TrainingStep:
@@ -195,7 +194,7 @@ class TrainingStep:
             self._optimizer = build(self.model)
             for group in self._optimizer.param_groups:
                 group["lr"] = _LR
-        self._clip = make_clip(self.model, setup.clip and 1.0, setup.clip or "norm")
+        self._clip = make_clip(self.model, 1.0 if setup.clip else None)
         self._batch: Batch | None = None
 
     def __call__(self, batch_size: int) -> None:

@@ -23,7 +23,7 @@ from dbsl.cluster.steps import ComputeTimer, DistributedSteps, PushedGradients, 
 from dbsl.cluster.weights import FlatWeights, compile_in_place
 from dbsl.cluster.wire import CPU, SERVER_RANK
 from dbsl.config.settings import FLOAT32, meets_at_server, wire_of
-from dbsl.model import count_once, join_batch_norm, set_dropout, set_training
+from dbsl.model import set_dropout, set_training
 from dbsl.optimizer import make_clip
 from dbsl.run.training import Run, SimulatedTimes
 
@@ -114,7 +114,7 @@ def _server(
     staleness = {"bsp": 0, "ssp": config.staleness, "asp": None}[config.sync]
     common = {"staleness": staleness, "observe": run.planner.observe}
     if config.push == "gradients":
-        common["build_clip"] = partial(make_clip, bound=config.clip_grad, mode=config.clip_mode)
+        common["build_clip"] = partial(make_clip, bound=config.clip_grad)
         return GradientServer(run.model, device, run.build_optimizer, members, **common)
     rule, together = choose_rule(config, weights, merge), config.sync == "bsp"
     if alone and together and config.wire != "float32":
@@ -136,10 +136,6 @@ def _stepper(
     if config.push == "gradients":
         return PushedGradients(model, weights, timer)
     joint, wire = config.sync == "step", wire_of(config)
-    if joint and control is not None and config.sync_batch_norm:
-        model = join_batch_norm(model)
-        if config.grad_checkpointing:  # its layers are new
-            count_once(model)
     optimizers = {
         worker: accelerator.prepare_optimizer(run.build_optimizer(model))
         for worker in (workers[:1] if joint else workers)  # joint steps share one
@@ -157,7 +153,7 @@ def _stepper(
             wire=FLOAT32 if inside else wire,  # else it is how workers meet
             group=island.inside,
         )
-    stepper.clip = make_clip(run.model, config.clip_grad, config.clip_mode)
+    stepper.clip = make_clip(run.model, config.clip_grad)
     return stepper
 
 

@@ -55,7 +55,7 @@ from dbsl.plan.islands import Islands
 from dbsl.plan.ledger import Members, TurnSampler
 from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.sampler import Order
-from dbsl.plan.solve import check_parts, round_half_up
+from dbsl.plan.solve import round_half_up
 from dbsl.plan.stages import Stage, default_milestones, make_stages, stage_at, unused_resolutions
 from dbsl.plan.text import with_notes
 from dbsl.plan.types import Plan
@@ -257,7 +257,7 @@ def prepare(
     """Load the data, build the model, measure step times unless given, and plan the run."""
     nodes, processes = nodes_of(accelerator), accelerator.num_processes
     given = settle_islands(given, processes, nodes)
-    config = count_workers(given, processes, accelerator.device.type)
+    config = count_workers(given, processes)
     replaced, extras = replaced or Replaced(), extras or Extras.of(config)
     machine = extras.first(Extra.machine, config, accelerator) or Machine()
     data = replaced.load_data(config, accelerator)
@@ -358,7 +358,7 @@ def _place(config: RunConfig, accelerator: Accelerator) -> int | None:
     return islands.place(accelerator.process_index - config.dedicated_server)
 
 
-def count_workers(config: ConfigT, processes: int, device: str) -> ConfigT:
+def count_workers(config: ConfigT, processes: int) -> ConfigT:
     """Return the config with its number of workers and of small workers among them.
 
     One process holds all workers; of several, each is one, but for a dedicated server, or a part of
@@ -376,9 +376,7 @@ def count_workers(config: ConfigT, processes: int, device: str) -> ConfigT:
     most = f"small_workers must be at most the workers ({total})"
     sent = "wire must be float32 with one worker, which sends nothing"
     pushed = "wire must be float32 with push gradients in one process"
-    joined = "sync_batch_norm must be false except with a process per worker on CUDA devices"
     wired = config.wire != "float32"
-    unjoined = config.sync_batch_norm and (alone or device != "cuda")
     refuse(
         [
             (other, number, config.workers),
@@ -386,7 +384,6 @@ def count_workers(config: ConfigT, processes: int, device: str) -> ConfigT:
             (small_workers > total, most, small_workers),
             (alone and total == 1 and wired, sent, config.wire),
             (alone and config.push == "gradients" and wired, pushed, config.wire),
-            (unjoined, joined, f"true in {processes} processes on {device}"),
         ]
     )
     return replace(config, workers=total, small_workers=small_workers)
@@ -486,9 +483,6 @@ def plan_run(
     refuse([(fewest < least, f"micro_batch_size must be at least {least}, {why}", fewest)])
     maker = PlanMaker(config, known, samples, least)
     plans = {r: with_notes(maker.first(r, say), known, r) for r in config.resolutions}
-    for plan in plans.values() if config.sync_batch_norm else ():
-        parts = (samples, plan.global_batch_size, config.workers)
-        check_parts(*parts, least=least, drop_last=config.drop_last)
     rounds = _rounds_of_epoch(plans, config)
     config = replace(config, small_batch_size=maker.small_batch_size())
     sampler = TurnSampler(config, samples, rounds, least, blocks)

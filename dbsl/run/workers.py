@@ -24,7 +24,7 @@ from dbsl.plan.islands import Islands
 from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.types import TimeModel
 from dbsl.profile.cache import Profiler
-from dbsl.profile.memory import GIB, is_short_of_memory
+from dbsl.profile.memory import is_short_of_memory
 from dbsl.profile.timing import BAD_FIT, NO_OPTIMIZER, Setup, StepProfile, StepSpec
 
 STEPS_A_ROUND = 10  # a worker takes as many at least with the batch that `auto` chooses
@@ -65,8 +65,7 @@ def know_workers(
     # Joint steps shift samples between workers, and none may be given more than it can hold.
     # With micro-batches any batch fits.
     shifting = joint and config.balance != "none" and config.micro_batch_size is None
-    on_card = accelerator.device.type == "cuda" or config.memory_limit is not None
-    find_limits = auto or (shifting and on_card)
+    find_limits = auto or (shifting and accelerator.device.type == "cuda")
     micro_auto = config.micro_batch_size == "auto"
     if measured or find_limits or micro_auto:
         profiler = make_profiler(config, model, data, accelerator, loss_of, build_optimizer)
@@ -181,7 +180,7 @@ def make_profiler(
         weight_decay=config.weight_decay > 0,
         compile=config.compile,
         # The server clips what is pushed, and a worker's step does not.
-        clip=config.clip_mode if config.clip_grad and config.push == "weights" else None,
+        clip=bool(config.clip_grad) and config.push == "weights",
         loss=digest_of(loss_of),
     )
     rough = config.profile_seconds is None and config.workers == 1 and not config.small_workers
@@ -229,7 +228,6 @@ class Measurements:
 
     def __init__(self, config: RunConfig, profiler: Profiler, accelerator: Accelerator) -> None:
         self.config, self.profiler, self.accelerator = config, profiler, accelerator
-        self._limit_bytes = config.memory_limit and config.memory_limit * GIB
         # The workers that this process is of; a dedicated server measures as the first does.
         own = max(0, accelerator.process_index - config.dedicated_server)
         self._islands = Islands.of(config)
@@ -238,9 +236,9 @@ class Measurements:
 
     def largest_batches(self, most: Sequence[int], **words: str) -> list[list[int]]:
         """Return the largest batches that fit into memory, at most these: [resolution][worker]."""
-        find, limit = self.profiler.largest_batch, self._limit_bytes
+        find = self.profiler.largest_batch
         found = [
-            [find(resolution, limit_bytes=limit, at_most=at_most, **words)] * len(self._here)
+            [find(resolution, at_most=at_most, **words)] * len(self._here)
             for resolution, at_most in zip(self.config.resolutions, most, strict=True)
         ]
         return [[int(size) for size in row] for row in self._of_all(found)]
@@ -266,7 +264,7 @@ class Measurements:
                 self.accelerator.print(profile.describe(note=self._on_bad_fit(profile)))
             measured.append([profiles[most] for most in at_once])
             memory = profiles[None].memory if None in profiles else None
-            fits.append([memory.fits(self._limit_bytes) if memory else -1] * len(self._here))
+            fits.append([memory.fits() if memory else -1] * len(self._here))
         columns = (
             self._of_all([[getattr(profile, name) for profile in row] for row in measured])
             for name in _OF_MODELS

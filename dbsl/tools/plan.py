@@ -34,8 +34,6 @@ class _Arguments:
     time_ratio: float | None = None
     # samples per step of a small worker, B_S; replaces --time-ratio
     small_batch_size: int | None = None
-    # share of samples trained in small batches, in (0, 1); replaces --time-ratio
-    small_share: float | None = None
     min_batch_size: int = 1  # smallest batch that the planner may solve for
     rounds_per_epoch: int = 1  # pushes per worker and epoch
     # merge weight of small workers: d_S/d_L (data), its square root (sqrt) or 1 (none)
@@ -64,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         PlanRules(
             time_ratio=arguments.time_ratio,
             small_batch_size=arguments.small_batch_size,
-            small_share=arguments.small_share,
             min_batch_size=arguments.min_batch_size,
             rounds=arguments.rounds_per_epoch,
             factor=arguments.update_factor,

@@ -19,12 +19,11 @@ from dbsl.base.files import check_output
 from dbsl.base.machine import threads_of_process
 from dbsl.config.fields import Count, Positive, Within, check_fields, refuse
 from dbsl.config.parse import parse_flags
-from dbsl.config.settings import ClipMode, Precision, check_resolutions
+from dbsl.config.settings import Precision, check_resolutions
 from dbsl.data.sources import image_batch
 from dbsl.model import build_model, check_sides
 from dbsl.optimizer import check_optimizer
 from dbsl.profile.cache import Profiler, write_profiles
-from dbsl.profile.memory import GIB
 from dbsl.profile.timing import NO_OPTIMIZER, Setup, StepSpec, batch_sizes_to_measure
 from dbsl.run.accelerator import start_accelerator
 
@@ -46,8 +45,7 @@ class _Arguments:
     momentum: float = 0.9
     # weight decay of the optimizer; only whether it is 0 changes the step
     weight_decay: float = 5e-4
-    # clip gradients like this in the measured steps; unset: no clipping
-    clip_mode: ClipMode | None = None
+    clip_grad: bool = False  # clip gradients in the measured steps, as with train.py --clip-grad
     # most samples on the device at once; unset: the whole batch
     micro_batch_size: _Two | None = None
     held_out: tuple[int, ...] = ()  # batch sizes to measure but leave out of the fit, as a check
@@ -57,7 +55,6 @@ class _Arguments:
     cpu_threads: Count | None = None  # threads of torch; unset: all cores, or OMP_NUM_THREADS
     profile_seconds: Positive = 30.0  # seconds to measure for, all resolutions together
     profile_refresh: bool = False  # measure even if the cache has the times
-    memory_limit: Positive | None = None  # GiB that a step may use; unset: what is free
     output: Path | None = None  # file to write the profile to, for train.py --profile
     json: bool = False  # print JSON instead of lines
 
@@ -92,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         momentum=arguments.momentum > 0,
         weight_decay=arguments.weight_decay > 0,
         compile=arguments.compile,
-        clip=arguments.clip_mode,
+        clip=arguments.clip_grad,
         micro_batch=arguments.micro_batch_size,
     )
     profiler = Profiler(
@@ -105,15 +102,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             r: profiler.profile(r, arguments.large_batch_size, arguments.held_out)
             for r in arguments.resolutions
         }
-    if arguments.memory_limit is not None:
-        for profile in profiles.values():
-            if profile.memory is not None:
-                profile.memory.largest_batch(arguments.memory_limit * GIB)
     if arguments.output:
         write_profiles(arguments.output, setup, profiles)
     if arguments.json:
         print(json.dumps({f"{r} px": asdict(p) for r, p in profiles.items()}, indent=2))
     else:
         print(f"{arguments.model} on {setup.device}, precision {setup.precision}")
-        limit = arguments.memory_limit and arguments.memory_limit * GIB
-        print("\n".join(profile.describe(limit) for profile in profiles.values()))
+        print("\n".join(profile.describe() for profile in profiles.values()))

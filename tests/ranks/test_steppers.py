@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.optimizer import AcceleratedOptimizer
-from timm.models import model_parameters
-from timm.utils import dispatch_clip_grad
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
@@ -41,7 +39,7 @@ from tests.helpers import short
 
 CPU = torch.device("cpu")
 LR, EPOCHS = 0.1, 5
-CLIPS = [(0.02, "norm"), (0.002, "value"), (0.01, "agc")]
+CLIP = 0.02
 
 
 def freeze(model, epoch):
@@ -57,7 +55,7 @@ class Case:
     samples: int = 43  # with a last global batch of another size
     weighted: bool = True
     wire: str = "float32"
-    clip: tuple = (None, "norm")
+    clip: float | None = None
     micro: list | None = None  # the most samples at once, by worker
     begin: Callable = lambda model, epoch: None  # of an epoch
     staleness: int | None = 0
@@ -94,7 +92,7 @@ def vector_of(model):
 
 
 def joined_weights(model, case):
-    """One process, the joined batches, plain PyTorch and timm's clipping."""
+    """One process, the joined batches, plain PyTorch and its clipping."""
     model = copy.deepcopy(model)
     images, labels = make_data(case.samples)
     optimizer, sampler = build(model), StepSampler(case.samples, sum(case.sizes), seed=1)
@@ -106,9 +104,8 @@ def joined_weights(model, case):
             batch = torch.cat([torch.from_numpy(part.indices) for part in parts])
             optimizer.zero_grad()
             F.cross_entropy(model(images[batch]), labels[batch]).backward()
-            if case.clip[0]:
-                parameters = model_parameters(model, exclude_head=case.clip[1] == "agc")
-                dispatch_clip_grad(parameters, *case.clip)
+            if case.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), case.clip)
             optimizer.step()
     return vector_of(model)
 
@@ -180,7 +177,7 @@ def trained(model, case, rank=None):
         stepper, server = PushedGradients(model, weights, timer), None
         common["outgoing"] = stepper.vector
         if not rank:
-            build_clip = partial(make_clip, bound=case.clip[0], mode=case.clip[1])
+            build_clip = partial(make_clip, bound=case.clip)
             how = {"staleness": case.staleness, "build_clip": build_clip}
             server = GradientServer(model, CPU, build, planner.members, **how)
         if alone:
@@ -197,7 +194,7 @@ def trained(model, case, rank=None):
         wire = parse_wire(case.wire)
         stepper = DistributedSteps(*common_of, example_loss=example_loss, wire=wire)
     case.change(stepper)
-    stepper.clip = make_clip(model, *case.clip)
+    stepper.clip = make_clip(model, case.clip)
     cluster = JointCluster(weights, **common)
     if not alone:
         cluster.finish_round = stepper.finish_round
@@ -225,8 +222,8 @@ def train_ranks(run_ranks):
     [
         *SPLITS,
         # Some micro-batches do not divide a batch, some are larger than it.
-        *(split | {"micro": [3, 2, 4, 1], "clip": CLIPS[0]} for split in SPLITS),
-        *({"sizes": (5, 2, 1), "clip": clip} for clip in CLIPS),
+        *(split | {"micro": [3, 2, 4, 1], "clip": CLIP} for split in SPLITS),
+        {"sizes": (5, 2, 1), "clip": CLIP},
         {"begin": freeze},
     ],
 )
@@ -241,7 +238,7 @@ def test_uneven_workers_in_one_process_equal_the_joined_batch(tiny_model, how, s
     "settings",
     [
         *short(SPLITS, *SPLITS[1:2], *SPLITS[3:]),
-        {"clip": CLIPS[0]},
+        {"clip": CLIP},
         *({"micro": micro} for micro in ([3, 2], [None, 1], [2, 100])),
         {"begin": freeze},  # gradients that ranks do not share would show
     ],
@@ -309,7 +306,7 @@ def test_an_optimizer_that_has_its_state_from_the_start_begins_with_it_again(tin
             optimizer.state[parameter]["momentum_buffer"].fill_(2)
 
 
-@pytest.mark.parametrize("settings", [*({"clip": clip} for clip in CLIPS), {"begin": freeze}])
+@pytest.mark.parametrize("settings", [{"clip": CLIP}, {"begin": freeze}])
 def test_clipping_and_freezing_change_what_comes_out(tiny_model, settings):
     plain, other = (joined_weights(tiny_model, Case("step", **s)) for s in ({}, settings))
     assert (other - plain).norm() > 1e-3 * plain.norm()
@@ -341,7 +338,7 @@ RANKED = [{"sizes": (3, 5)}, {"sizes": (1, 7)}, {"sizes": (2, 7, 1)}]
     [
         *RANKED,
         {"sizes": (1, 1), "samples": 21},
-        {"sizes": (3, 5), "micro": [2, 3], "clip": CLIPS[0]},
+        {"sizes": (3, 5), "micro": [2, 3], "clip": CLIP},
         {"sizes": (3, 5), "begin": freeze},
     ],
 )
@@ -358,7 +355,7 @@ def test_a_rank_that_is_high_enough_is_exact(train_ranks, tiny_model, monkeypatc
     "settings",
     [
         *RANKED,
-        {"sizes": (5, 2, 1), "micro": [3, 2, 1], "clip": CLIPS[0]},
+        {"sizes": (5, 2, 1), "micro": [3, 2, 1], "clip": CLIP},
         {"sizes": (3, 5), "begin": freeze},
     ],
 )
@@ -502,7 +499,7 @@ def test_clipping_in_fp16_bounds_the_unscaled_gradients(accelerator, fused):
     raw = torch.optim.SGD([weight], lr=1.0, fused=fused)
     optimizer = AcceleratedOptimizer(raw, scaler=scaler)
     scaler.scale((weight * torch.tensor([3.0, 4.0, 0.0, 0.0])).sum()).backward()
-    make_clip(nn.ParameterList([weight]), 0.5, "norm")(optimizer)
+    make_clip(nn.ParameterList([weight]), 0.5)(optimizer)
     take_step(optimizer, 1.0)
     torch.testing.assert_close(weight.detach(), torch.tensor([-0.3, -0.4, 0.0, 0.0]))
 
@@ -522,11 +519,10 @@ def test_a_first_step_that_overflows_leaves_no_momentum(accelerator, monkeypatch
     torch.testing.assert_close(weight.detach(), torch.full((4,), -1.0))
 
 
-@pytest.mark.parametrize("mode", ["norm", "value", "agc"])
-def test_what_has_no_gradient_is_left_alone_by_clipping(mode):
+def test_what_has_no_gradient_is_left_alone_by_clipping():
     used, unused = model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     used(torch.full((1, 2), 9.0)).sum().backward()
-    make_clip(model, 0.01, mode)(build(model))
+    make_clip(model, 0.01)(build(model))
     assert unused.weight.grad is None
     assert used.weight.grad.norm() < 1.0
 

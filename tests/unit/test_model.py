@@ -82,22 +82,6 @@ def test_dropout_changes_without_rebuilding(name):
     assert [p.data_ptr() for p in model.parameters()] == before
 
 
-@pytest.mark.parametrize(
-    "name", ["test_resnet", "test_efficientnet", "mobilenetv3_small_050", "regnety_002"]
-)
-def test_batch_norm_over_all_processes_keeps_what_a_model_computes(name):
-    model = build_model(name, 3, (32,)).eval()
-    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    before, state = model(images), model.state_dict()
-    joined = dbsl.model.join_batch_norm(model)
-    kinds = {type(m) for m in joined.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
-    assert kinds
-    assert all(issubclass(kind, nn.SyncBatchNorm) for kind in kinds)
-    assert torch.equal(joined(images), before)
-    places = ({n: t.data_ptr() for n, t in d.items()} for d in (joined.state_dict(), state))
-    assert next(places) == next(places)
-
-
 def test_optimizer_leaves_biases_and_norms_out_of_weight_decay():
     model = build_model("test_resnet", 3, (32,))
     optimizer = build_optimizer("sgd", model, 0.1, 0.9, 0.01)

@@ -22,8 +22,7 @@ BOUNDS = {
     ("at least 1", "0"): "train_samples eval_samples workers large_batch_size "
     "local_batch_sizes global_batch_size micro_batch_size min_batch_size balance_every push_every "
     "rounds_per_epoch eval_batch_size eval_every shuffle_block",
-    ("above 0", "0"): "clip_grad small_share memory_limit profile_seconds outer_lr lr lr_gamma "
-    "max_minutes cache_gib",
+    ("above 0", "0"): "clip_grad profile_seconds outer_lr lr lr_gamma max_minutes cache_gib",
     ("above 1", "1"): "time_ratio",
     ("at least 1e-06", "0"): "link_gbps inner_link_gbps",
     ("in [0, 1]", "-0.1 1.1"): "mean small_ratio link_overlap",
@@ -58,7 +57,7 @@ def test_every_bound_of_a_setting_is_held_and_named_with_the_value(bound, beyond
 def test_every_setting_with_bounds_is_among_those_and_every_choice_is_held():
     assert {name for name, _ in markers(Config, Within)} == {*" ".join(BOUNDS.values()).split()}
     choices = {n: hint for n, hint in get_type_hints(Config).items() if "Literal[" in str(hint)}
-    assert len(choices) == 17
+    assert len(choices) == 16
     for name, hint in choices.items():
         must = f"--{name.replace('_', '-')} must be {fields.described(hint)[0]}, got 'nonsense'"
         with pytest.raises(SettingError, match=f"^{re.escape(must)}$"):

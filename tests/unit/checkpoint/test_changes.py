@@ -73,7 +73,7 @@ def test_what_no_weight_depends_on_changes_freely_and_is_said(change, line):
         ({"epochs": 4}, "epochs 6 -> 4"),  # shorter: its end is annealed elsewhere
         ({"log_every": 9, "seed": 3}, "seed 0 -> 3"),
         # A free setting is no source: other batches are trained with, whoever chose them.
-        ({"memory_limit": 2.0, "large_batch_size": (48,)}, "large_batch_size 24 -> 48"),
+        ({"eval_samples": 2, "large_batch_size": (48,)}, "large_batch_size 24 -> 48"),
         ({"profile_refresh": True, "slope": (0.2,)}, "slope 0.1 -> 0.2"),
     ],
 )

@@ -33,10 +33,7 @@ def planner_of(config, samples, large):
 @pytest.mark.parametrize(
     ("workers", "small", "goal", "lost"),
     [
-        (4, 2, {"small_share": 0.4}, 0),
         (4, 2, {"time_ratio": 1.5}, 0),
-        (4, 3, {"small_share": 0.6}, 3),
-        (2, 1, {"small_share": 0.3}, 1),
         (22, 2, {}, 0),
     ],
 )

@@ -15,7 +15,7 @@ from dbsl.plan.machines import (
     split_batch,
 )
 from dbsl.plan.sampler import Part, StepSampler
-from dbsl.plan.solve import PlanRules, check_parts, plan_dual_batch, plan_steps
+from dbsl.plan.solve import PlanRules, plan_dual_batch, plan_steps
 from dbsl.plan.types import TimeModel
 
 sizes_lists = st.lists(st.integers(1, 40), min_size=1, max_size=8)
@@ -190,23 +190,6 @@ def test_no_part_of_a_new_plan_is_above_what_its_worker_can_hold():
     maker = PlanMaker(RunConfig(**how, min_batch_size=8), known, 1000, least=1)
     for plan in (maker.first(8, print), maker.replan(8, models, range(4))):
         assert [w.local_batch_size for w in plan.workers] == [4, 20, 20, 20]
-
-
-@given(sizes_lists, st.integers(0, 400), st.integers(1, 2), st.booleans())
-def test_where_batch_norm_is_over_all_processes_each_has_samples_in_every_step(
-    sizes, extra, least, drop_last
-):
-    sizes = [max(size, least) for size in sizes]
-    samples, workers = sum(sizes) + extra, len(sizes)
-    sampler = StepSampler(samples, sum(sizes), drop_last=drop_last, least=least)
-    steps = (sampler.step(0, number, sizes) for number in range(sampler.steps_per_epoch))
-    whole = all(len(part.indices) for step in steps for part in step.parts)
-    options = {"least": least, "drop_last": drop_last}
-    if whole:
-        check_parts(samples, sum(sizes), workers, **options)
-    else:
-        with pytest.raises(ValueError, match="drop_last must be true with sync_batch_norm"):
-            check_parts(samples, sum(sizes), workers, **options)
 
 
 def test_one_model_of_all_workers_gives_each_its_times_and_refuses_what_one_of_them_must_not_have():

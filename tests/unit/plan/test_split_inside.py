@@ -17,7 +17,7 @@ TWO_EACH = {"worker_processes": (2,)}
 def settled(processes, nodes=(), **settings):
     config = RunConfig(resolutions=(8,), **settings)
     config = settle_islands(config, processes, nodes or (0,) * processes)
-    return Islands.of(count_workers(config, processes, "cpu")).sizes
+    return Islands.of(count_workers(config, processes)).sizes
 
 
 def test_processes_go_to_workers_by_one_number_by_a_list_or_by_their_machine():

@@ -567,19 +567,19 @@ def test_largest_batch_comes_from_memory_as_it_is_now_and_from_the_samples(profi
         return profiler(reserve=lambda state: GIB + 2 * state).largest_batch(32, **options)
 
     assert largest_batch(at_most=1000) == 768  # (12*0.75 - 1 - 2) * 128
-    assert largest_batch(at_most=1000, limit_bytes=8 * GIB) == 384
-    with pytest.raises(SettingError, match=r"memory_limit must be at least 4.01 GiB .* 1.00 GiB"):
-        largest_batch(at_most=1000, limit_bytes=GIB)
     assert largest_batch(at_most=100) == 100
     monkeypatch.setattr(PeakMemory, "capacity", lambda self: 8 * GIB)  # others have the rest
     assert largest_batch(at_most=1000) == 384
     assert "512 fit into 8.0 GiB with 25% left free" in profiler().profile(32, 64).describe()
+    monkeypatch.setattr(PeakMemory, "capacity", lambda self: GIB)
+    with pytest.raises(SettingError, match=r"memory must be at least 4.01 GiB .* 1.00 GiB"):
+        largest_batch(at_most=1000)
 
 
 def test_profile_from_the_shell(tmp_path, capsys):
     arguments = ["--model", "test_resnet", "--resolutions", "16,32", "--large-batch-size", "8"]
     arguments += ["--profile-seconds", "0.1", "--output", str(tmp_path / "profile.json")]
-    arguments += ["--clip-mode", "norm", "--micro-batch-size", "4"]
+    arguments += ["--clip-grad", "--micro-batch-size", "4"]
     threads = torch.get_num_threads()
     command.main(arguments)
     torch.set_num_threads(threads)
@@ -587,7 +587,7 @@ def test_profile_from_the_shell(tmp_path, capsys):
     assert all(f"{r} px: a step with x samples takes" in out for r in (16, 32))
     written = json.loads((tmp_path / "profile.json").read_text())
     assert set(written["profiles"]) == {"16", "32"}
-    assert (written["setup"]["clip"], written["setup"]["micro_batch"]) == ("norm", 4)
+    assert (written["setup"]["clip"], written["setup"]["micro_batch"]) == (True, 4)
     command.main([*arguments, "--json"])
     assert json.loads(capsys.readouterr().out).keys() == {"16 px", "32 px"}
 

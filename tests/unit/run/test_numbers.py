@@ -22,7 +22,7 @@ LINK, STEP = TWO | {"link_gbps": 1.0}, TWO | {"sync": "step"}
 PLACES = (
     (TWO, "floor intercept large_batch_size link_gbps local_batch_sizes rounds_per_epoch slope"),
     (TWO, "small_ratio time_noise"),
-    (SMALL, "min_batch_size small_batch_size small_share time_ratio"),
+    (SMALL, "min_batch_size small_batch_size time_ratio"),
     (STEP, "global_batch_size"),
     (LINK, "link_ms"),
     (LINK | STEP, "link_overlap"),
@@ -31,7 +31,6 @@ PLACES = (
     (TWO | {"push": "gradients"}, "push_every"),
     (TWO | {"sync": "ssp"}, "staleness"),
     ({"cache_gib": 1.0}, "shuffle_block"),
-    ({"large_batch_size": "auto"}, "memory_limit"),
     ({"lr_schedule": "cosine"}, "min_lr"),
 )
 WITH = {name: settings for settings, names in PLACES for name in names.split()}
