@@ -1,4 +1,4 @@
-"""Results of a study: a table, the knees with their rules, files and pictures."""
+"""Results of a study: a table, the knees with their rules, files and a picture."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import pandas
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
@@ -21,8 +22,8 @@ from dbsl.config.fields import refuse
 from dbsl.tools.study import scaling
 from dbsl.tools.study.scaling import Result, Study
 
-REPORT, TABLE = "report.json", "results.csv"
-_ENDINGS = {"COMPLETE": "complete", "INCOMPLETE": "cut short", "INFEASIBLE": "diverged"}
+REPORT, TABLE, PICTURE = "report.json", "results.csv", "plots/study.png"
+_OF_WORKLOAD = ["dataset", "model", "optimizer", "goal"]  # columns that are the same in all rows
 _REGIONS = (
     ("perfect scaling", "#009e73"),
     ("diminishing returns", "#e69f00"),
@@ -40,47 +41,40 @@ def write_report(
     objective: str = scaling.OBJECTIVE,
     budgets: Budgets = (None, None),
 ) -> str:
-    """Write ``report.json``, ``results.csv`` and ``plots/``; return the report for people.
+    """Write ``report.json``, ``results.csv`` and the picture; return the report for people.
 
     `goal` is the value of `objective` to fall under; None, or where trials ended at it: each
     study's own. Measurements after the budgets do not count.
     """
-    steps, examples = (math.inf if budget is None else budget for budget in budgets)
-    lines, rows, report, results, goals = [], [], {}, {}, {}
+    limits = [math.inf if budget is None else budget for budget in budgets]
+    lines, rows, report, results = [], [], {}, {}
     for name, studies in workloads.items():
-        goals[name] = _goal_of(name, studies, goal, objective)
+        own = _goal_of(name, studies, goal, objective)
         found = {
-            study.batch_size: scaling.steps_to_result(
-                study, goals[name], objective=objective, step_budget=steps, example_budget=examples
-            )
+            study.batch_size: scaling.steps_to_result(study, own, objective, *limits)
             for study in studies
         }
         results[name] = [result for result in found.values() if result is not None]
-        rows += [_row(study, found[study.batch_size], goals[name]) for study in studies]
-        report[name] = {"goal": goals[name], "objective": objective, **_knees(found)}
-        lines += _describe(name, studies, found, report[name])
-        if goal not in (None, goals[name]):
+        table = [_row(study, found[study.batch_size], own) for study in studies]
+        report[name] = {"goal": own, "objective": objective, **_knees(found)}
+        lines += _describe(name, table, report[name])
+        if goal not in (None, own):
             lines.append(
                 f"its goal is kept, not {goal:g}: its trials ended at it (--no-early-stopping "
                 "measures for any goal)"
             )
-        lines += [
-            f"warning: at batch {result.batch_size} the best trial's {', '.join(result.at_edge)} "
-            f"lies {scaling.EDGE_RULE}: a wider range may give fewer steps"
-            for result in found.values()
-            if result and result.at_edge
-        ]
         lines.append("")
+        rows += table
     folder.mkdir(parents=True, exist_ok=True)
     write_table(folder / TABLE, rows)
     write_text(folder / REPORT, json.dumps(report, indent=2) + "\n")
     drawn = {name: own for name, own in results.items() if own}
     if drawn:
-        save_figure(steps_figure(drawn, goals), folder / "plots/steps.png")
-        save_figure(rates_figure(drawn), folder / "plots/learning_rate.png")
-        lines.append(f"pictures in {folder / 'plots'}, all numbers in {folder / TABLE}")
+        goals = {name: own["goal"] for name, own in report.items()}
+        save_figure(study_figure(drawn, goals), folder / PICTURE)
+        lines.append(f"picture in {folder / PICTURE}, all numbers in {folder / TABLE}")
     else:
-        lines.append(f"no batch size reached its goal: no pictures; see {folder / TABLE}")
+        lines.append(f"no batch size reached its goal: no picture; see {folder / TABLE}")
     return "\n".join(lines)
 
 
@@ -115,6 +109,7 @@ def _goal_of(name: str, studies: Sequence[Study], goal: float | None, objective:
 
 def _row(study: Study, result: Result | None, goal: float) -> dict[str, Any]:
     parameters = result.trial.parameters if result else {}
+    endings = [trial.status for trial in study.trials]
     return {
         "dataset": study.dataset,
         "model": study.model,
@@ -127,48 +122,29 @@ def _row(study: Study, result: Result | None, goal: float) -> dict[str, Any]:
         "learning_rate": f"{parameters['learning_rate']:.6g}" if result else "",
         "momentum": f"{parameters.get('momentum', 0.0):.6g}" if result else "",
         "at_edge": " ".join(result.at_edge) if result else "",
-        **{status.lower(): count for status, count in _endings(study).items()},
+        **{status.lower(): endings.count(status) for status in scaling.STATUSES},
     }
 
 
-def _endings(study: Study) -> dict[str, int]:
-    statuses = [trial.status for trial in study.trials]
-    return {status: statuses.count(status) for status in _ENDINGS}
-
-
-def _describe(
-    name: str,
-    studies: Sequence[Study],
-    found: Mapping[int, Result | None],
-    report: Mapping[str, Any],
-) -> list[str]:
+def _describe(name: str, rows: Sequence[Mapping[str, Any]], report: Mapping[str, Any]) -> list[str]:
     """Return a workload's table and knees as lines; `report` is its part of ``report.json``."""
+    shown = pandas.DataFrame(rows).drop(columns=_OF_WORKLOAD)
+    shown["steps_to_result"] = [row["steps_to_result"] or "not reached" for row in rows]
     goal = f"{report['objective']} < {report['goal']:g}"
     lines = [
         f"{name}: least steps to {goal}, over the complete trials of each size",
-        f"{'batch':>7} {'steps':>8} {'examples':>10} {'saved':>6} {'lr':>9} {'momentum':>9} "
-        f"{'lr/(1-m)':>9}  trials",
+        shown.to_string(index=False),
+        "infeasible: diverged; incomplete: cut short, a better one was there before",
     ]
-    first = next((result for result in found.values() if result), None)
-    for study in studies:
-        result = found[study.batch_size]
-        ended = [f"{count} {_ENDINGS[how]}" for how, count in _endings(study).items() if count]
-        trials = ", ".join(ended) or "none"
-        if result is None:
-            lines.append(f"{study.batch_size:>7} {'not reached':>19}{' ' * 37}  {trials}")
-            continue
-        parameters = result.trial.parameters
-        saved = first.examples / max(result.examples, 1)  # 1: steps fell as the batch grew
+    if any(row["at_edge"] for row in rows):
         lines.append(
-            f"{result.batch_size:>7} {result.steps:>8} {result.examples:>10} {saved:>6.2f} "
-            f"{parameters['learning_rate']:>9.3g} {parameters.get('momentum', 0.0):>9.4g} "
-            f"{scaling.effective_rate(parameters):>9.3g}  {trials}"
+            f"at_edge: the best trial's value lies {scaling.EDGE_RULE}: a wider range may give "
+            "fewer steps"
         )
     if not report["steps_to_result"]:
         return [*lines, "no batch size reached the goal: a longer budget, or an easier goal"]
     more = "" if report["useful_is_seen"] else "; the largest tried: more may still be useful"
     lines += [
-        "saved: perfect scaling is 1.00; below, a batch costs more samples than the smallest one",
         f"perfect scaling up to {report['perfect_scaling_up_to']} ({scaling.PERFECT_RULE})",
         f"maximum useful batch {report['useful_batch_size']} ({scaling.USEFUL_RULE}){more}",
     ]
@@ -177,76 +153,64 @@ def _describe(
     return lines
 
 
-def steps_figure(results: Results, goals: Mapping[str, float]) -> Figure:
-    """Return steps to result against batch size, a panel per workload, the three regions shaded."""
-    figure, panels = _panels(len(results))
-    for axes, (name, own) in zip(panels, results.items(), strict=True):
-        sizes, steps = _columns(own)
-        knees = scaling.find_knees(dict(zip(sizes.tolist(), steps.tolist(), strict=True)))
-        first, last = sizes[0], sizes[-1]  # nothing is known beyond these
-        ends = (first, min(knees.perfect, knees.useful), knees.useful, last)
-        for (label, color), start, end in zip(_REGIONS, ends, ends[1:], strict=False):
-            if end > start:
-                axes.axvspan(start, end, color=color, alpha=0.15, lw=0, label=label)
-        perfect = steps[0] * sizes[0] / sizes
-        axes.plot(sizes, perfect, "k--", lw=1, label="steps halve as the batch doubles")
-        axes.plot(sizes, steps, "o-", color="#0072b2", label="measured")
-        for size, count in zip(sizes, steps, strict=True):
-            axes.annotate(
-                f"{count:g}", (size, count), (0, 6), textcoords="offset points", fontsize=8
-            )
-        _finish(axes, sizes, f"{name}, error < {goals[name]:g}", "steps to the goal")
-        axes.set_xlim(first / 1.3, last * 1.3)
-        axes.legend(fontsize=8, loc="lower left")
+def study_figure(results: Results, goals: Mapping[str, float]) -> Figure:
+    """Return a panel of steps per workload, and two of the best trials' learning rates."""
+    count = len(results) + 2
+    columns = min(count, 3)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(5.2 * columns, 4.6 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    for unused in panels[count:]:
+        unused.remove()
+    for axes, (name, own) in zip(panels, results.items(), strict=False):
+        _draw_steps(axes, own)
+        axes.set_title(f"{name}, error < {goals[name]:g}", fontsize=10)
+    _draw_rates(panels[count - 2], results, "learning rate", lambda own: own["learning_rate"])
+    label = "learning rate / (1 - momentum)"
+    _draw_rates(panels[count - 1], results, label, scaling.effective_rate)
     figure.suptitle(
-        "Fewest steps to the goal, everything else tuned at each batch size\n"
-        f"perfect scaling up to {scaling.PERFECT_RULE}\nno gain from {scaling.USEFUL_RULE}",
+        "Fewest steps to the goal, everything else tuned at each batch size; the learning rate "
+        f"there\nperfect scaling up to {scaling.PERFECT_RULE}\nno gain from {scaling.USEFUL_RULE}",
         fontsize=10,
     )
     return figure
 
 
-def rates_figure(results: Results) -> Figure:
-    """Return the best trial's learning rate, alone and over 1 - momentum, with both rules."""
-    figure, panels = _panels(2)
-    kinds = (
-        ("learning rate", lambda parameters: parameters["learning_rate"]),
-        ("learning rate / (1 - momentum)", scaling.effective_rate),
+def _draw_steps(axes: Axes, own: Sequence[Result]) -> None:
+    """Draw steps to result against batch size, the three regions shaded."""
+    sizes = np.array([result.batch_size for result in own])
+    steps = np.array([max(result.steps, 1) for result in own])  # 0 (at the start) has no log
+    knees = scaling.find_knees(dict(zip(sizes.tolist(), steps.tolist(), strict=True)))
+    first, last = sizes[0], sizes[-1]  # nothing is known beyond these
+    ends = (first, min(knees.perfect, knees.useful), knees.useful, last)
+    for (label, color), start, end in zip(_REGIONS, ends, ends[1:], strict=False):
+        if end > start:
+            axes.axvspan(start, end, color=color, alpha=0.15, lw=0, label=label)
+    axes.plot(
+        sizes, steps[0] * first / sizes, "k--", lw=1, label="steps halve as the batch doubles"
     )
-    for axes, (label, rate) in zip(panels, kinds, strict=True):
-        for (name, own), color in zip(results.items(), cycle(_COLORS)):
-            sizes, _ = _columns(own)
-            rates = [rate(result.trial.parameters) for result in own]
-            growth = sizes / sizes[0]
-            axes.plot(sizes, rates, "o-", color=color, label=name)
-            axes.plot(sizes, rates[0] * growth, "--", color=color, lw=0.8)
-            axes.plot(sizes, rates[0] * np.sqrt(growth), ":", color=color, lw=1.2)
-        sizes = np.array(sorted({r.batch_size for own in results.values() for r in own}))
-        _finish(axes, sizes, label, label)
-        axes.plot([], [], "k--", lw=0.8, label="in proportion to the batch")
-        axes.plot([], [], "k:", lw=1.2, label="to its square root")
-        axes.legend(fontsize=8)
-    figure.suptitle("Learning rate of the trial with the fewest steps", fontsize=10)
-    return figure
+    axes.plot(sizes, steps, "o-", color="#0072b2", label="measured")
+    for size, count in zip(sizes, steps, strict=True):
+        axes.annotate(f"{count:g}", (size, count), (0, 6), textcoords="offset points", fontsize=8)
+    _finish(axes, sizes, "steps to the goal")
+    axes.set_xlim(first / 1.3, last * 1.3)
 
 
-def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:
-    columns = min(count, 3)
-    rows = -(-count // columns)
-    size = (max(7.5, 5.2 * columns), 4.6 * rows)
-    figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).ravel()
-    for unused in panels[count:]:
-        unused.remove()
-    return figure, panels[:count]
+def _draw_rates(axes: Axes, results: Results, label: str, rate: Any) -> None:
+    """Draw a rate of the best trials against batch size, with both rules of thumb."""
+    for (name, own), color in zip(results.items(), cycle(_COLORS)):
+        sizes = np.array([result.batch_size for result in own])
+        rates, growth = [rate(result.trial.parameters) for result in own], sizes / sizes[0]
+        axes.plot(sizes, rates, "o-", color=color, label=name)
+        axes.plot(sizes, rates[0] * growth, "--", color=color, lw=0.8)
+        axes.plot(sizes, rates[0] * np.sqrt(growth), ":", color=color, lw=1.2)
+    axes.plot([], [], "k--", lw=0.8, label="in proportion to the batch")
+    axes.plot([], [], "k:", lw=1.2, label="to its square root")
+    sizes = sorted({result.batch_size for own in results.values() for result in own})
+    _finish(axes, np.array(sizes), label)
 
 
-def _columns(own: Sequence[Result]) -> tuple[np.ndarray, np.ndarray]:
-    steps = [max(r.steps, 1) for r in own]  # 0 steps (met by the initial weights) have no log
-    return np.array([r.batch_size for r in own]), np.array(steps)
-
-
-def _finish(axes: Axes, sizes: np.ndarray, title: str, label: str) -> None:
+def _finish(axes: Axes, sizes: np.ndarray, label: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=10)
     axes.set_xticks(sizes, [str(size) for size in sizes], fontsize=8)
@@ -260,4 +224,4 @@ def _finish(axes: Axes, sizes: np.ndarray, title: str, label: str) -> None:
     axes.grid(alpha=0.3, which="both")
     axes.set_xlabel("batch size (samples)")
     axes.set_ylabel(label)
-    axes.set_title(title, fontsize=10)
+    axes.legend(fontsize=8, loc="best")

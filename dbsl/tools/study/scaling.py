@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from dbsl.base.errors import SettingError
 from dbsl.config.fields import refuse
 
+# INCOMPLETE: cut short, says nothing; INFEASIBLE: diverged.
 Status = Literal["COMPLETE", "INCOMPLETE", "INFEASIBLE"]
+STATUSES = get_args(Status)
 
 OBJECTIVE = "val/classification_error"
 PERFECT, USEFUL = 1.2, 1.1  # factors of the two rules
@@ -27,6 +29,12 @@ USEFUL_RULE = f"the smallest b with steps(b) <= {USEFUL} * min steps"
 CRITICAL_RULE = "B of the fit steps(b) = S_min * (1 + B / b): there twice S_min, twice the samples"
 EDGE = 0.05  # share of a search range, on its own scale
 EDGE_RULE = f"in the outermost {EDGE:.0%} of the range searched".replace("%", " %")
+# To a scale on which a range is searched evenly, and back.
+SCALES = {
+    "LINEAR_SCALE": (float, float),
+    "LOG_SCALE": (math.log, math.exp),
+    "REVERSE_LOG_SCALE": (lambda value: math.log(1 - value), lambda place: 1 - math.exp(place)),
+}
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class Trial:
     """One training: what it was given, and what was measured on its way."""
 
     trial_id: int  # in its study; counts from 1
-    status: Status  # INCOMPLETE: cut short, says nothing; INFEASIBLE: diverged
+    status: Status
     steps: int  # taken
     parameters: Mapping[str, Any]  # metaparameters, ``learning_rate`` among them
     # Columns of equal length, float64: ``step`` and the metrics.
@@ -63,8 +71,7 @@ class Study:
         return f"{self.dataset}/{self.model}/{self.optimizer}"
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """The trial that got past the goal first, at one batch size."""
 
     batch_size: int
@@ -78,8 +85,7 @@ class Result:
         return self.steps * self.batch_size
 
 
-@dataclass(frozen=True)
-class Knees:
+class Knees(NamedTuple):
     """Where perfect scaling ends, and from where on more batch saves no steps."""
 
     perfect: int  # `PERFECT_RULE`, with b0 the smallest batch size that reached the goal
@@ -90,7 +96,6 @@ class Knees:
 def steps_to_result(
     study: Study,
     goal: float,
-    *,
     objective: str = OBJECTIVE,
     step_budget: float = math.inf,
     example_budget: float = math.inf,
@@ -102,27 +107,28 @@ def steps_to_result(
     there.
     """
     budget = min(step_budget, example_budget / study.batch_size)
-    found: tuple[int, Trial] | None = None
-    for trial in sorted(study.trials, key=lambda trial: trial.trial_id):
-        if trial.status != "COMPLETE":
-            continue
-        columns = ", ".join(sorted(trial.measurements.keys() - {"step"}))
-        text = f"objective must be a column of the measurements ({columns})"
-        refuse([(objective not in trial.measurements, text, objective)])
-        steps = trial.measurements["step"]
-        good = steps[(trial.measurements[objective] < goal) & (steps <= budget)]  # NaN is not
-        if len(good) and (found is None or good.min() < found[0]):
-            found = int(good.min()), trial
-    if found is None:
+    complete = [trial for trial in study.trials if trial.status == "COMPLETE"]
+    reached = [reached_at(trial, goal, objective, budget) for trial in complete]
+    steps = min(reached, default=math.inf)
+    if math.isinf(steps):
         return None
-    steps, trial = found
-    return Result(study.batch_size, steps, trial, edges(trial.parameters, study.search))
+    best = complete[reached.index(steps)]
+    return Result(study.batch_size, int(steps), best, edges(best.parameters, study.search))
 
 
-def reached_at(trial: Trial, goal: float) -> float:
-    """Return the first step at which a trial was measured under the goal, or inf."""
-    steps = trial.measurements["step"][trial.measurements[OBJECTIVE] < goal]
-    return float(steps[0]) if len(steps) else math.inf
+def reached_at(
+    trial: Trial, goal: float, objective: str = OBJECTIVE, budget: float = math.inf
+) -> float:
+    """Return the first step, up to a budget, at which a trial was measured under the goal, or inf.
+
+    A measurement that is not a number is not under it.
+    """
+    columns = ", ".join(sorted(trial.measurements.keys() - {"step"}))
+    text = f"objective must be a column of the measurements ({columns})"
+    refuse([(objective not in trial.measurements, text, objective)])
+    steps = trial.measurements["step"]
+    good = steps[(trial.measurements[objective] < goal) & (steps <= budget)]
+    return float(good.min()) if len(good) else math.inf
 
 
 def find_knees(steps: Mapping[int, int], tried: Iterable[int] = ()) -> Knees:
@@ -165,13 +171,9 @@ def edges(
     for name, entry in search.items():
         if name not in parameters or entry.get("type") == "DISCRETE":
             continue
-        low, high, value = (
-            _on_scale(v, entry.get("scale", ""))
-            for v in (entry["min_value"], entry["max_value"], parameters[name])
-        )
-        if low == high:
-            continue
-        place = (value - low) / (high - low)
+        to_scale, _ = SCALES.get(entry.get("scale"), SCALES["LINEAR_SCALE"])
+        low, high = to_scale(entry["min_value"]), to_scale(entry["max_value"])
+        place = (to_scale(parameters[name]) - low) / (high - low) if high != low else 0.5
         fixed = entry.get("fixed_bounds", ())
         if (place < EDGE and "min" not in fixed) or (place > 1 - EDGE and "max" not in fixed):
             found.append(name)
@@ -181,11 +183,3 @@ def edges(
 def effective_rate(parameters: Mapping[str, Any]) -> float:
     """Return learning rate / (1 - momentum), which momentum makes of a step in the long run."""
     return parameters["learning_rate"] / (1 - parameters.get("momentum", 0.0))
-
-
-def _on_scale(value: float, scale: str) -> float:
-    if scale == "LOG_SCALE":
-        return math.log(value)
-    if scale == "REVERSE_LOG_SCALE":
-        return math.log(1 - value)
-    return float(value)

@@ -11,19 +11,30 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context, parent_process
+from operator import le
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import yaml
 from filelock import FileLock
 
-from dbsl.base.errors import EXIT_STOPPED, RunStopped, SettingError, as_given
+from dbsl.base.errors import (
+    EXIT_STOPPED,
+    RunStopped,
+    SettingError,
+    as_given,
+    one_line_errors,
+    plural,
+)
 from dbsl.base.files import check_folder, write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.base.seeds import stream_seed
@@ -39,15 +50,16 @@ from dbsl.plan.stages import default_resolutions
 from dbsl.run.accelerator import start_accelerator
 from dbsl.run.folder import LOCK
 from dbsl.run.stopping import Stopping
-from dbsl.tools.jobs import of_one_device
 from dbsl.tools.study import store, trials
+from dbsl.tools.study.queue import Queue, Search
 from dbsl.tools.study.report import write_report
-from dbsl.tools.study.scaling import OBJECTIVE, Trial, reached_at
-from dbsl.tools.study.trials import Images, Range
+from dbsl.tools.study.scaling import OBJECTIVE, reached_at
+from dbsl.tools.study.trials import Images, ImageTask, Range
 
 SETTINGS = "study.yaml"
-_PARENT = "DBSL_STUDY_PARENT"  # variable of a process of several: the parent's id
-_END_PATIENCE_S = 60.0  # for processes that were asked to stop
+_LOOK_S = 1.0  # between looks at what other processes run
+# Bounds of what is searched: one value, or a range's ends.
+_Ends = partial(Within, lengths=(1, 2), order=le)
 _OF_DATA = [own for own in settings_of_extras() if not issubclass(own, RunConfig)]
 
 
@@ -66,15 +78,15 @@ class StudyConfig(
     optimizers: Annotated[tuple[str, ...], Role.FREE] = ("nesterov",)
     # range of learning rate / (1 - momentum), searched on a log scale; unset: a tenth to a hundred
     # times the optimizer's default rate, 0.01 to 10 for SGD
-    effective_lr: Annotated[tuple[float, ...] | None, Within(0, open_low=True)] = None
+    effective_lr: Annotated[tuple[float, ...] | None, _Ends(0, open_low=True)] = None
     # range of momentum, for optimizers that take it; 1 - momentum is searched on a log scale
-    momentum: Annotated[tuple[float, ...], Within(0, 1, open_high=True)] = (0.5, 0.99)
+    momentum: Annotated[tuple[float, ...], _Ends(0, 1, open_high=True)] = (0.5, 0.99)
     # range of last over first learning rate, searched on a log scale
-    decay_factor: Annotated[tuple[float, ...], Within(0, 1, open_low=True)] = (0.01, 1.0)
+    decay_factor: Annotated[tuple[float, ...], _Ends(0, 1, open_low=True)] = (0.01, 1.0)
     # range of the share of the step budget after which the learning rate stops falling
-    decay_share: Annotated[tuple[float, ...], Within(0, 1, open_low=True)] = (0.25, 1.0)
+    decay_share: Annotated[tuple[float, ...], _Ends(0, 1, open_low=True)] = (0.25, 1.0)
     # range of weight decay, searched on a log scale; biases and norms have none
-    weight_decay: Annotated[tuple[float, ...], Within(0)] = (5e-4,)
+    weight_decay: Annotated[tuple[float, ...], _Ends(0)] = (5e-4,)
     max_steps: Annotated[int | None, Within(1)] = None  # steps that a trial may take
     # samples that a trial may train on; with neither this nor --max-steps: 40 epochs
     max_examples: Annotated[int | None, Within(1)] = None
@@ -103,22 +115,23 @@ class StudyConfig(
     def __post_init__(self) -> None:
         if self.goal_error is not None and self.objective == OBJECTIVE:
             Within(0, 1, open_low=True, open_high=True).check("goal_error", self.goal_error)
-        refuse([(self.plot in ((), ("",)), "plot must name a folder or an archive", "none")])
-        if self.plot is None and self.goal_error is None:
-            raise SettingError("goal_error must be given, in (0, 1), got none")
+        missing = self.plot is None and self.goal_error is None
         other = self.plot is None and self.objective != OBJECTIVE
-        refuse([(other, f"objective must be {OBJECTIVE} except with plot", self.objective)])
+        refuse(
+            [
+                (self.plot in ((), ("",)), "plot must name a folder or an archive", "none"),
+                (missing, "goal_error must be given, in (0, 1)", "none"),
+                (other, f"objective must be {OBJECTIVE} except with plot", self.objective),
+            ]
+        )
         for name in ("batch_sizes", "optimizers"):
             values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise SettingError(f"{name} must be one or more, each once, got {as_given(values)}")
+            bad = not values or len(set(values)) < len(values)
+            refuse([(bad, f"{name} must be one or more, each once", values)])
         check_fields(self)
         check_images(self)
-        rates = () if self.effective_lr is None else ("effective_lr",)
-        for name in (*rates, "momentum", "decay_factor", "decay_share"):
-            _ends(name, getattr(self, name))
-        low, high = _ends("weight_decay", self.weight_decay)
-        Within(0, open_low=low != high).check("weight_decay", low)  # a log scale has no 0
+        searched = len({*self.weight_decay}) > 1
+        Within(0, open_low=searched).check("weight_decay", self.weight_decay)  # a log has no 0
 
     def budget(self, batch_size: int, train_samples: int) -> int:
         """Return the steps that a trial may take at a batch size."""
@@ -132,26 +145,18 @@ class StudyConfig(
 
         The best learning rate / (1 - momentum) differs less between momenta than the best rate.
         """
-        log, name = "LOG_SCALE", trials.TIMM_NAMES.get(optimizer, optimizer)
-        has_momentum = optimizer != "sgd" and optim.get_optimizer_info(name).has_momentum
-        momentum = Range(*_ends("momentum", self.momentum), "REVERSE_LOG_SCALE")
+        name = trials.TIMM_NAMES.get(optimizer, optimizer)
         rate = default_learning_rate(name)
-        rates = self.effective_lr or (rate / 10, 100 * rate)
-        return {
-            "effective_learning_rate": Range(*_ends("effective_lr", rates), log),
-            **({"momentum": momentum} if has_momentum else {}),
-            "end_learning_rate_factor": Range(*_ends("decay_factor", self.decay_factor), log),
-            "learning_rate_decay_share": Range(
-                *_ends("decay_share", self.decay_share), "LINEAR_SCALE"
-            ),
-            "weight_decay": Range(*_ends("weight_decay", self.weight_decay), log),
+        given = {
+            "effective_learning_rate": (self.effective_lr or (rate / 10, 100 * rate), "LOG_SCALE"),
+            "momentum": (self.momentum, "REVERSE_LOG_SCALE"),
+            "end_learning_rate_factor": (self.decay_factor, "LOG_SCALE"),
+            "learning_rate_decay_share": (self.decay_share, "LINEAR_SCALE"),
+            "weight_decay": (self.weight_decay, "LOG_SCALE"),
         }
-
-
-def _ends(name: str, values: Sequence[float]) -> tuple[float, float]:
-    if len(values) not in (1, 2) or values[0] > values[-1]:
-        raise SettingError(f"{name} must be one value, or a range's ends, got {as_given(values)}")
-    return values[0], values[-1]
+        if optimizer == "sgd" or not optim.get_optimizer_info(name).has_momentum:
+            del given["momentum"]
+        return {name: Range(own[0], own[-1], scale) for name, (own, scale) in given.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -164,7 +169,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     for optimizer in config.optimizers:
         if optimizer not in trials.TIMM_NAMES:
             check_optimizer(optimizer)
-    is_child = _PARENT in os.environ
     threads = config.cpu_threads or threads_of_process(config.processes)
     torch.set_num_threads(threads)
     accelerator = start_accelerator(config.mixed_precision, 60.0)
@@ -174,23 +178,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"processes, got {accelerator.num_processes} launched"
         )
     config = replace(config, mixed_precision=accelerator.mixed_precision)
-    work = _open(config, _load(config, accelerator))
+    images = _load(config, accelerator)
+    folder, searches = _open(config, len(images.data.train))
+    work = _Work(config, images, Queue(folder, searches))
     deadline = config.max_minutes and time.monotonic() + 60 * config.max_minutes
-    with Stopping(deadline, then="giving its trial back") as stopping:
-        if config.processes > 1:
-            _in_processes(config, argv, threads, stopping)
-        else:
-            try:
-                _run_all(work, stopping)
-            except RunStopped:
-                if is_child:  # its parent says so for all
-                    raise SystemExit(EXIT_STOPPED) from None
-                raise
-    if not is_child:
-        workloads = store.read_workloads([work.folder / store.dataset_name(config.dataset)])
-        print(write_report(workloads, work.folder, config.goal_error))
-        if running := work.claims.running():
-            print(f"{running} trials still run in other processes; the last one writes the report")
+    stopping = Stopping(deadline, then="giving its trial back")
+    with stopping, _others(config.processes - 1, argv, threads):
+        work.run_all(stopping)
+    if parent_process() is None:  # none of another one's --processes
+        workloads = store.read_workloads([folder / store.dataset_name(config.dataset)])
+        print(write_report(workloads, folder, config.goal_error))
 
 
 def _plot(config: StudyConfig) -> None:
@@ -205,114 +202,102 @@ def _plot(config: StudyConfig) -> None:
 
 @dataclass(frozen=True)
 class _Work:
-    """An open study folder, and what its trials need."""
+    """A study's trials, and what they need."""
 
     config: StudyConfig
-    folder: Path
     images: Images
-    claims: store.Claims
+    queue: Queue
 
-    def run(self, claim: store.Claim, may_go_on: Callable[[], object]) -> None:
+    def run_all(self, stopping: Stopping) -> None:
+        """Run trials until all are done; wait for those of other processes, which may die."""
+        waits, parent = False, parent_process()
+
+        def may_go_on() -> None:
+            if stopping.reason or (parent and not parent.is_alive()):
+                raise RunStopped("stopped; repeat the command to continue")
+
+        while True:
+            may_go_on()
+            if taken := self.queue.take():
+                self._run(*taken, may_go_on)
+                continue
+            if not (running := self.queue.running()):
+                return
+            if not waits and parent is None:
+                print(f"waiting for {plural(running, 'trial')} of other processes", flush=True)
+            waits = True
+            time.sleep(_LOOK_S)
+
+    def _run(self, search: Search, given: Any, may_go_on: Callable[[], object]) -> None:
         """Run a trial that this process has taken on, and write it."""
-        config, (optimizer, batch_size) = self.config, _studies(self.config)[claim.study]
-        budget = config.budget(batch_size, len(self.images.data.train))
-        seed = stream_seed(config.seed, f"search {claim.study}")
-        points = trials.search_points(config.ranges(optimizer), config.trials, seed)
-        parameters = trials.trial_parameters(points[claim.trial_id - 1], budget)
-        seed = stream_seed(config.seed, f"trial {optimizer}", batch_size, claim.trial_id)
-        began = time.perf_counter()
-        trial = trials.run_trial(
-            trials.ImageTask(self.images, optimizer, batch_size, parameters, seed),
-            claim.trial_id,
-            parameters,
-            budget=budget,
-            goal=config.goal_error,
-            spacing=config.eval_spacing,
-            best=lambda: self.claims.best(claim.study),
-            early_stopping=config.early_stopping,
-            may_go_on=may_go_on,
-        )
-        store.write_trial(_folder_of(config, self.folder, optimizer, batch_size), trial)
+        config, number, began = self.config, given.user_attrs["trial_id"], time.perf_counter()
+        try:
+            point = {
+                name: given.suggest_float(name, own.low, own.high)
+                for name, own in config.ranges(search.optimizer).items()
+            }
+            parameters = trials.trial_parameters(point, search.budget)
+            of_trial = (f"trial {search.optimizer}", search.batch_size, number)
+            seed = stream_seed(config.seed, *of_trial)
+            trial = trials.run_trial(
+                ImageTask(self.images, search.optimizer, search.batch_size, parameters, seed),
+                number,
+                parameters,
+                budget=search.budget,
+                goal=config.goal_error,
+                spacing=config.eval_spacing,
+                best=lambda: self.queue.best(search),
+                early_stopping=config.early_stopping,
+                may_go_on=may_go_on,
+            )
+            store.write_trial(search.folder, trial)
+        except BaseException as error:
+            self.queue.give_back(search, given)
+            if isinstance(error, torch.OutOfMemoryError):
+                text = "batch_sizes must fit into the device's memory"
+                raise SettingError(f"{text}, got {search.batch_size} ({error})") from None
+            raise
+        self.queue.finish(search, given, trial.status, reached_at(trial, config.goal_error))
+        least = np.nanmin(trial.measurements[OBJECTIVE])
         print(
-            f"{optimizer}, batch {batch_size}, trial {claim.trial_id}/{config.trials}: "
-            f"{_outcome(trial, config.goal_error)}  "
+            f"{search.optimizer}, batch {search.batch_size}, trial {number}/{config.trials}: "
+            f"{trial.status} after {plural(trial.steps, 'step')}, least error {100 * least:.1f} %  "
             f"(lr {parameters['learning_rate']:.3g}, {time.perf_counter() - began:.1f} s)",
             flush=True,
         )
 
 
-def _run_all(work: _Work, stopping: Stopping) -> None:
-    parent = os.environ.get(_PARENT)
-
-    def may_go_on() -> None:
-        if stopping.reason or (parent and os.getppid() != int(parent)):
-            raise RunStopped("stopped; repeat the command to continue")
-
-    while True:
-        may_go_on()
-        claim = work.claims.claim()
-        if claim is None:
-            return
-        try:
-            work.run(claim, may_go_on)
-        except BaseException as error:
-            work.claims.give_back(claim)
-            if isinstance(error, torch.OutOfMemoryError):
-                _, batch_size = _studies(work.config)[claim.study]
-                raise SettingError(
-                    f"batch_sizes must fit into the device's memory, got {batch_size} ({error})"
-                ) from None
-            raise
-        work.claims.finish(claim)
-
-
-def _outcome(trial: Trial, goal: float) -> str:
-    if trial.status == "INFEASIBLE":
-        return f"diverged before step {trial.steps}"
-    if trial.status == "INCOMPLETE":
-        return f"stopped at step {trial.steps}, a better one was there before"
-    reached = reached_at(trial, goal)
-    if reached < float("inf"):
-        return f"{reached:.0f} steps to the goal"
-    error = 100 * trial.measurements[OBJECTIVE].min()
-    return f"goal not reached in {trial.steps} steps, least error {error:.1f} %"
-
-
-def _in_processes(
-    config: StudyConfig, argv: Sequence[str], threads: int, stopping: Stopping
-) -> None:
-    """Run trials in several processes of this command; all end with this one."""
-    one = ["--processes", "1", "--cpu-threads", str(threads)]
-    children = []
-    for index in range(config.processes):
-        environment = os.environ | {_PARENT: str(os.getpid())} | of_one_device(index)
-        command = [sys.executable, "-m", "dbsl.study", *argv, *one]
-        # In a session of its own: Ctrl-C reaches this process alone, which asks them to stop.
-        children.append(subprocess.Popen(command, env=environment, start_new_session=True))
-
-    def stop() -> None:
-        for child in children:
-            child.terminate()  # nothing happens to one that has ended
-
-    stopping.on_signal = stop
+@contextmanager
+def _others(count: int, argv: Sequence[str], threads: int) -> Iterator[None]:
+    """Have more processes run trials, on the CUDA devices in turn; they end with this one."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # a scheduler's choice, say
+    devices = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+    argv, spawn = [*argv, "--processes", "1", "--cpu-threads", str(threads)], get_context("spawn")
+    others = [
+        spawn.Process(target=_run_other, args=(argv, devices[number % (len(devices) or 1) :][:1]))
+        for number in range(1, count + 1)  # this one has the first device
+    ]
     try:
-        for child in children:
-            child.wait()
+        for other in others:
+            other.start()
+        yield
+        for other in others:
+            other.join()
     finally:
-        stop()
-        for child in children:
-            try:
-                child.wait(_END_PATIENCE_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-    if stopping.reason:
-        raise RunStopped("stopped; repeat the command to continue")
-    failed = [child.returncode for child in children if child.returncode]
-    if failed:
-        raise SettingError(
-            f"all processes must end with status 0, got status {failed[0]} of {len(failed)} (see "
-            "above); repeat the command to continue"
-        )
+        for other in others:
+            if other.is_alive():
+                other.terminate()
+
+
+def _run_other(argv: Sequence[str], devices: Sequence[str]) -> None:
+    os.setsid()  # Ctrl-C reaches the first process alone, which asks the others to stop
+    for device in devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = device
+    with one_line_errors():
+        try:
+            main(argv)
+        except RunStopped:  # the first process says so for all
+            raise SystemExit(EXIT_STOPPED) from None
 
 
 def _load(config: StudyConfig, accelerator: Any) -> Images:
@@ -327,16 +312,19 @@ def _load(config: StudyConfig, accelerator: Any) -> Images:
     return images
 
 
-def _open(config: StudyConfig, images: Images) -> _Work:
+def _open(config: StudyConfig, train_samples: int) -> tuple[Path, list[Search]]:
     """Make a study's folder, or open it again if it is of the same study."""
     dataset = store.dataset_name(config.dataset)
     folder = Path(config.output_dir or f"studies/{dataset}-{config.model}")
-    studies = _studies(config)
-    folders = {name: _folder_of(config, folder, *own) for name, own in studies.items()}
-    try:
-        _keep_settings(config, folder)
-        claims = store.Claims(folder, folders, config.trials, config.goal_error)
-        for name, (optimizer, batch_size) in studies.items():
+    check_folder("output_dir", folder)
+    _keep_settings(config, folder)
+    searches = []
+    for optimizer in config.optimizers:
+        ranges = config.ranges(optimizer)
+        for batch_size in sorted(config.batch_sizes):
+            budget = config.budget(batch_size, train_samples)
+            model = config.model.replace("/", "--")
+            own = folder / dataset / model / optimizer / str(batch_size)
             values = {
                 "batch_size": batch_size,
                 "dataset": dataset,
@@ -344,15 +332,14 @@ def _open(config: StudyConfig, images: Images) -> _Work:
                 "goal_error": config.goal_error,
                 "model": config.model,
                 "optimizer": optimizer,
-                "parameter_configs": trials.search_entries(config.ranges(optimizer)),
-                "train_steps": config.budget(batch_size, len(images.data.train)),
+                "parameter_configs": trials.search_entries(ranges),
+                "train_steps": budget,
             }
-            store.write_study(folders[name], values)
-    except OSError as error:
-        raise SettingError(
-            f"output_dir must be a folder that can be written, got {folder} ({error})"
-        ) from None
-    return _Work(config, folder, images, claims)
+            store.write_study(own, values)
+            seed = stream_seed(config.seed, f"search {optimizer}/{batch_size}")
+            points = trials.search_points(ranges, config.trials, seed)
+            searches.append(Search(optimizer, batch_size, budget, own, points))
+    return folder, searches
 
 
 def _keep_settings(config: StudyConfig, folder: Path) -> None:
@@ -374,13 +361,3 @@ def _keep_settings(config: StudyConfig, folder: Path) -> None:
     for name in sorted({*before, *now}):
         text = f"{name} must be {as_given(before.get(name))} as in {path}, or output_dir another"
         refuse([(before.get(name) != now.get(name), text, now.get(name))])
-
-
-def _studies(config: StudyConfig) -> dict[str, tuple[str, int]]:
-    """Return optimizer and batch size of each study, by its name in the store, in order of work."""
-    return {f"{o}/{b}": (o, b) for o in config.optimizers for b in sorted(config.batch_sizes)}
-
-
-def _folder_of(config: StudyConfig, folder: Path, optimizer: str, batch_size: int) -> Path:
-    model = config.model.replace("/", "--")
-    return folder / store.dataset_name(config.dataset) / model / optimizer / str(batch_size)

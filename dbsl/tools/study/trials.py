@@ -1,14 +1,15 @@
 """One training of a study: so many steps at one batch size, measured on the way.
 
-The loop has a task take steps and measure itself. `ImageTask` does so with train.py's data, model,
-optimizer and step. A trial's metaparameters are a point of a scrambled Sobol sequence: they depend
+The loop has a task take steps and measure itself. `ImageTask` does so with train.py's data, model
+and optimizer. A trial's metaparameters are a point of a scrambled Sobol sequence: they depend
 on the seed, the optimizer and the batch size, not on who runs it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,13 +21,13 @@ from torch import Tensor
 
 from dbsl.base.machine import lazy_import
 from dbsl.base.seeds import stream_seed
-from dbsl.cluster.steps import ComputeTimer, Stepper, begin_thawed
+from dbsl.cluster.steps import begin_thawed, take_step
 from dbsl.data.dataset import Data
 from dbsl.data.transforms import Transform
 from dbsl.model import build_model, set_dropout
 from dbsl.optimizer import build_optimizer
 from dbsl.plan.sampler import StepSampler, evaluation_batch_size, evaluation_batches
-from dbsl.tools.study.scaling import Trial
+from dbsl.tools.study.scaling import SCALES, Trial
 from dbsl.tools.study.store import COLUMNS
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 qmc = lazy_import("scipy.stats.qmc")
 
-_CACHED_EVALUATION = 2**30  # bytes of evaluation images that are kept as they go into the model
+_KEPT = 2**30  # bytes of evaluation images that are kept as they go into the model
 # Optimizers as Shallue et al. call them, by timm's names; sgd is momentum with none.
 TIMM_NAMES = {"sgd": "momentum", "momentum": "momentum", "nesterov": "sgd"}
 
@@ -83,15 +84,15 @@ def run_trial(
     """Train for at most `budget` steps, and return the measurements, `spacing` apart.
 
     A trial whose loss is not finite at any measurement is INFEASIBLE and ends there. With
-    `early_stopping` it ends where the error falls under the goal (COMPLETE), or where it cannot
-    before the best trial did, in so many steps (INCOMPLETE): neither changes the least steps to
-    result. `may_go_on` is called at every measurement; it may raise.
+    `early_stopping` it ends where the error falls under the goal (COMPLETE), or once it has taken
+    the steps with which the best trial did (INCOMPLETE): neither changes the least steps to result,
+    nor which trials have them. `may_go_on` is called at every measurement; it may raise.
     """
     rows = [(0, math.nan, *task.measure())]
     status, done = "COMPLETE", 0
     for step in measured_steps(budget, spacing):
         may_go_on()
-        if early_stopping and step >= best():
+        if early_stopping and step > best():
             status = "INCOMPLETE"
             break
         loss = task.advance([decayed_rate(s, parameters) for s in range(done, step)])
@@ -134,59 +135,38 @@ class ImageTask:
             parameters.get("weight_decay", 0.0),
         )
         begin_thawed(built)
-        prepared = {0: accelerator.prepare_optimizer(built)}
-        self._stepper = Stepper(model, None, ComputeTimer(accelerator.device), prepared)
-        self._sampler = StepSampler(
-            len(images.data.train),
-            batch_size,
-            seed=seed,
-            drop_last=True,
-            least=1,
-            blocks=images.data.train.blocks,
-        )
-        self._batch_size = batch_size
-        self._transform = replace(images.transform, seed=seed)
-        self._taken = 0
+        self._model, self._optimizer = model, accelerator.prepare_optimizer(built)
+        self._batches = self._all_batches(batch_size)
         torch.manual_seed(stream_seed(seed, "dropout"))
+
+    def _all_batches(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        train = self._images.data.train
+        transform = replace(self._images.transform, seed=self._seed)
+        order = {"seed": self._seed, "drop_last": True, "least": 1, "blocks": train.blocks}
+        sampler = StepSampler(len(train), batch_size, **order)
+        for epoch in itertools.count():
+            steps = sampler.steps((0,), epoch, 0, sampler.steps_per_epoch, [batch_size])
+            yield from train.batches([step.parts[0].indices for step in steps], transform, epoch)
 
     def advance(self, rates: list[float]) -> float:
         """Take a step with each learning rate; return the mean training loss, as a number."""
-        total = torch.zeros((), device=self._images.accelerator.device)
-        per_epoch = self._sampler.steps_per_epoch
-        first, last = self._taken, self._taken + len(rates)
-        for epoch in range(first // per_epoch, -(-last // per_epoch)):
-            start = max(first, epoch * per_epoch)
-            end = min(last, (epoch + 1) * per_epoch)
-            total += self._advance(epoch, start, end, rates[start - first : end - first])
-        self._taken = last
-        self._stepper.timer.take_seconds(0)  # or it would remember each step
-        return (total / len(rates)).item()
-
-    def _advance(self, epoch: int, first: int, last: int, rates: list[float]) -> Tensor:
-        images, stepper = self._images, self._stepper
-        smoothing = images.config.label_smoothing
-        offset = epoch * self._sampler.steps_per_epoch
-        steps = self._sampler.steps((0,), epoch, first - offset, last - offset, [self._batch_size])
-        batches = images.data.train.batches(
-            [step.parts[0].indices for step in steps], self._transform, epoch
-        )
-        total = torch.zeros((), device=images.accelerator.device)
-        stepper.model.train()
-        for step, rate, (pixels, labels) in zip(steps, rates, batches, strict=True):
-            (part,) = step.parts
-            with stepper.micro_batch(step, part) as weight:
-                with images.accelerator.autocast():
-                    logits = stepper.model(pixels)
-                    loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
-                images.accelerator.backward(loss * weight)
-            stepper.step(step, rate)
+        accelerator, smoothing = self._images.accelerator, self._images.config.label_smoothing
+        total = torch.zeros((), device=accelerator.device)
+        self._model.train()
+        for rate, (pixels, labels) in zip(rates, self._batches, strict=False):
+            with accelerator.autocast():
+                logits = self._model(pixels)
+                loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
+            accelerator.backward(loss)
+            take_step(self._optimizer, rate)
+            self._optimizer.zero_grad(set_to_none=True)
             total += loss.detach()
-        return total
+        return (total / len(rates)).item()
 
     @torch.no_grad()
     def measure(self) -> Measurement:
         """Evaluate, which changes nothing."""
-        model = self._stepper.model.eval()
+        model = self._model.eval()
         totals = torch.zeros(3, device=self._images.accelerator.device)  # loss, wrong, samples
         for pixels, labels in self._images.evaluation():
             with self._images.accelerator.autocast():
@@ -211,7 +191,8 @@ class Images:
         config, kind = self.config, self.accelerator.device.type
         size = evaluation_batch_size(config.eval_batch_size, kind, max(config.batch_sizes))
         self._batches = evaluation_batches(len(self.data.evaluation), size)
-        self._kept: list[tuple[Tensor, Tensor]] | None = None
+        pixels = len(self.data.evaluation) * self.transform.resolution**2
+        self._kept = list(self._evaluation()) if 12 * pixels <= _KEPT else None
 
     def build(self, seed: int) -> torch.nn.Module:
         """Return the model with fresh weights, on its device."""
@@ -220,16 +201,12 @@ class Images:
         set_dropout(model, self.config.dropout)
         return model.to(self.accelerator.device, memory_format=torch.channels_last)
 
-    def evaluation(self) -> Any:
-        """Return the evaluation set's batches; small ones are made once."""
-        if self._kept is not None:
-            return self._kept
-        plain = replace(self.transform, augment="none")
-        batches = self.data.evaluation.batches(self._batches, plain)
-        if len(self.data.evaluation) * 12 * self.transform.resolution**2 > _CACHED_EVALUATION:
-            return batches
-        self._kept = list(batches)
-        return self._kept
+    def evaluation(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Return the evaluation set's batches; those of a small one are made once."""
+        return self._kept or self._evaluation()
+
+    def _evaluation(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.data.evaluation.batches(self._batches, replace(self.transform, augment="none"))
 
 
 @dataclass(frozen=True)
@@ -238,31 +215,25 @@ class Range:
 
     low: float
     high: float
-    scale: str  # LINEAR_SCALE, LOG_SCALE, or REVERSE_LOG_SCALE: 1 - value on a log scale
+    scale: str  # one of `SCALES`
 
     def value(self, share: float) -> float:
         """Return the value at a share, in [0, 1), of the range on its scale."""
-        if self.scale == "LINEAR_SCALE":
-            return self.low + share * (self.high - self.low)
-        is_reversed = self.scale == "REVERSE_LOG_SCALE"
-        low, high = (1 - self.high, 1 - self.low) if is_reversed else (self.low, self.high)
-        searched = math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
-        searched = min(max(searched, low), high)
-        return 1 - searched if is_reversed else searched
+        to_scale, from_scale = SCALES[self.scale]
+        low, high = sorted(map(to_scale, (self.low, self.high)))
+        return min(max(from_scale(low + share * (high - low)), self.low), self.high)
 
 
 def search_points(ranges: Mapping[str, Range], count: int, seed: int) -> list[dict[str, float]]:
     """Return the first `count` points of a sequence that fills all ranges evenly."""
-    searched = [name for name, own in ranges.items() if own.low < own.high]
     fixed = {name: own.low for name, own in ranges.items() if own.low == own.high}
+    searched = {name: own for name, own in ranges.items() if name not in fixed}
     if not searched:
         return [fixed] * count
     sobol = qmc.Sobol(len(searched), scramble=True, seed=seed % 2**32)
     rows = sobol.random_base2(math.ceil(math.log2(count)))[:count].tolist()
-    return [
-        fixed | {name: ranges[name].value(v) for name, v in zip(searched, row, strict=True)}
-        for row in rows
-    ]
+    places = (zip(searched.items(), row, strict=True) for row in rows)
+    return [fixed | {name: own.value(share) for (name, own), share in row} for row in places]
 
 
 def trial_parameters(point: Mapping[str, float], steps: int) -> dict[str, float]:

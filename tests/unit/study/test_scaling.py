@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dbsl.tools.study import scaling
-from dbsl.tools.study.report import rates_figure, steps_figure, write_report
+from dbsl.tools.study.report import study_figure, write_report
 from dbsl.tools.study.scaling import Trial, critical_batch, edges, find_knees, steps_to_result
 from dbsl.tools.study.store import read_workloads, write_study, write_trial
 
@@ -131,10 +131,10 @@ def test_layout_that_is_written_is_read_back(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("study.json", "{", "readable JSON"),
-        ("study.json", '{"dataset": "d"}', "entry 'parameter_configs'"),
+        ("study.json", "{", "study files must be as a study writes them"),
+        ("study.json", '{"dataset": "d"}', "no entry 'batch_size'"),
         ("2/metadata.json", '{"status": "DONE"}', "status must be one of COMPLETE"),
-        ("2/measurements.csv", "step,a\n1,x\n", "rows of 2 numbers"),
+        ("2/measurements.csv", "step,a\n1,x\n", "could not convert string to float: 'x'"),
         ("2/measurements.csv", "a,b\n1,2\n", "a column step"),
     ],
 )
@@ -172,11 +172,11 @@ def test_report_prints_rules_warnings_and_writes_pictures(workload, tmp_path):
         "perfect scaling up to 16 (the largest b with steps(b) <= 1.2",
         "maximum useful batch 64 (the smallest b with steps(b) <= 1.1",
         "the largest tried: more may still be useful",
-        "warning: at batch 16 the best trial's learning_rate lies in the outermost 5 %",
+        "at_edge: the best trial's value lies in the outermost 5 % of the range searched",
     )
     assert [words for words in said if words not in text] == []
     pictures = {path.name for path in (tmp_path / "out/plots").iterdir()}
-    assert pictures == {"steps.png", "learning_rate.png"}
+    assert pictures == {"study.png"}
     report = json.loads((tmp_path / "out/report.json").read_text())["cifar_10/resnet_8/sgd"]
     assert report["steps_to_result"] == {"16": 300, "64": 100}
     rows = (tmp_path / "out/results.csv").read_text().splitlines()
@@ -204,7 +204,7 @@ def test_pictures_show_what_was_computed():
         return scaling.Result(size, steps, Trial(1, "COMPLETE", steps, parameters, {}))
 
     own = [result(8, 1000), result(16, 500), result(32, 300), result(64, 290), result(128, 280)]
-    (axes,) = steps_figure({"w": own}, {"w": 0.3}).axes
+    axes, left, right = study_figure({"w": own}, {"w": 0.3}).axes
     lines = {line.get_label(): line.get_ydata().tolist() for line in axes.lines}
     assert lines["measured"] == [1000, 500, 300, 290, 280]
     assert lines["steps halve as the batch doubles"] == [1000, 500, 250, 125, 62.5]
@@ -212,9 +212,8 @@ def test_pictures_show_what_was_computed():
     assert spans["perfect scaling"][1] == 32  # 300 is exactly 1.2 times 250
     assert spans["no gain"][0] == 32  # 300 is below 1.1 times 280
     assert "diminishing returns" not in spans
-    (axes,) = steps_figure({"w": own[:3]}, {"w": 0.3}).axes
+    axes, *_ = study_figure({"w": own[:3]}, {"w": 0.3}).axes
     assert "no gain" not in {p.get_label() for p in axes.patches}  # nobody has seen it
-    left, right = rates_figure({"w": own}).axes
     assert left.lines[0].get_ydata() == pytest.approx([0.08, 0.16, 0.32, 0.64, 1.28])
     assert left.lines[1].get_ydata() == pytest.approx([0.08, 0.16, 0.32, 0.64, 1.28])
     assert left.lines[2].get_ydata()[-1] == pytest.approx(0.08 * 4)

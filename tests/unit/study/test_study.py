@@ -2,7 +2,6 @@ import json
 import math
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -21,8 +20,9 @@ from dbsl.data.transforms import Transform
 from dbsl.model import load_model
 from dbsl.run.folder import LOCK
 from dbsl.tools.study import study
+from dbsl.tools.study.queue import Queue, Search
 from dbsl.tools.study.scaling import Trial
-from dbsl.tools.study.store import COLUMNS, Claims, read_workloads, write_trial
+from dbsl.tools.study.store import COLUMNS, read_workloads, write_trial
 from dbsl.tools.study.trials import (
     Images,
     ImageTask,
@@ -86,8 +86,8 @@ FALLING = [0.9, 0.8, 0.5, 0.49, 0.1]
         (FALLING, {}, "COMPLETE", 3),  # the goal is strict
         (FALLING, {"early_stopping": False}, "COMPLETE", 10),
         ([0.9] * 12, {}, "COMPLETE", 10),
-        ([0.9] * 10 + [0.1], {"best": lambda: 4}, "INCOMPLETE", 3),  # at 4 it would be as good
-        ([0.9, 0.9, 0.9, 0.1], {"best": lambda: 4}, "COMPLETE", 3),
+        ([0.9] * 10 + [0.1], {"best": lambda: 4}, "INCOMPLETE", 4),
+        ([0.9, 0.9, 0.9, 0.9, 0.1], {"best": lambda: 4}, "COMPLETE", 4),  # as good in any order
         ([0.9, 0.1], {"loss": math.nan}, "INFEASIBLE", 1),
     ],
 )
@@ -143,7 +143,7 @@ def test_trial_is_train_pys_run_with_one_worker(tmp_path, accelerator, momentum)
     task.advance([0.05] * 5)
     task.advance([0.05] * 3)  # 4 steps an epoch: both calls end inside one
     trained = load_model(tmp_path / "run").state_dict()
-    for name, value in task._stepper.model.state_dict().items():
+    for name, value in task._model.state_dict().items():
         assert torch.equal(value, trained[name]), name
     last = rows(tmp_path / "run", "eval")[-1]
     measured = task.measure()
@@ -210,46 +210,61 @@ def test_momentum_is_searched_where_the_optimizer_takes_it(optimizer, searched):
     assert (rates.low, rates.high) == pytest.approx((0.01 * factor, 10 * factor))
 
 
-def make_claims(folder, trials=3):
-    return Claims(folder, {"sgd/16": folder / "16"}, trials, goal=0.5)
+# --- the queue
 
 
-def write(folder, trial_id, status="COMPLETE", errors=(0.9, 0.4), step=20):
-    steps = step * np.arange(len(errors), dtype=float)
-    measurements = dict(zip(COLUMNS, (steps, steps, steps, np.array(errors)), strict=True))
-    write_trial(folder / "16", Trial(trial_id, status, step, {}, measurements))
+def make_queue(folder, trials=3):
+    points = [{"learning_rate": 0.1 * number} for number in range(1, trials + 1)]
+    return Queue(folder, [Search("sgd", 16, 100, folder / "16", points)])
+
+
+def write(folder, trial_id, queue=None, trial=None, status="COMPLETE", reached=20.0):
+    measurements = {name: np.array([0.0]) for name in COLUMNS}
+    write_trial(folder / "16", Trial(trial_id, status, 20, {}, measurements))
+    if queue is not None:
+        queue.finish(*trial, status, reached)
+
+
+def number_of(taken):
+    return taken and taken[1].user_attrs["trial_id"]
 
 
 def test_each_trial_is_given_to_one_process_and_a_dead_ones_to_the_next(tmp_path):
-    first, second = make_claims(tmp_path), make_claims(tmp_path)
-    claims = [first.claim(), second.claim()]
-    assert [claim.trial_id for claim in claims] == [1, 2]
-    assert (first.running(), first.best("sgd/16")) == (2, math.inf)
-    write(tmp_path, 1)
-    first.finish(claims[0])
-    claims[1].lock.release()  # as the system does when a process dies
-    again, third = first.claim(), second.claim()
-    assert (again.trial_id, third.trial_id) == (2, 3)
-    assert second.claim() is None
-    write(tmp_path, 2, "INFEASIBLE", (0.1, 0.1))
-    first.finish(again)
-    second.give_back(third)
-    assert second.running() == 0
-    write(tmp_path, 3, errors=(0.9, 0.9, 0.4), step=5)
-    assert (first.best("sgd/16"), second.claim()) == (10, None)
-    assert make_claims(tmp_path, 4).claim().trial_id == 4  # more trials later
+    first, second = make_queue(tmp_path), make_queue(tmp_path)
+    one, two = first.take(), second.take()
+    assert [number_of(one), number_of(two)] == [1, 2]
+    assert one[1].suggest_float("learning_rate", 0, 1) == 0.1
+    assert (first.running(), first.best(one[0])) == (2, math.inf)
+    write(tmp_path, 1, first, one, reached=10)
+    assert second.best(one[0]) == 10
+    second._alive.release()  # as the system does when a process dies
+    numbers = [number_of(first.take()) for _ in range(3)]
+    assert numbers == [3, 2, None]
+    assert make_queue(tmp_path).running() == 2
 
 
-def test_trial_that_kills_its_process_every_time_is_named(tmp_path):
-    claims = make_claims(tmp_path, 1)
-    for _ in range(3):
-        claims.claim().lock.release()
-    with pytest.raises(ValueError, match="3 processes that died in trial 1 of sgd/16"):
-        claims.claim()
-    (tmp_path / "other").mkdir()
-    claims = make_claims(tmp_path / "other", 1)
-    for _ in range(4):
-        claims.give_back(claims.claim())  # asked to stop, it did not die
+def test_trials_that_are_written_are_done_and_others_given_back_whatever_the_journal_says(tmp_path):
+    queue = make_queue(tmp_path)
+    taken = queue.take()
+    queue.give_back(*taken)
+    write(tmp_path, 2, queue, queue.take(), "INFEASIBLE", math.inf)
+    assert [number_of(queue.take()) for _ in range(3)] == [3, 1, None]
+    queue._alive.release()
+    write(tmp_path, 3)  # its process died before the journal had it
+    (tmp_path / "queue/journal").unlink()
+    queue, fewer, more = (make_queue(tmp_path, trials) for trials in (2, 1, 4))
+    assert [number_of(own.take()) for own in (queue, queue, fewer, more)] == [1, None, None, 4]
+
+
+def test_damaged_journal_and_missing_optuna_are_one_line(tmp_path, monkeypatch):
+    make_queue(tmp_path)
+    with open(tmp_path / "queue/journal", "a") as file:
+        file.write('{"op_\n{"op_code"\n')
+    with pytest.raises(ValueError, match=r"journal must be readable, .* finished trials are kept"):
+        make_queue(tmp_path)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ValueError, match=r"a study needs Optuna, got .*: pip install optuna"):
+        make_queue(tmp_path)
 
 
 # --- the command
@@ -275,45 +290,51 @@ def test_study_runs_writes_and_goes_on(tmp_path, capsys):
 def unbroken(tmp_path_factory):
     """Return the folder of a study of one optimizer."""
     folder = tmp_path_factory.mktemp("studies") / "unbroken"
-    run_study(folder, optimizers="sgd")
+    run_study(folder, optimizers="sgd", early_stopping=False)
     return folder
 
 
+def all_texts(folder):
+    """Return what is in all files of a study but those of its queue."""
+    files = (path for path in folder.rglob("*") if path.suffix in (".json", ".csv", ".yaml"))
+    return {path.relative_to(folder): path.read_text() for path in files}
+
+
+def test_one_of_two_processes_is_killed_and_every_trial_is_there_once(tmp_path, unbroken):
+    given = flags(tmp_path, optimizers="sgd", early_stopping=False)
+    killed, other = (Forked(lambda: study.main(given)) for _ in range(2))
+    wait_until(lambda: ", trial " in killed.stdout)
+    time.sleep(0.05)  # inside the next trial, as a rule
+    killed.kill()
+    assert other.wait(120) == 0, other.stderr
+    ran = [line for line in (killed.stdout + other.stdout).splitlines() if ", trial " in line]
+    assert len({line.partition(":")[0] for line in ran}) == len(ran) >= 5  # it dies as it prints
+    assert all_texts(tmp_path) == all_texts(unbroken)
+
+
 def test_killed_study_goes_on_with_no_trial_lost_or_repeated(tmp_path, unbroken):
-    given = flags(tmp_path, optimizers="sgd")
+    given = flags(tmp_path, optimizers="sgd", early_stopping=False)
     process = Forked(lambda: study.main(given))
     wait_until(lambda: process.stdout.count(", trial ") >= 2)
-    time.sleep(0.05)  # inside the next trial, as a rule
     process.kill()
     finished = len(trials_of(tmp_path))
     assert 2 <= finished < 6
     last = Forked(lambda: study.main(given))
     assert last.wait(120) == 0, last.stderr
-    ran = [line for line in last.stdout.splitlines() if ", trial " in line]
-    assert 1 <= len(ran) <= 6 - finished + 1  # one may have been written, but not been recorded
-    assert trials_of(tmp_path) == trials_of(unbroken)
+    assert last.stdout.count(", trial ") == 6 - finished
+    assert all_texts(tmp_path) == all_texts(unbroken)
 
 
 @pytest.mark.slow
-def test_study_in_two_processes_finds_what_one_does(tmp_path, monkeypatch, capsys):
-    children = []
-
-    def start(command, env, start_new_session):
-        assert command[:3] == [sys.executable, "-m", "dbsl.study"]
-        children.append(Forked(lambda: study.main(command[3:]), **env))
-        return children[-1]
-
+def test_study_in_two_processes_finds_what_one_does(tmp_path, capfd):
     run_study(tmp_path / "one")
-    patched = SimpleNamespace(Popen=start, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(study, "subprocess", patched)
-    capsys.readouterr()
+    capfd.readouterr()
     run_study(tmp_path / "two", processes=2)
-    said = capsys.readouterr().out + "".join(child.stdout for child in children)
+    said = capfd.readouterr().out
     assert said.count("digits/test_resnet/sgd:") == 1  # one report, of all
-    assert len(children) == 2
+    assert said.count(", trial ") == 12
     one, two = (json.loads((tmp_path / n / "report.json").read_text()) for n in ("one", "two"))
     assert one == two
-    assert len(trials_of(tmp_path / "two")) == 12
 
 
 @pytest.mark.slow
@@ -324,7 +345,6 @@ def test_stopped_study_gives_its_trial_back_and_says_how_to_go_on(tmp_path):
     assert process.wait(60) == 75
     assert "giving its trial back" in process.stderr
     assert "stopped; repeat the command to continue" in process.stderr
-    assert not [path for path in tmp_path.glob("locks/*.attempts") if path.read_text() != "0"]
 
 
 def test_plot_reads_a_study_again(tmp_path, unbroken, capsys):
@@ -344,7 +364,7 @@ NORMALISED = "--resolution 8 --model resnet18"  # its last maps are one pixel
         ("", "goal_error must be given, in (0, 1), got none"),
         ("--goal-error 1.5", "goal_error must be in (0, 1), got 1.5"),
         (f"{GOAL} --batch-sizes 16,16", "batch_sizes must be one or more"),
-        (f"{GOAL} --effective-lr 1,0.1", "effective_lr must be one value, or"),
+        (f"{GOAL} --effective-lr 1,0.1", "effective_lr must ascend, got 1.0,0.1"),
         (f"{GOAL} --weight-decay 0,1", "weight_decay must be above 0, got 0"),
         (f"{GOAL} --objective x", "objective must be val/classification"),
         (f"{GOAL} --optimizers sgdd", "optimizer must be a name that timm"),
@@ -363,9 +383,9 @@ def test_bad_input_is_one_line(arguments, message, capsys, monkeypatch, tmp_path
 def test_folder_of_another_study_is_refused(unbroken):
     before = trials_of(unbroken)
     with pytest.raises(ValueError, match=r"goal_error must be 0.8 as in .*study.yaml, or output_d"):
-        run_study(unbroken, goal_error=0.7)
+        run_study(unbroken, early_stopping=False, goal_error=0.7)
     with pytest.raises(ValueError, match=r"momentum must be .* as in .*, got 0.9$"):
-        run_study(unbroken, momentum=(0.9,))
+        run_study(unbroken, early_stopping=False, momentum=(0.9,))
     assert trials_of(unbroken) == before
 
 
