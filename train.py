@@ -4,7 +4,7 @@
     accelerate launch train.py --dataset uoft-cs/cifar100 --small-workers 3 --epochs 140
     accelerate launch --config_file accelerate_configs/four_cpu.yaml train.py --small-workers 3
     accelerate launch train.py --config runs/first/config.yaml --output-dir runs/again
-    accelerate launch train.py --resume runs/first            # after it was stopped; or --eval-only
+    accelerate launch train.py --resume runs/first            # after it was stopped
 
 The first takes about two minutes on two CPU cores and ends above 95 % test accuracy. With one
 process all workers live in it (a simulated cluster); with several, each process is one worker.
@@ -52,7 +52,7 @@ from dbsl.model import BEST, FINAL
 from dbsl.open import open_session
 from dbsl.plan.stages import learning_rate_at
 from dbsl.plan.types import EpochEnd, Turn
-from dbsl.run.evaluation import Evaluation, EvaluationSession
+from dbsl.run.evaluation import Evaluation
 from dbsl.run.session import Session
 
 
@@ -120,7 +120,7 @@ def train_round(session: Session[Config], turn: Turn) -> None:
 
 
 @torch.no_grad()
-def evaluate(session: Session | EvaluationSession, source: Source | None = None) -> Evaluation:
+def evaluate(session: Session, source: Source | None = None) -> Evaluation:
     """Return accuracy, cross-entropy and top-5 accuracy (None below 6 classes) on a source.
 
     Without a source: of the evaluation images. Own metrics: `Evaluation(..., more={"name": 1.0})`.
@@ -193,10 +193,7 @@ def main(config: Config) -> None:
         evaluate_also=None,  # {name: data, source, dataset of tensors, or name of a dataset}
         figures=None,  # names of those that train_round gives work.add besides loss_function's
     ) as session:
-        if config.eval_only:
-            further = {name: evaluate(session, source) for name, source in session.also.items()}
-            session.tell(evaluate(session), further)
-        elif session is not None:  # a finished run, or --plan-only: nothing is to be trained
+        if session is not None:  # a finished run, or --plan-only: nothing is to be trained
             train(session)
 
 

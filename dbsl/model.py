@@ -432,35 +432,6 @@ def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> 
     return model.eval()
 
 
-def load_timm_weights(
-    name: str, *, pretrained: bool = False
-) -> tuple[nn.Module, Statistics, dict[str, Any]]:
-    """Return a timm model as it was trained, its input statistics, and what images it wants.
-
-    `name` is ``local-dir:FOLDER``, ``hf-hub:USER/NAME``, or timm's with `pretrained`.
-    """
-    with _reading_weights(name, pretrained):
-        small_stem = _has_small_stem(name)
-        model = timm.create_model(name, pretrained=not small_stem)
-        if small_stem:
-            _shrink_stem(model)
-            timm.models.load_pretrained(model, num_classes=model.num_classes)
-    config = model.pretrained_cfg
-    found = timm.data.resolve_data_config(pretrained_cfg=config, model=model, use_test_size=True)
-    return model, _statistics(config, f"of {name}"), found
-
-
-def load_own_weights(model: nn.Module, folder: Path) -> None:
-    """Give your own model the weights that a run of it has saved."""
-    path = folder / "model.safetensors"
-    try:
-        model.load_state_dict(load_file(path))
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise SettingError(
-            f"resume must have weights of the model, got {path} ({words_of(error, 300)})"
-        ) from None
-
-
 def read_model_config(folder: str | Path) -> dict[str, Any]:
     """Return what timm knows of the model in a folder: architecture, classes, preprocessing."""
     path = Path(folder) / "config.json"

@@ -15,12 +15,11 @@ from dbsl.base.errors import NothingLeft, SettingError
 from dbsl.base.machine import check_installed, threads_of_process
 from dbsl.checkpoint import resume
 from dbsl.checkpoint.checkpointer import Checkpointer
-from dbsl.checkpoint.disk import MODEL_FILE, Found, newest, reading_checkpoint
+from dbsl.checkpoint.disk import Found, reading_checkpoint
 from dbsl.cluster.merges import MergeRule
 from dbsl.cluster.wire import wait_for_all
 from dbsl.config.complete import found_by, with_resolved
 from dbsl.config.hooks import Extra, Extras
-from dbsl.config.parse import is_checkpoint, run_folder_of
 from dbsl.config.settings import RunConfig, check_effects
 from dbsl.data.sources import TrainingData
 from dbsl.log.lines import print_run
@@ -30,14 +29,12 @@ from dbsl.loss import LossFunction
 from dbsl.optimizer import check_optimizer, default_learning_rate
 from dbsl.run.accelerator import common_threads, nodes_of, start_accelerator
 from dbsl.run.connect import connect
-from dbsl.run.evaluation import EvaluationSession
 from dbsl.run.folder import RunFolder, check_alike, default_folder, read_code
 from dbsl.run.prepare import (
     ModelOrBuilder,
     OptimizerBuilder,
     Replaced,
     prepare,
-    prepare_evaluation,
     settle_islands,
 )
 from dbsl.run.session import Session
@@ -56,7 +53,7 @@ def open_session(
     merge: MergeRule | None = None,
     evaluate_also: Mapping[str, Any] | None = None,
     figures: Sequence[str] | None = None,
-) -> Iterator[Session[ConfigT] | EvaluationSession[ConfigT] | None]:
+) -> Iterator[Session[ConfigT] | None]:
     """Open the run that the settings describe; on leaving, sum it up.
 
     All is checked and read before anything is written. A run that is to be resumed goes on where
@@ -79,13 +76,10 @@ def open_session(
 
     Yields:
         The run; None if nothing is to be trained: it is finished, or the plan alone was asked for.
-        With `eval_only` the weights and the images to evaluate; nothing is written.
     """
     check_installed()
     replaced = Replaced(data, model, optimizer, merge, evaluate_also, figures or ())
-    opening = _Opening(given, loss_function, replaced)
-    program = opening.evaluating() if opening.config.eval_only else opening.launched()
-    with program as session:
+    with _Opening(given, loss_function, replaced).launched() as session:
         yield session
 
 
@@ -112,11 +106,6 @@ class _Opening:
         self.config = replace(self.config, cpu_threads=threads, lr=lr)
         self.extras = Extras.of(self.config)
 
-    def meet(self) -> None:
-        """Meet the other processes; none goes on unless all have the same settings and code."""
-        config, check = self.config, partial(check_alike, self.config, self.code)
-        self.accelerator = start_accelerator(config.mixed_precision, config.worker_timeout, check)
-
     def prepare(self, config: RunConfig) -> Run:
         """Return the run; its steps are in the accelerator's precision."""
         return prepare(config, self.accelerator, self.loss_function, self.replaced, self.extras)
@@ -135,36 +124,12 @@ class _Opening:
         return session
 
     @contextmanager
-    def evaluating(self) -> Iterator[EvaluationSession]:
-        """Load the data, and the weights of `resume`, a run or a checkpoint, else of `model`."""
-        config, folder = self.config, None
-        if config.resume is not None:
-            folder = Path(config.resume)
-            if is_checkpoint(config.resume):
-                Found.at(folder).check()
-            else:
-                run_folder = run_folder_of(config.resume, config.output_dir)
-                last = newest(run_folder, with_model=True)
-                folder = last.folder if last else run_folder  # a finished one may have none
-            if not (folder / MODEL_FILE).exists():
-                raise SettingError(
-                    "resume must name a run that is finished or has a checkpoint of an epoch's "
-                    f"end, or such a checkpoint, with eval_only, got {config.resume}"
-                )
-        self.meet()
-        session = prepare_evaluation(config, self.accelerator, self.replaced, folder)
-        if folder is None and config.model.startswith("local-dir:"):
-            folder = Path(config.model.removeprefix("local-dir:"))
-        if folder is not None:
-            resume.check_trained_on(folder, session)
-        yield session
-        self.accelerator.end_training()
-
-    @contextmanager
     def launched(self) -> Iterator[Session | None]:
         """Open a run of its own: finished, planned only, or trained."""
-        self.meet()
-        accelerator = self.accelerator
+        config, check = self.config, partial(check_alike, self.config, self.code)
+        # They meet here; none goes on unless all have the same settings and code.
+        accelerator = start_accelerator(config.mixed_precision, config.worker_timeout, check)
+        self.accelerator = accelerator
         # What was left open is settled: auto, and threads, of which unlike nodes have their own.
         threads, processes = common_threads(accelerator), accelerator.num_processes
         found_out = {"mixed_precision": accelerator.mixed_precision, "cpu_threads": threads}

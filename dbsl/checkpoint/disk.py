@@ -269,19 +269,16 @@ def newest(
     run_folder: Path,
     warn: Callable[[str], object] = lambda line: None,
     *,
-    with_model: bool = False,
     after: int = -1,
 ) -> Found | None:
     """Return the newest checkpoint whose files are all as they were written, or None.
 
-    `warn` gets a line for each checkpoint that is passed over. Only checkpoints of an epoch's end
-    come `with_model`; `after` leaves out those up to a number.
+    `warn` gets a line for each checkpoint that is passed over; `after` leaves out those up to a
+    number.
     """
     for found in checkpoints_in(run_folder, warn):
         # Before its files are read for their checksums.
-        if found.manifest.sequence <= after or (
-            with_model and MODEL_FILE not in found.manifest.files
-        ):
+        if found.manifest.sequence <= after:
             continue
         try:
             found.check()

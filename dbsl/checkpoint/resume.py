@@ -36,7 +36,6 @@ from dbsl.config.parse import (
     RUN_FOLDER,
     is_checkpoint,
     parse_config,
-    read_settings,
     run_folder_of,
 )
 from dbsl.config.settings import (
@@ -54,7 +53,6 @@ from dbsl.model import BEST, EMA
 from dbsl.optimizer import optimizer_class
 from dbsl.plan.ledger import Ledger, Members, left_of_epochs
 from dbsl.plan.types import EpochEnd, Handover, Segment, Turn, report_from_plain
-from dbsl.run.evaluation import EvaluationSession
 from dbsl.run.training import Run
 
 Changes = dict[str, tuple[Any, Any]]  # settings that are not what they were: before, now
@@ -343,21 +341,15 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
     return Resumed(found.folder, manifest.sequence, state, handover)
 
 
-def check_trained_on(folder: Path, session: EvaluationSession) -> None:
-    """Refuse to evaluate weights on images that their run, if there is one, has trained on."""
-    run = folder.absolute().parents[1] if is_checkpoint(str(folder)) else folder
-    config, summary, held_out = run / "config.yaml", run / "summary.json", UNKNOWN
-    if not config.is_file():
-        return
+def check_trained_on(run: Path, data: TrainingData, dataset: str) -> None:
+    """Refuse to evaluate a run's weights on images of its dataset that it has trained on."""
+    summary, held_out = run / "summary.json", UNKNOWN
     with reading_checkpoint(run):
         if saved := checkpoints_in(run):
             held_out = saved[0].manifest.held_out
         elif summary.is_file():
-            text = summary.read_text(encoding="utf-8")
-            held_out = json.loads(text).get("held_out", UNKNOWN)
-        before = read_settings(config).get("dataset", RunConfig.dataset)
-        if before == session.config.dataset:
-            check_held_out(held_out, session.data, before)
+            held_out = json.loads(summary.read_text(encoding="utf-8")).get("held_out", UNKNOWN)
+    check_held_out(held_out, data, dataset)
 
 
 def check_held_out(before: str, data: TrainingData, dataset: str) -> None:

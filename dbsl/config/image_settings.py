@@ -44,11 +44,9 @@ class ImageConfig:
     # images of each split that may be left out because they cannot be decoded
     max_bad_images: Annotated[Number, Role.FREE] = 16
     # side of the centre crop of evaluation images over their shorter side, in (0, 1]; unset: 0.875,
-    # and 1 where images stay on the device: squares of one size up to 64 px, at most 2 GiB;
-    # --eval-only takes what the config of a timm model's weights says
+    # and 1 where images stay on the device: squares of one size up to 64 px, at most 2 GiB
     crop_pct: Annotated[float | None, Within(0, 1, open_low=True)] = None
-    # how evaluation images are resized; unset: bilinear; --eval-only takes what the config of a
-    # timm model's weights says
+    # how evaluation images are resized; unset: bilinear
     interpolation: Interpolation | None = None
     # means of red, green and blue in [0, 1], or one for all; unset: those of the initial weights;
     # else the training images' own where they stay on the device (see --crop-pct); else ImageNet's

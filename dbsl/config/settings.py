@@ -334,9 +334,7 @@ class RunConfig(MachineConfig, TrainingConfig):
     # allow --resume with settings that change what is trained
     allow_config_change: Annotated[bool, Role.FREE | Role.COMMAND] = False
     # print the plan and its timeline, then stop
-    plan_only: Annotated[bool, Role.FREE | Role.COMMAND, Excludes("eval_only")] = False
-    # evaluate the weights of --model or --resume, print one line, and write nothing
-    eval_only: Annotated[bool, Role.COMMAND] = False
+    plan_only: Annotated[bool, Role.FREE | Role.COMMAND] = False
     # rounds that may be refused because loss or weights are not finite
     max_bad_rounds: Annotated[Number, Role.FREE] = 10
     # use torch.compile, and compile for all batch sizes before training
@@ -384,8 +382,6 @@ def _of_run(config: RunConfig) -> Iterator[Refusal]:
     # A gradient that overflowed would stay in the remainder, and the scale changes under it.
     text = "mixed_precision must not be fp16 with wire powersgd, which keeps what it has not sent"
     yield wire_of(config).rank and config.mixed_precision == "fp16", text, "fp16"
-    written = config.eval_only and config.output_dir and config.resume != "auto"
-    yield written, "output_dir must be left out with eval_only", config.output_dir
 
 
 def check_effects(config: RunConfig, processes: int = 1) -> None:

@@ -1,20 +1,14 @@
-"""What an evaluation finds; and evaluation alone: weights, and the images to evaluate them on."""
+"""What an evaluation finds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic
+from typing import Any
 
-from accelerate import Accelerator
-from torch import Tensor, nn
-
-from dbsl.base.errors import px, short_loss
+from dbsl.base.errors import short_loss
 from dbsl.config.fields import refuse
-from dbsl.data.sources import Source, TrainingData, as_source
 from dbsl.loss import check_free
-from dbsl.plan.sampler import evaluation_batch_size, evaluation_batches
-from dbsl.run.training import ConfigT
 
 # Names of further results, the fields of which an evaluation has.
 OF_EVALUATIONS = ("ema", "top5", "train")
@@ -75,47 +69,3 @@ def further_sets(row: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
         for name in names
         if name not in OF_EVALUATIONS and f"{name}_loss" in row
     }
-
-
-@dataclass(eq=False)
-class EvaluationSession(Generic[ConfigT]):
-    """As much of a `Session` as an evaluation needs."""
-
-    config: ConfigT
-    accelerator: Accelerator
-    data: TrainingData
-    model: nn.Module  # with its weights, on its device; nothing is wrapped around it
-    side: int  # side of the images, in pixels
-    also: Mapping[str, Source]  # further evaluation sets: `open_session(evaluate_also=...)`
-
-    def __post_init__(self) -> None:
-        self.num_classes, kind = self.data.num_classes, self.accelerator.device.type
-        self.batch_size = evaluation_batch_size(self.config.eval_batch_size, kind, 0)
-        # Whether all processes evaluate at a time, each its part of the images.
-        self.shares_evaluation = self.accelerator.num_processes > 1
-
-    def evaluation_images(self, source: Any = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return batches of images [B, 3, R, R] and labels [B], of the evaluation images if unset.
-
-        Where processes evaluate together, they are this process's part. A source may be a map-style
-        dataset of (input tensor, label), too, or data with evaluation samples.
-        """
-        source = self.data.evaluation if source is None else source
-        source = as_source(source, self.data, self.side, "source")
-        ranks = (self.accelerator.process_index, self.accelerator.num_processes)
-        own = ranks if self.shares_evaluation else ()
-        parts = evaluation_batches(len(source), self.batch_size, *own)
-        transform = self.data.transform(self.side, "none", self.config.seed)  # nothing at random
-        return source.batches(parts, transform)
-
-    def tell(self, result: Evaluation, further: Mapping[str, Evaluation]) -> None:
-        """Print each result in a line, on the main process."""
-        for name, found in {"": result, **further}.items():
-            where = "" if name else f" ({self.data.eval_split}){px(self.side, ' at ')}"
-            top5 = found.top5_accuracy
-            self.accelerator.print(
-                f"{name and f'{name}: '}accuracy {100 * found.accuracy:.2f} %"
-                f"{'' if top5 is None else f', top-5 {100 * top5:.2f} %'}, loss "
-                f"{short_loss(found.loss)}, {found.samples} {self.data.unit}s{where}"
-                f"{more_in_words(found)}"
-            )

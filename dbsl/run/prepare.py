@@ -26,7 +26,6 @@ from dbsl.config.complete import says_unlike
 from dbsl.config.fields import Role, refuse, with_role
 from dbsl.config.hooks import Extra, Extras, Machine
 from dbsl.config.image_settings import ImageConfig
-from dbsl.config.parse import read_settings, run_folder_of
 from dbsl.config.settings import (
     NO_SIDE,
     RunConfig,
@@ -45,8 +44,6 @@ from dbsl.model import (
     check_sides,
     count_once,
     load_initial,
-    load_own_weights,
-    load_timm_weights,
     try_out,
 )
 from dbsl.optimizer import build_optimizer, join_optimizers, keep_ratios
@@ -61,7 +58,7 @@ from dbsl.plan.text import with_notes
 from dbsl.plan.types import Plan
 from dbsl.profile.memory import give_back
 from dbsl.run.accelerator import first_on_node, nodes_of
-from dbsl.run.evaluation import OF_EVALUATIONS, EvaluationSession
+from dbsl.run.evaluation import OF_EVALUATIONS
 from dbsl.run.training import ConfigT, Run
 from dbsl.run.workers import know_workers
 
@@ -520,75 +517,3 @@ def _make_mixing(config: RunConfig, data: TrainingData) -> Mixing | None:
         return None
     classes = data.num_classes
     return Mixing(config.mixup, config.cutmix, num_classes=classes, seed=config.seed)
-
-
-# --- evaluation alone
-
-
-def prepare_evaluation(
-    config: ConfigT, accelerator: Accelerator, replaced: Replaced, folder: Path | None
-) -> EvaluationSession[ConfigT]:
-    """Load the data, and the weights in a run folder or a checkpoint; None: of `config.model`."""
-    name = config.model if folder is None else f"local-dir:{folder}"
-    _check_weights(config, replaced, folder, name)
-    data = replaced.load_data(config, accelerator)
-    if replaced.model is not None:
-        side = (config.resolutions or data.resolutions)[-1]
-        model = replaced.build_model(replace(config, resolutions=(side,)), data, accelerator)
-        load_own_weights(model, folder)
-    else:
-        model, statistics, given = load_timm_weights(name, pretrained=config.pretrained)
-        trained_at = given["input_size"][-1]
-        side = config.resolutions[-1] if config.resolutions else trained_at
-        text = f"dataset must have the {model.num_classes} classes of {name} with eval_only"
-        refuse([(model.num_classes != data.num_classes, text, data.num_classes)])
-        _check_names(model, data, name, accelerator)
-        data = data.normalised_as(statistics)
-        data = data.resized_as(given["crop_pct"], given["interpolation"])
-        model = model.to(accelerator.device, memory_format=torch.channels_last)
-        check_sides(name, model, data, (side,))
-    also = replaced.further_sources(replace(config, resolutions=(side,)), data, accelerator)
-    return EvaluationSession(config, accelerator, data, model, side, also)
-
-
-def _check_weights(config: RunConfig, replaced: Replaced, folder: Path | None, name: str) -> None:
-    """Refuse an evaluation without weights, or with those of another model."""
-    own, trained = replaced.model is not None, None
-    if folder is not None:
-        trained = read_settings(run_folder_of(str(folder), None) / "config.yaml").get("model")
-    other = not own and config.model != (trained or config.model)
-    without = "resume must name the run whose weights are evaluated"
-    some = "local-dir:FOLDER, hf-hub:USER/NAME, --pretrained, or a run's by --resume"
-    none = ":" not in name and not config.pretrained
-    got = f"{config.model} and the run's {trained}"
-    refuse(
-        [
-            (own and folder is None, without, "none"),
-            (other, "model must be left out with resume and eval_only", got),
-            (none, f"model must have weights with eval_only ({some})", name),
-        ]
-    )
-
-
-def _check_names(model: nn.Module, data: TrainingData, name: str, accelerator: Accelerator) -> None:
-    """Warn of classes with other names than the weights', refuse the same in another order.
-
-    The same classes may be spelled otherwise, as ImageNet's are.
-    """
-    trained = model.pretrained_cfg.get("label_names")
-    given = getattr(data, "class_names", ())  # your own data may have none
-    known = isinstance(trained, list | tuple) and len(trained) == len(given)
-    unlike = [n for n in range(len(given)) if known and trained[n] != given[n]]
-    if not unlike:
-        return
-    first = unlike[0]
-    if {*trained} == {*given}:
-        raise SettingError(
-            f"dataset must have the classes of {name} in their order with eval_only, got "
-            f"{given[first]!r} as class {first}, which is {trained[first]!r} there"
-        )
-    accelerator.print(
-        f"warning: {len(unlike)} of {len(given)} classes have other names in the data than in "
-        f"{name}, such as {given[first]!r} for {trained[first]!r}: unless they are the same "
-        "classes, the accuracy says nothing"
-    )

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 from accelerate import Accelerator
@@ -20,13 +20,13 @@ from dbsl.cluster.steps import Stepper
 from dbsl.cluster.weights import uncompiled
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import meets_at_server
+from dbsl.data.sources import as_source
 from dbsl.data.transforms import seed_streams
 from dbsl.loss import Figures, scalars
 from dbsl.model import kept_modes, save_model, set_dropout, set_training
-from dbsl.plan.sampler import Part, Step
+from dbsl.plan.sampler import Part, Step, evaluation_batches
 from dbsl.plan.stages import Stage
 from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, NO_FAULT, EpochEnd, RoundReport, Segment, Turn
-from dbsl.run.evaluation import EvaluationSession
 from dbsl.run.stopping import Stopping, Stopwatch
 from dbsl.run.training import ConfigT, Run
 
@@ -70,7 +70,7 @@ class Progress:
         self.sums = {worker: sums.to(device) for worker, sums in self.sums.items()}
 
 
-class Session(EvaluationSession[ConfigT]):
+class Session(Generic[ConfigT]):
     """A run under way in this process."""
 
     log: RunLog  # metrics, lines, trackers
@@ -89,15 +89,19 @@ class Session(EvaluationSession[ConfigT]):
         stopwatch: Stopwatch,
         meter: StepMeter,
     ) -> None:
-        side = run.config.resolutions[-1]
-        super().__init__(run.config, accelerator, run.data, run.model, side, run.also)
-        self.run, self.folder = run, folder
+        self.run, self.folder, self.accelerator = run, folder, accelerator
+        self.config, self.data = run.config, run.data
+        self.model = run.model  # on its device; nothing is wrapped around it
+        self.side = run.config.resolutions[-1]  # of evaluation images, in pixels
+        self.also = run.also  # further evaluation sets: `open_session(evaluate_also=...)`
+        self.num_classes = run.data.num_classes
         self.cluster = cluster  # how the weights of this process's workers meet the others'
         self.stepper = stepper  # what an optimizer step is
         self.stopping, self.stopwatch, self.meter = stopping, stopwatch, meter
         self.progress = Progress()
-        self.batch_size = run.evaluation_batch
-        self.shares_evaluation &= not meets_at_server(self.config.sync)
+        # Whether all processes evaluate at a time, each its part of the images.
+        together = not meets_at_server(self.config.sync)
+        self.shares_evaluation = accelerator.num_processes > 1 and together
 
     def start_training(self) -> None:
         """Have ready what the first batches need, and begin to count the time of training."""
@@ -188,8 +192,18 @@ class Session(EvaluationSession[ConfigT]):
             yield spent
 
     def evaluation_images(self, source: Any = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield batches; see `EvaluationSession.evaluation_images`."""
-        yield from super().evaluation_images(source)
+        """Yield batches of images [B, 3, R, R] and labels [B], of the evaluation images if unset.
+
+        Where processes evaluate together, they are this process's part. A source may be a map-style
+        dataset of (input tensor, label), too, or data with evaluation samples.
+        """
+        source = self.data.evaluation if source is None else source
+        source = as_source(source, self.data, self.side, "source")
+        ranks = (self.accelerator.process_index, self.accelerator.num_processes)
+        own = ranks if self.shares_evaluation else ()
+        parts = evaluation_batches(len(source), self.run.evaluation_batch, *own)
+        transform = self.data.transform(self.side, "none", self.config.seed)  # nothing at random
+        yield from source.batches(parts, transform)
         if self.shares_evaluation:  # what they found is added up next
             self.cluster.control.enter()
 

@@ -45,7 +45,7 @@ _DEFAULTS = {"report_to": "none", "keep_checkpoints": 0, "save_best": False}
 _FREE = {*_DEFAULTS, "checkpoint_every"}  # these move no result: what is kept, and how often
 # Settings that a comparison gives by itself, that would make one run of all, or that train none.
 _OWN = ("seed", "output_dir", "resume", "config")
-_OWN += ("plan_only", "eval_only")
+_OWN += ("plan_only",)
 
 
 @dataclass(frozen=True)

@@ -624,7 +624,7 @@ def test_settings_of_other_workers_are_written_as_they_are_trained_with(left):
     assert _given_now(replace(given, workers=None), given, now).workers is None
 
 
-def test_images_that_were_trained_on_are_never_evaluated_as_held_out(tmp_path):
+def test_a_run_whose_held_out_images_would_change_does_not_go_on(tmp_path):
     def add(numbers):
         for name, n in itertools.product("ab", numbers):
             path = tmp_path / "images" / name / f"{n:02d}.png"
@@ -633,26 +633,12 @@ def test_images_that_were_trained_on_are_never_evaluated_as_held_out(tmp_path):
 
     settings = {"dataset": str(tmp_path / "images"), "workers": 2, "large_batch_size": (4,)}
     settings |= {"train_samples": None, "eval_samples": None, "checkpoint_every": 1}
-    folder = tmp_path / "run"
     add(range(20))
-    helpers.run(folder, **settings, epochs=1)
-    refused = r"^dataset, seed and holdout must be those that drew the run's evaluation images, "
-    for flags in (["--seed", "1"], ["--holdout", "0.5"]):
-        with pytest.raises(ValueError, match=refused):
-            helpers.train_by("--resume", str(folder), "--eval-only", *flags)
-    helpers.train_by("--resume", str(folder), "--eval-only")
-    kept = shutil.copytree(folder, tmp_path / "kept", ignore=shutil.ignore_patterns("checkpoints"))
-    by_name = ["--model", f"local-dir:{folder}", "--dataset", settings["dataset"], "--eval-only"]
-    tuned = tmp_path / "tuned"  # from the other run's weights
-    helpers.run(tuned, **settings, epochs=1, model=f"local-dir:{folder}", seed=5)
-    other = [["--resume", str(path), "--eval-only"] for path in (kept, tuned)]
-    for flags in (by_name, *other, [*by_name[:1], f"local-dir:{kept}", *by_name[2:]]):
-        helpers.train_by(*flags)
-        with pytest.raises(ValueError, match=refused):
-            helpers.train_by(*flags, "--seed", "1")
+    helpers.run(tmp_path / "run", **settings, epochs=1)
     add(range(20, 25))
+    refused = r"^dataset, seed and holdout must be those that drew the run's evaluation images, "
     with pytest.raises(ValueError, match=refused):
-        helpers.run(folder, **settings, epochs=2, resume=str(folder))
+        helpers.run(tmp_path / "run", **settings, epochs=2, resume=str(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(

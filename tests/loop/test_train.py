@@ -353,7 +353,7 @@ def test_micro_batches_train_as_whole_batches_do_without_batch_norm(tmp_path, mo
 
 
 def test_a_batch_by_hand_that_does_not_fit_is_said_in_the_plan(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(MemoryModel, "fits", lambda model, limit: 7)
+    monkeypatch.setattr(MemoryModel, "fits", lambda model: 7)
     profile = StepProfile(16, (2, 10), (0.1, 0.3), (0.0, 0.0), 0.1, 0.1, 1.0, 0.0, 2, memory=MEMORY)
     monkeypatch.setattr(Profiler, "profile", lambda *_: profile)
     settings = {"workers": 2, "local_batch_sizes": (7, 10), "sync": "step", "plan_only": True}
