@@ -48,8 +48,10 @@ class Machine:
         """Return the factor on one simulated round's time, besides `factor`."""
         return 1.0
 
-    def exchange_s(self, times: SimulatedTimes, worker: int, epoch: int, round_: int) -> float:
-        """Return the seconds that a simulated worker's round takes on the network."""
+    def exchange_s(
+        self, times: SimulatedTimes, steps: int, worker: int, epoch: int, round_: int
+    ) -> float:
+        """Return the seconds that a simulated worker's round of so many steps is on the network."""
         return 0.0
 
 

@@ -42,14 +42,8 @@ class EmulateSettings(RunConfig):
     # Gbit/s between simulated workers, in each direction, at least 1e-6; unset: exchanges take no
     # time
     link_gbps: Annotated[float | None, Within(1e-6)] = None
-    # Gbit/s between the processes of a simulated worker, which sum gradients at every step, in
-    # each direction, at least 1e-6; unset: sums take no time
-    inner_link_gbps: Annotated[float | None, Within(1e-6), Needs("worker_processes")] = None
     # delay of a message, milliseconds; with --link-gbps
     link_ms: Annotated[float, Within(0), Needs("link_gbps")] = 0.0
-    # share of a joint step's computing that hides its exchange of gradients, in [0, 1]; with
-    # --link-gbps
-    link_overlap: Annotated[float, Within(0, 1), Needs("link_gbps", sync="step")] = 0.0
 
 
 class Emulate(Extra):
@@ -60,24 +54,21 @@ class Emulate(Extra):
     @classmethod
     def of(cls, config: EmulateSettings) -> Emulate | None:
         given = (config.slowdown, config.disturb, config.time_noise, config.link_gbps)
-        given += (config.inner_link_gbps,)
         return cls() if any(given) else None
 
     def machine(self, config: EmulateSettings, accelerator: Accelerator) -> Emulation:
         """Return it; refuse what is for simulated workers in several processes."""
         if accelerator.num_processes > 1:
             real = "with several processes, whose times and network are real"
-            off = {"time_noise": 0, "link_gbps": "unset", "inner_link_gbps": "unset"}
+            off = {"time_noise": 0, "link_gbps": "unset"}
             given = {name: getattr(config, name) for name in off}
             refuse((value, f"{n} must be {off[n]} {real}", value) for n, value in given.items())
-        link = (config.link_gbps, config.link_ms, config.link_overlap)
         return Emulation(
             parse_slowdown(config.slowdown or (), config.workers),
             parse_disturb(config.disturb) if config.disturb else None,
             config.time_noise,
             config.seed,
-            EmulatedLink(*link) if config.link_gbps else None,
-            EmulatedLink(config.inner_link_gbps) if config.inner_link_gbps else None,
+            EmulatedLink(config.link_gbps, config.link_ms) if config.link_gbps else None,
         )
 
 
@@ -103,7 +94,6 @@ class Emulation(Machine):
     noise: float = 0.0  # standard deviation of a round's time, relative; lognormal with mean 1
     seed: int = 0  # the run's
     link: EmulatedLink | None = None  # between simulated workers; None: exchanges take no time
-    inner: EmulatedLink | None = None  # between the processes of one
 
     @property
     def slows(self) -> bool:
@@ -122,31 +112,22 @@ class Emulation(Machine):
         stream = generator(self.seed, "time noise", worker, epoch, round_)
         return math.exp(sigma * stream.standard_normal() - sigma**2 / 2)
 
-    def exchange_s(self, times: SimulatedTimes, worker: int, epoch: int, round_: int) -> float:
+    def exchange_s(
+        self, times: SimulatedTimes, steps: int, worker: int, epoch: int, round_: int
+    ) -> float:
         """Return the seconds that a simulated worker's round takes on its links.
 
         The server is with worker 0, unless it has a process of its own.
         """
-        inner_s, processes = 0.0, times.run.islands.sizes[worker]
-        if self.inner is not None:
-            _, steps = times.computed(worker, epoch, round_)
-            (size,) = joint_messages(FLOAT32, times.shapes)[:1]
-            inner_s = steps * self.inner.all_reduce_s(size, processes)
-        return inner_s + self._between_s(times, worker, epoch, round_)
-
-    def _between_s(self, times: SimulatedTimes, worker: int, epoch: int, round_: int) -> float:
         config, link = times.run.config, self.link
         if link is None:
             return 0.0
         if config.sync == "step":
-            compute_s, steps = times.computed(worker, epoch, round_)
             wire = wire_of(config)
             # As if rounds before had as many steps.
             first = min(max(wire.steps - (epoch * times.run.rounds + round_) * steps, 0), steps)
-            # PowerSGD's one bucket is full when all is computed: nothing travels behind that.
-            behind_s = 0.0 if wire.rank else compute_s / max(steps, 1)
             return sum(
-                count * link.joint_step_s(size, config.workers, behind_s)
+                count * link.all_reduce_s(size, config.workers)
                 for count, one in ((first, FLOAT32), (steps - first, wire))
                 for size in joint_messages(one, times.shapes)
             )
@@ -211,7 +192,6 @@ class EmulatedLink:
 
     gbps: float  # rate of every worker's link in each direction, Gbit/s
     ms: float = 0.0  # delay of a message
-    overlap: float = 0.0  # share of a joint step's computing that gradients travel behind
 
     def message_s(self, size: float) -> float:
         return 8 * size / (self.gbps * 1e9) + self.ms / 1e3
@@ -219,10 +199,6 @@ class EmulatedLink:
     def all_reduce_s(self, size: float, workers: int) -> float:
         """Return the seconds in which `workers` sum a vector, in a ring."""
         return 2 * (workers - 1) * self.message_s(size / workers)
-
-    def joint_step_s(self, size: float, workers: int, compute_s: float) -> float:
-        """Return the seconds that `workers` wait for a sum behind `compute_s` of computing."""
-        return max(0.0, self.all_reduce_s(size, workers) - self.overlap * compute_s)
 
     def barrier_s(self, size: float, workers: int, *, at_server: bool) -> float:
         """Return the seconds of a meeting at a barrier: a sum; from a server, a broadcast too."""

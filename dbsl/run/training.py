@@ -159,11 +159,6 @@ class SimulatedTimes:
 
     def __call__(self, worker: int, epoch: int, round_: int) -> tuple[float, float]:
         """Return the seconds that a worker's round takes to compute, and on the network."""
-        compute_s, _ = self.computed(worker, epoch, round_)
-        return compute_s, self.run.machine.exchange_s(self, worker, epoch, round_)
-
-    def computed(self, worker: int, epoch: int, round_: int) -> tuple[float, int]:
-        """Return the seconds that a worker's round takes to compute, and its steps."""
         run, machine = self.run, self.run.machine
         turn, segment = Turn((worker,), epoch, round_), run.planner.at(epoch, round_)
         steps = run.sampler.steps(segment, turn)
@@ -176,4 +171,5 @@ class SimulatedTimes:
             parts = (split_batch(count, sizes, run.sampler.least) for count in counts)
             seconds = sum(float(models.time(own, np.sign(own)).max()) for own in parts)
         seconds *= machine.factor(worker, epoch)
-        return seconds * machine.noise_factor(worker, epoch, round_), len(steps)
+        seconds *= machine.noise_factor(worker, epoch, round_)
+        return seconds, machine.exchange_s(self, len(steps), worker, epoch, round_)

@@ -25,7 +25,6 @@ PLACES = (
     (SMALL, "min_batch_size small_batch_size time_ratio"),
     (STEP, "global_batch_size"),
     (LINK, "link_ms"),
-    (LINK | STEP, "link_overlap"),
     (TWO | {"balance": "dynamic"}, "balance_every"),
     (TWO | {"merge": "delta"}, "outer_lr outer_momentum"),
     (TWO | {"push": "gradients"}, "push_every"),
