@@ -17,7 +17,7 @@ from dbsl.config.fields import JOINT, PROCESSES, UNLIKE, Role, sources, with_rol
 from dbsl.config.settings import RunConfig, takes_joint_steps
 
 T = TypeVar("T")
-_SAID = ("profile", "profile_refresh")  # have had their say once step times are found
+_SAID = ("profile",)  # has had its say once step times are found
 RESOLVED = "resolved"  # the mapping in config.yaml, and the field of Config that has it
 
 

@@ -49,6 +49,7 @@ Balance = Literal["none", "dynamic", "dbs"]
 _IN_PARTS = ", where each push is part of a step"
 CHECKPOINTS = "checkpoints"  # in a run folder
 CHECKPOINT = re.compile(r"(epoch|save)-\d+")  # names of the folders in it
+AGAIN = "again"  # --profile of a command that measures anew
 NO_SIDE = 0  # the only resolution of inputs that are no images
 
 
@@ -176,13 +177,9 @@ class TrainingConfig(ImageConfig):
     # least seconds of a step, with as many values as --slope may have; unset: measured with the
     # slope, or 0 where that is given
     floor: Annotated[_Times, Derived("slope"), Needs("slope")] = None
-    # file of step times from python -m dbsl.profile --output; unset: the cache, or measured
+    # file of step times from python -m dbsl.profile --output; again: measure them even if the cache
+    # has them; unset: the cache, or measured for 30 s (one worker alone: 3 s)
     profile: Annotated[str | None, Role.FREE | Role.TIMED, Excludes("slope")] = None
-    # seconds to measure step times for, all resolutions together; unset: 30, or 3 for one worker
-    # alone, whose batch does not depend on them
-    profile_seconds: Annotated[Positive | None, Role.FREE] = None
-    # measure step times even if the cache has them
-    profile_refresh: Annotated[bool, Role.FREE | Role.COMMAND | Role.TIMED] = False
     # merge weight of small workers: d_S/d_L (data), its square root (sqrt) or 1 (none)
     update_factor: Annotated[UpdateFactor, Role.PLAN | Role.SOLVED, _SMALL] = "data"
     # rounding of plans: to the nearest, as the journal; truncate: as the conference paper

@@ -247,7 +247,7 @@ def missed_times(workers: Mapping[int, Mapping[str, float]]) -> str | None:
     worst = max(far, key=lambda worker: abs(far[worker]))
     return (
         f"warning: {len(far)} of {len(workers)} workers took other times than planned (worker "
-        f"{worst}: {100 * far[worst]:+.0f} %); --profile-refresh measures them again"
+        f"{worst}: {100 * far[worst]:+.0f} %); --profile again measures them"
     )
 
 

@@ -131,7 +131,7 @@ class Profiler:
             )
         if self._all(usable):
             if not self._announced:
-                again = "" if self.file else " (--profile-refresh measures them again)"
+                again = "" if self.file else " (--profile again measures them)"
                 self._accelerator.print(f"step times from {self.path}{again}")
                 self._announced = True
             return replace(known, memory=self._for_now(known.memory))

@@ -36,7 +36,7 @@ from dbsl.config.complete import RESOLVED
 from dbsl.config.fields import Role, refuse, with_role
 from dbsl.config.hooks import defaults_of_extras
 from dbsl.config.parse import RUN_FOLDER, config_to_yaml
-from dbsl.config.settings import RunConfig
+from dbsl.config.settings import AGAIN, RunConfig
 from dbsl.run.training import Run
 
 LOCK = ".lock"
@@ -91,6 +91,8 @@ class RunFolder(AbstractContextManager):
         commands, unused = with_role(type(given), Role.COMMAND), defaults_of_extras().items()
         said = (pair for pair in asdict(given).items() if pair not in unused)
         settings = {name: value for name, value in said if name not in commands}
+        if settings["profile"] == AGAIN:  # this command's, too: said twice, it measures twice
+            del settings["profile"]
         write_text(self.path / "config.yaml", config_to_yaml(settings, run.config.resolved))
         rows = {px(resolution) or "plan": asdict(plan) for resolution, plan in run.plans.items()}
         write_text(self.path / "plan.json", json.dumps(rows, indent=2))

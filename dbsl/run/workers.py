@@ -16,7 +16,7 @@ from torch import nn
 from dbsl.base.errors import SettingError, plural, px
 from dbsl.config.complete import for_workers, from_workers
 from dbsl.config.fields import refuse
-from dbsl.config.settings import RunConfig, meets_at_server, takes_joint_steps
+from dbsl.config.settings import AGAIN, RunConfig, meets_at_server, takes_joint_steps
 from dbsl.data.sources import TrainingData
 from dbsl.loss import LossOf, digest_of
 from dbsl.optimizer import BuildOptimizer
@@ -160,7 +160,6 @@ def _with_known(config: RunConfig, known: KnownWorkers, models: list[TimeModel])
         intercept=intercept,
         floor=floor if any(floor) else config.floor,
         profile=None,
-        profile_refresh=False,
     )
 
 
@@ -183,15 +182,15 @@ def make_profiler(
         clip=bool(config.clip_grad) and config.push == "weights",
         loss=digest_of(loss_of),
     )
-    rough = config.profile_seconds is None and config.workers == 1 and not config.small_workers
-    seconds = config.profile_seconds or (_SECONDS_OF_ONE if rough else _SECONDS)
+    rough = config.workers == 1 and not config.small_workers
+    seconds, again = _SECONDS_OF_ONE if rough else _SECONDS, config.profile == AGAIN
     settings = config.optimizer_settings
     return Profiler(
         StepSpec(setup, model, accelerator, loss_of, data.example, settings, build_optimizer),
         seconds=seconds / len(config.resolutions),
         rough=rough,
-        refresh=config.profile_refresh,
-        file=Path(config.profile) if config.profile else None,
+        refresh=again,
+        file=Path(config.profile) if config.profile and not again else None,
         reserve=partial(_reserve_bytes, config, model, accelerator.num_processes),
     )
 
@@ -299,7 +298,7 @@ class Measurements:
         if worst <= BAD_FIT:
             return ""
         where = "" if profile.misses else f" in another process (largest error {worst:.1%})"
-        return f"; a bad fit{where}: predictions may be far off (--profile-refresh measures again)"
+        return f"; a bad fit{where}: predictions may be far off (--profile again)"
 
     def _of_all(self, values: list[list[float]]) -> list[list[float]]:
         """Return values of the processes here, [resolution][process], as those of all."""

@@ -54,7 +54,6 @@ class _Arguments:
     compile: bool = False  # measure the model with torch.compile
     cpu_threads: Count | None = None  # threads of torch; unset: all cores, or OMP_NUM_THREADS
     profile_seconds: Positive = 30.0  # seconds to measure for, all resolutions together
-    profile_refresh: bool = False  # measure even if the cache has the times
     output: Path | None = None  # file to write the profile to, for train.py --profile
     json: bool = False  # print JSON instead of lines
 
@@ -95,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     profiler = Profiler(
         StepSpec(setup, model, accelerator),
         seconds=arguments.profile_seconds / len(arguments.resolutions),
-        refresh=arguments.profile_refresh,
+        refresh=True,
     )
     with redirect_stdout(sys.stderr if arguments.json else sys.stdout):
         profiles = {

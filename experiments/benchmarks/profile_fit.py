@@ -20,7 +20,7 @@ from experiments.benchmarks.record import record
 
 HELD_OUT = (12, 24, 48, 96)
 COMMAND = [sys.executable, "-m", "dbsl.profile", "--resolutions", "24,32"]
-COMMAND += ["--large-batch-size", "128", "--profile-refresh"]
+COMMAND += ["--large-batch-size", "128"]
 
 
 def main() -> None:

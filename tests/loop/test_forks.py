@@ -156,8 +156,11 @@ def test_a_table_trains_by_every_sync_is_saved_and_goes_on_to_the_same_bits(
     goes_on_to_the_bits(tmp_path, 9, partial(run, tabular), settings)
 
 
-def test_step_times_of_a_table_are_measured_with_its_own_inputs(fork, tmp_path, capsys):
-    settings = {**COMMON, "slope": None, "intercept": None, "profile_seconds": 0.2, "epochs": 1}
+def test_step_times_of_a_table_are_measured_with_its_own_inputs(
+    fork, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("dbsl.run.workers._SECONDS", 0.2)
+    settings = {**COMMON, "slope": None, "intercept": None, "epochs": 1}
     run(fork("tabular"), tmp_path / "run", **{**settings, "lr": 0.05, "lr_milestones": ()})
     printed = capsys.readouterr().out
     assert "measuring steps of build_mlp-float32-inputs-13, 0.2 s at most" in printed

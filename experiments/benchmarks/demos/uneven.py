@@ -116,7 +116,7 @@ def flags_of(arm: str, processes: int) -> dict[str, Any]:
         return {"workers": 1, "local-batch-sizes": [BATCH * processes]}
     if "/" in arm:
         return {"local-batch-sizes": [*map(int, arm.split("/"))]}
-    at_these_speeds = {"profile-refresh": [], "profile-seconds": 5}
+    at_these_speeds = {"profile": "again"}
     return {"global-batch-size": BATCH * processes, "balance": arm, **at_these_speeds}
 
 

@@ -22,7 +22,7 @@ BOUNDS = {
     ("at least 1", "0"): "train_samples eval_samples workers large_batch_size "
     "local_batch_sizes global_batch_size micro_batch_size min_batch_size balance_every push_every "
     "rounds_per_epoch eval_batch_size eval_every shuffle_block",
-    ("above 0", "0"): "clip_grad profile_seconds outer_lr lr lr_gamma max_minutes cache_gib",
+    ("above 0", "0"): "clip_grad outer_lr lr lr_gamma max_minutes cache_gib",
     ("above 1", "1"): "time_ratio",
     ("at least 1e-06", "0"): "link_gbps",
     ("in [0, 1]", "-0.1 1.1"): "mean small_ratio",

@@ -74,7 +74,7 @@ def test_what_no_weight_depends_on_changes_freely_and_is_said(change, line):
         ({"log_every": 9, "seed": 3}, "seed 0 -> 3"),
         # A free setting is no source: other batches are trained with, whoever chose them.
         ({"eval_samples": 2, "large_batch_size": (48,)}, "large_batch_size 24 -> 48"),
-        ({"profile_refresh": True, "slope": (0.2,)}, "slope 0.1 -> 0.2"),
+        ({"slope": (0.2,)}, "slope 0.1 -> 0.2"),
     ],
 )
 def test_what_weights_depend_on_needs_consent_given_or_measured_anew(change, listed):

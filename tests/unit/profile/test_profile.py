@@ -427,7 +427,7 @@ def test_profiles_are_measured_once_and_then_come_from_the_cache(profiler, capsy
     assert profiler().profile(32, 64) == first
     assert profiler().profile(32, 48) == first  # within what was measured
     assert profiler.measured == [(32, 64)]
-    assert "--profile-refresh" in capsys.readouterr().out
+    assert "--profile again" in capsys.readouterr().out
     profiler().profile(24, 64)
     profiler().profile(32, 128)  # beyond it
     profiler(refresh=True).profile(32, 64)
@@ -451,7 +451,7 @@ def test_a_line_that_misses_its_times_is_told(
         own = profiler(file=path if from_file else None)
         Measurements(config, own, accelerator).models([[64]], None)
         (line,) = [row for row in capsys.readouterr().out.splitlines() if "R2" in row]
-        assert ("; a bad fit: predictions may be far off (--profile-refresh" in line) == bad
+        assert ("; a bad fit: predictions may be far off (--profile again" in line) == bad
 
 
 @pytest.mark.parametrize("fresh", [1.1, 9.0])
@@ -488,7 +488,6 @@ def test_rough_times_are_not_kept_and_good_ones_serve_in_their_place(profiler):
         ({"workers": 1, "small_workers": 0}, 3.0),
         ({"workers": 1, "small_workers": 1}, 30.0),
         ({"workers": 2, "small_workers": 0}, 30.0),
-        ({"workers": 1, "small_workers": 0, "profile_seconds": 7.0}, 7.0),
     ],
 )
 def test_one_worker_alone_measures_for_a_short_time(

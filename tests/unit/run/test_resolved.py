@@ -18,7 +18,7 @@ from dbsl.profile.timing import fit_profile
 from tests.helpers import TINY, fingerprint, run, train_by
 from train import Config
 
-SETTINGS = {"resolutions": (16, 32), "epochs": 3, "small_ratio": 0.25, "profile_seconds": 0.1}
+SETTINGS = {"resolutions": (16, 32), "epochs": 3, "small_ratio": 0.25}
 SETTINGS |= {"slope": None, "intercept": None, "cpu_threads": None, "checkpoint_every": 1}
 GIVEN = {name: value for name, value in (TINY | SETTINGS).items() if value is not None}
 
