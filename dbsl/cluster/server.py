@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dbsl.cluster.formats import RoundedSum
 from dbsl.cluster.merges import MergeRule
-from dbsl.cluster.steps import begin_thawed, take_fraction, take_step
+from dbsl.cluster.steps import begin_thawed, take_step
 from dbsl.cluster.weights import FlatWeights
 from dbsl.optimizer import BuildOptimizer, Clip, keep_whole, load_optimizer
 from dbsl.plan.ledger import Members
@@ -224,12 +224,12 @@ class GradientServer(Server):
 
     A push is the sum of a worker's gradients over some steps, each weighted b_i/B, followed by the
     change of its floating-point buffers, weighted alike. With a barrier the pushes of all workers
-    are summed and make one step, as the joined batch would. Without one, each push makes its
-    fraction b_i/B of a step as it comes, in learning rate, momentum and weight decay.
+    are summed and make one step, as the joined batch would. Without one, each push makes a step as
+    it comes, on the mean of its gradients, with b_i/B of the learning rate.
 
     It is made before `FlatWeights` or a stepper is built on the model, and steps on a copy. What is
-    frozen in the model from time to time is not stepped on. Gradients are clipped before each whole
-    step. `staleness` and the rest are as for `Server`.
+    frozen in the model from time to time is not stepped on. Gradients are clipped before each step.
+    `staleness` and the rest are as for `Server`.
     """
 
     def __init__(
@@ -286,26 +286,22 @@ class GradientServer(Server):
 
     def _merge(self, pushed: Tensor, reports: Sequence[RoundReport]) -> None:
         report = reports[-1]  # all of a step have the same learning rate
-        fraction = 1.0 if self._together else report.merge_weight
-        self._step(pushed[0].to(self._weights.dtype), report.learning_rate, fraction)
+        weight = 1.0 if self._together else report.merge_weight
+        self._step(pushed[0].to(self._weights.dtype), report.learning_rate, weight)
         self._snapshot = None
         self.version += 1
 
     @torch.no_grad()
-    def _step(self, gradients: Tensor, learning_rate: float, fraction: float) -> None:
-        """Take a step, or a fraction of it in (0, 1), on gradients [P] weighted as that."""
+    def _step(self, gradients: Tensor, learning_rate: float, weight: float) -> None:
+        """Take a step on gradients [P] of this weight, in (0, 1], with as much of the rate."""
         changed = [own for own, its in self._pairs if own.requires_grad != its.requires_grad]
         for parameter in changed:  # what the loop freezes does not move
             parameter.requires_grad_(not parameter.requires_grad)
         if changed:
             begin_thawed(self._optimizer)
-        if fraction < 1:
-            self._own.attach_gradients(gradients / fraction)
-            take_fraction(self._optimizer, learning_rate, fraction)
-        else:
-            self._own.attach_gradients(gradients)
-            self._clip(self._optimizer)
-            take_step(self._optimizer, learning_rate)
+        self._own.attach_gradients(gradients / weight)
+        self._clip(self._optimizer)
+        take_step(self._optimizer, learning_rate * weight)
         self._optimizer.zero_grad(set_to_none=True)
         buffers = self._own.buffers
         buffers.add_(gradients[len(gradients) - len(buffers) :])

@@ -1,7 +1,7 @@
 """What an optimizer step is: a worker's own, one of all workers together, or the server's.
 
-First what steppers are made of: a timer of computation, whole steps and fractions of one. Each
-stepper then has the model to call, `micro_batch` around a forward and backward pass, and `step`.
+First what steppers are made of: a timer of computation, and a step. Each stepper then has the model
+to call, `micro_batch` around a forward and backward pass, and `step`.
 """
 
 from __future__ import annotations
@@ -132,65 +132,6 @@ def begin_thawed(optimizer: torch.optim.Optimizer) -> None:
             continue  # a first step is not dampened, one after a momentum of 0 would be
         for parameter in new:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-
-
-def takes_fractions(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `take_fraction` knows what a fraction of this optimizer's step is."""
-    if type(optimizer) is torch.optim.SGD:
-        return not any(g["dampening"] or g["maximize"] for g in optimizer.param_groups)
-    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-
-
-@torch.no_grad()
-def take_fraction(optimizer: torch.optim.Optimizer, learning_rate: float, fraction: float) -> None:
-    """Take a fraction of a step, in (0, 1): fractions that sum to 1 come to the whole step.
-
-    For equal gradients without weight decay this holds to rounding, with any momentum. Each decays
-    the weights that it meets, so that decay differs by the square of one step's. Adam's second
-    moment comes from the gradients of each. The optimizer is one that `takes_fractions`, with
-    mean gradients at its parameters; the learning rate is that of the whole step.
-    """
-    if isinstance(optimizer, torch.optim.SGD):
-        for group in optimizer.param_groups:
-            rate = learning_rate * group.get("lr_scale", 1.0)
-            _take_fraction_of_sgd(optimizer, group, rate, fraction)
-        return
-    assert isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)), type(optimizer)
-    # Moments forget by the same time, which steps are counted in for their bias.
-    whole = [group["betas"] for group in optimizer.param_groups]
-    for group, betas in zip(optimizer.param_groups, whole, strict=True):
-        group["betas"] = tuple(beta**fraction for beta in betas)
-    for state in optimizer.state.values():
-        state["step"] /= fraction
-    take_step(optimizer, learning_rate * fraction)
-    for state in optimizer.state.values():
-        state["step"] *= fraction
-    for group, betas in zip(optimizer.param_groups, whole, strict=True):
-        group["betas"] = betas
-
-
-def _take_fraction_of_sgd(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], learning_rate: float, fraction: float
-) -> None:
-    # A step is v <- m*v + g and w <- w - lr*v (Nesterov: w - lr*(g + m*v)). Under a constant g,
-    # v - g/(1 - m) shrinks by m, by m**fraction here; the shares of v and g in w follow.
-    momentum, decay = group["momentum"], group["weight_decay"]
-    kept = momentum**fraction
-    taken = (1 - kept) / (1 - momentum)
-    moved = taken * momentum ** (2 if group["nesterov"] else 1)
-    direct = (fraction - moved) / (1 - momentum)
-    for parameter in group["params"]:
-        if parameter.grad is None:  # frozen
-            continue
-        gradient = parameter.grad.add(parameter, alpha=decay)
-        if momentum:
-            state = optimizer.state[parameter]
-            if state.get("momentum_buffer") is None:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            velocity = state["momentum_buffer"]
-            parameter.add_(velocity, alpha=-learning_rate * moved)
-            velocity.mul_(kept).add_(gradient, alpha=taken)
-        parameter.add_(gradient, alpha=-learning_rate * direct)
 
 
 class Stepper:

@@ -46,7 +46,6 @@ LrSchedule = Literal["step", "cosine"]
 ResetMomentum = Literal["never", "stage", "round"]
 Balance = Literal["none", "dynamic", "dbs"]
 
-_IN_PARTS = ", where each push is part of a step"
 CHECKPOINTS = "checkpoints"  # in a run folder
 CHECKPOINT = re.compile(r"(epoch|save)-\d+")  # names of the folders in it
 AGAIN = "again"  # --profile of a command that measures anew
@@ -105,9 +104,7 @@ class TrainingConfig(ImageConfig):
     opt_kwargs: Annotated[tuple[str, ...], Role.STEP] = field(default=(), metadata=PAIRS)
     # bound of the norm of all gradients before each optimizer step; unset: no clipping.
     # gradient_norm in metrics.jsonl is the norm before clipping
-    clip_grad: Annotated[
-        Positive | None, Role.STEP, Excludes(push="gradients", sync=("ssp", "asp"), why=_IN_PARTS)
-    ] = None
+    clip_grad: Annotated[Positive | None, Role.STEP] = None
     # --- workers and their batch sizes
     # workers simulated in one process; unset: 1, or 4 with --small-ratio, --small-workers or
     # --local-batch-sizes; with several processes, their number
@@ -367,9 +364,6 @@ def _of_run(config: RunConfig) -> Iterator[Refusal]:
     text = "large_batch_size must not be auto with micro_batch_size, with which any batch fits"
     micro = config.micro_batch_size is not None
     yield micro and config.large_batch_size == "auto", text, "auto"
-    text = f"opt_kwargs must be empty with push gradients and sync {config.sync}{_IN_PARTS}"
-    others = steps_in_parts(config) and bool(without_rates(config.opt_kwargs))
-    yield others, text, config.opt_kwargs
     weights, text = config.initial_checkpoint, "initial_checkpoint must be unset with a model of"
     yield weights and ":" in config.model, f"{text} other weights", weights
     rounds = config.rounds_per_epoch
@@ -468,8 +462,3 @@ def without_rates(opt_kwargs: Sequence[str]) -> dict[str, Any]:
     any_step = ("eps", "betas", "layer_decay", "layer_decay_min_scale")
     more = parse_kwargs("opt_kwargs", opt_kwargs)
     return {name: value for name, value in more.items() if name not in any_step}
-
-
-def steps_in_parts(config: RunConfig) -> bool:
-    """Whether each push of gradients is a part of an optimizer step, taken as it comes."""
-    return config.push == "gradients" and config.sync != "bsp"

@@ -21,7 +21,6 @@ from dbsl.base.errors import SettingError, plural
 from dbsl.base.seeds import stream_seed
 from dbsl.cluster.formats import check_rank, trained_shapes
 from dbsl.cluster.merges import MergeRule
-from dbsl.cluster.steps import takes_fractions
 from dbsl.config.complete import says_unlike
 from dbsl.config.fields import Role, refuse, with_role
 from dbsl.config.hooks import Extra, Extras, Machine
@@ -29,7 +28,6 @@ from dbsl.config.image_settings import ImageConfig
 from dbsl.config.settings import (
     NO_SIDE,
     RunConfig,
-    steps_in_parts,
     takes_joint_steps,
     wire_of,
     workers_of,
@@ -182,14 +180,6 @@ class Replaced:
             raise SettingError(
                 "optimizer must have all parameters that are trained (requires_grad_(False) "
                 f"freezes others), got none for {left[0]}{more}"
-            )
-        if steps_in_parts(config) and not takes_fractions(optimizer):
-            built = getattr(optimizer, "optimizers", [optimizer])
-            kinds = ", ".join(type(one).__name__ for one in built)
-            raise SettingError(
-                "optimizer must be one SGD, without dampening and maximize, Adam or AdamW of torch "
-                f"with push gradients and sync {config.sync}, where each push is part of a step, "
-                f"got {kinds} of {config.optimizer}"
             )
 
     def further_sources(

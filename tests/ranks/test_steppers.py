@@ -560,18 +560,20 @@ def test_weights_decay_without_a_barrier_as_with_one(kind):
     decay = 0.005 if kind in ("momentum", "nesterov") else 0.05  # momentum moves ten times as far
     barrier, free = (pushed(kind, 100, sync, decay) for sync in ("bsp", "asp"))
     assert 0.5 < barrier < 0.7
-    assert free == pytest.approx(barrier, rel=0.01)
+    assert free == pytest.approx(barrier, rel=0.05)  # momentum is there after fewer samples
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_pushes_of_all_workers_are_one_step_of_their_joined_batch(kind):
-    def gradient(step):
-        return 1.0 if step < 5 else -0.7  # and momentum from before works on
-
-    barrier, free = (pushed(kind, 12, sync, 0.0, gradient) for sync in ("bsp", "asp"))
-    exact = not kind.startswith("adam")  # whose second moment is in the denominator of each
-    assert abs(barrier - 1) > 0.005
-    assert free == pytest.approx(barrier, abs=1e-12 if exact else 0.05)
+def test_a_push_without_a_barrier_is_a_step_with_its_part_of_the_rate(kind):
+    weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+    optimizer = OPTIMIZERS[kind]([weight])
+    for step in range(12):
+        for share in SHARES:
+            weight.grad = torch.full_like(weight, 0.3 * step - 1)
+            take_step(optimizer, LR * share)
+    free = pushed(kind, 12, "asp", 0.05, lambda step: 0.3 * step - 1)
+    assert abs(free - 1) > 0.005
+    assert free == pytest.approx(weight.item(), abs=1e-12)
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -594,7 +596,7 @@ def test_pushes_of_a_bf16_model_are_summed_in_float32(resumed):
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
-def test_fractions_of_steps_leave_frozen_parameters_where_they_are(kind):
+def test_steps_of_pushes_leave_frozen_parameters_where_they_are(kind):
     model = nn.Linear(3, 2)
 
     def build_kind(own):
@@ -614,7 +616,7 @@ def test_fractions_of_steps_leave_frozen_parameters_where_they_are(kind):
 
 
 def noting_server(monkeypatch, workers, staleness):
-    """Return a server of one weight, and the steps that it takes: gradient, rate, fraction."""
+    """Return a server of one weight, and the steps that it takes: gradient, rate, weight."""
     steps = []
 
     def note(self, gradients, *how):

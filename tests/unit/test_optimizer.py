@@ -4,7 +4,7 @@ import torch
 from timm.optim import create_optimizer_v2
 from torch import nn
 
-from dbsl.cluster.steps import ComputeTimer, Stepper, take_fraction, take_step
+from dbsl.cluster.steps import ComputeTimer, Stepper, take_step
 from dbsl.cluster.weights import FlatWeights
 from dbsl.config.fields import parse_kwargs
 from dbsl.config.parse import config_to_yaml, parse_config
@@ -40,19 +40,6 @@ def test_a_step_is_timms_own_with_its_eps_betas_layer_decay_and_more():
         them.step()
     for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_parts_of_a_step_keep_the_factors_of_layers(name):
-    whole, parts = small_vit(), small_vit()
-    optimizers = [build_optimizer(name, m, 1.0, 0.0, 0.0, layer_decay=0.5) for m in (whole, parts)]
-    give_gradients(whole)
-    take_step(optimizers[0], 0.01)
-    for part in (0.25, 0.75):
-        give_gradients(parts)
-        take_fraction(optimizers[1], 0.01, part)
-    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-4 if name == "adamw" else 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -158,13 +145,6 @@ def test_arguments_are_literals_or_texts():
     for pairs in (["a"], ["=1"], ["a=1", "a=2"], ["a-b=1"]):
         with pytest.raises(ValueError, match="opt_kwargs must"):
             parse_kwargs("opt_kwargs", pairs)
-
-
-def test_parts_of_steps_take_no_further_arguments():
-    given = {"push": "gradients", "sync": "asp", "lr_scaling": "none", "opt_kwargs": ("a=1",)}
-    with pytest.raises(ValueError, match="opt_kwargs must be empty with push gradients and sync a"):
-        RunConfig(**given)
-    RunConfig(**given | {"opt_kwargs": ("eps=1e-3",), "optimizer": "adam"})  # of each part alike
 
 
 def test_lists_of_arguments_are_read_and_written_in_one_line_each(tmp_path):
