@@ -147,9 +147,8 @@ class Stepper:
     Joint gradients become what real processes would receive by `wire`: each of these rounds its own
     to 16 bits, here it is done once, to the sum.
 
-    Without `weights` there are no micro-batches. While gradients are whole, `step` calls
-    `on_gradients` with the weight of their loss, and then, right before an optimizer of this
-    process steps, `clip`.
+    While gradients are whole, `step` calls `on_gradients` with the weight of their loss, and then,
+    right before an optimizer of this process steps, `clip`.
     """
 
     clip: Clip = staticmethod(keep_whole)
@@ -158,7 +157,7 @@ class Stepper:
     def __init__(
         self,
         model: nn.Module,
-        weights: FlatWeights | None,
+        weights: FlatWeights,
         timer: ComputeTimer,
         optimizers: Mapping[int, torch.optim.Optimizer],
         *,
@@ -168,7 +167,7 @@ class Stepper:
         self.model, self.timer, self.optimizers = model, timer, optimizers
         self.joint = self._together = joint
         self._weights = weights
-        self._buffers = torch.empty(0) if weights is None else weights.buffers
+        self._buffers = weights.buffers
         self._mean: Tensor | None = None  # mean of the buffers that passes have made of `_start`
         self._weight = 0.0  # weight of the loss behind this process's gradients
         self._places: list[tuple[Tensor, Tensor]] = []  # parameters, and theirs in `vector`

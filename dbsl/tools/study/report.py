@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import pandas
 from matplotlib.axes import Axes
@@ -29,7 +27,6 @@ _REGIONS = (
     ("diminishing returns", "#e69f00"),
     ("no gain", "#999999"),
 )
-_COLORS = matplotlib.color_sequences["tab10"]
 Budgets = tuple[int | None, int | None]  # steps, examples
 Results = Mapping[str, Sequence[Result]]  # by workload, batch sizes ascending; none is empty
 
@@ -198,12 +195,12 @@ def _draw_steps(axes: Axes, own: Sequence[Result]) -> None:
 
 def _draw_rates(axes: Axes, results: Results, label: str, rate: Any) -> None:
     """Draw a rate of the best trials against batch size, with both rules of thumb."""
-    for (name, own), color in zip(results.items(), cycle(_COLORS)):
+    for name, own in results.items():
         sizes = np.array([result.batch_size for result in own])
         rates, growth = [rate(result.trial.parameters) for result in own], sizes / sizes[0]
-        axes.plot(sizes, rates, "o-", color=color, label=name)
-        axes.plot(sizes, rates[0] * growth, "--", color=color, lw=0.8)
-        axes.plot(sizes, rates[0] * np.sqrt(growth), ":", color=color, lw=1.2)
+        (drawn,) = axes.plot(sizes, rates, "o-", label=name)
+        axes.plot(sizes, rates[0] * growth, "--", color=drawn.get_color(), lw=0.8)
+        axes.plot(sizes, rates[0] * np.sqrt(growth), ":", color=drawn.get_color(), lw=1.2)
     axes.plot([], [], "k--", lw=0.8, label="in proportion to the batch")
     axes.plot([], [], "k:", lw=1.2, label="to its square root")
     sizes = sorted({result.batch_size for own in results.values() for result in own})

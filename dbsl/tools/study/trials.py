@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,13 +39,6 @@ qmc = lazy_import("scipy.stats.qmc")
 _KEPT = 2**30  # bytes of evaluation images that are kept as they go into the model
 # Optimizers as Shallue et al. call them, by timm's names; sgd is momentum with none.
 TIMM_NAMES = {"sgd": "momentum", "momentum": "momentum", "nesterov": "sgd"}
-
-
-class Measurement(NamedTuple):
-    """The evaluation set's result at one moment."""
-
-    loss: float  # cross-entropy, mean over the samples
-    error: float  # in [0, 1]
 
 
 def decayed_rate(step: int, parameters: Mapping[str, float]) -> float:
@@ -97,12 +91,12 @@ def run_trial(
             break
         loss = task.advance([decayed_rate(s, parameters) for s in range(done, step)])
         done = step
-        measured = task.measure() if math.isfinite(loss) else Measurement(math.nan, math.nan)
-        rows.append((step, loss, *measured))
-        if not (math.isfinite(loss) and math.isfinite(measured.loss)):
+        own_loss, error = task.measure() if math.isfinite(loss) else (math.nan, math.nan)
+        rows.append((step, loss, own_loss, error))
+        if not (math.isfinite(loss) and math.isfinite(own_loss)):
             status = "INFEASIBLE"
             break
-        if early_stopping and measured.error < goal:
+        if early_stopping and error < goal:
             break
     columns = np.array(rows, dtype=np.float64).T
     return Trial(trial_id, status, done, dict(parameters), dict(zip(COLUMNS, columns, strict=True)))
@@ -164,8 +158,8 @@ class ImageTask:
         return (total / len(rates)).item()
 
     @torch.no_grad()
-    def measure(self) -> Measurement:
-        """Evaluate, which changes nothing."""
+    def measure(self) -> tuple[float, float]:
+        """Return the evaluation set's mean cross-entropy and its error in [0, 1]."""
         model = self._model.eval()
         totals = torch.zeros(3, device=self._images.accelerator.device)  # loss, wrong, samples
         for pixels, labels in self._images.evaluation():
@@ -175,7 +169,7 @@ class ImageTask:
             wrong = (logits.argmax(1) != labels).sum()
             totals += torch.stack([loss, wrong, torch.full_like(loss, len(labels))])
         loss, wrong, samples = totals.tolist()
-        return Measurement(loss / samples, wrong / samples)
+        return loss / samples, wrong / samples
 
 
 @dataclass
@@ -186,13 +180,17 @@ class Images:
     data: Data
     transform: Transform  # for training images
     accelerator: Accelerator
+    # Makes the evaluation set's batches; those of a small one are made once.
+    evaluation: Callable[[], Iterable[tuple[Tensor, Tensor]]] = field(init=False)
 
     def __post_init__(self) -> None:
         config, kind = self.config, self.accelerator.device.type
         size = evaluation_batch_size(config.eval_batch_size, kind, max(config.batch_sizes))
-        self._batches = evaluation_batches(len(self.data.evaluation), size)
-        pixels = len(self.data.evaluation) * self.transform.resolution**2
-        self._kept = list(self._evaluation()) if 12 * pixels <= _KEPT else None
+        batches = evaluation_batches(len(self.data.evaluation), size)
+        plain = replace(self.transform, augment="none")
+        self.evaluation = partial(self.data.evaluation.batches, batches, plain)
+        if 12 * len(self.data.evaluation) * self.transform.resolution**2 <= _KEPT:
+            self.evaluation = partial(list, [*self.evaluation()])
 
     def build(self, seed: int) -> torch.nn.Module:
         """Return the model with fresh weights, on its device."""
@@ -200,13 +198,6 @@ class Images:
         model = build_model(name, self.data.num_classes, (side,), seed=seed)
         set_dropout(model, self.config.dropout)
         return model.to(self.accelerator.device, memory_format=torch.channels_last)
-
-    def evaluation(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the evaluation set's batches; those of a small one are made once."""
-        return self._kept or self._evaluation()
-
-    def _evaluation(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self.data.evaluation.batches(self._batches, replace(self.transform, augment="none"))
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,8 @@ def test_layout_that_is_written_is_read_back(tmp_path):
     [
         ("study.json", "{", "study files must be as a study writes them"),
         ("study.json", '{"dataset": "d"}', "no entry 'batch_size'"),
+        ("study.json", '{"batch_size": 0}', "batch_size must be at least 1"),
+        ("study.json", '{"batch_size": 1, "parameter_configs": {"a": {}}}', "no entry 'min_value'"),
         ("2/metadata.json", '{"status": "DONE"}', "status must be one of COMPLETE"),
         ("2/measurements.csv", "step,a\n1,x\n", "could not convert string to float: 'x'"),
         ("2/measurements.csv", "a,b\n1,2\n", "a column step"),
