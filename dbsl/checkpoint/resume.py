@@ -422,7 +422,7 @@ def _own_shard(found: Found, saved: Saved, rank: int, run: Run) -> Mapping[str, 
     if rank == SERVER_RANK:
         return first if whole else first | anew
     clock = first["cluster"]["server"]["clocks"][run.islands.owners[process]]
-    cluster = {"clock": clock, "refused": 0, "time_s": None, "waited_s": 0.0, "left": None}
+    cluster = {"clock": clock, "refused": 0, "time_s": None, "waited_s": 0.0}
     anew["cluster"], rank = cluster, rank if whole else several[0]
     try:
         state = found.shard(rank) if rank else first
@@ -432,7 +432,7 @@ def _own_shard(found: Found, saved: Saved, rank: int, run: Run) -> Mapping[str, 
     # Else it was saved in another round than the server was in.
     if not whole or state["cluster"]["clock"] != clock:
         return state | anew
-    return state | {"cluster": cluster | {"left": state["cluster"]["left"]}}
+    return state | {"cluster": cluster}
 
 
 def _of_worker(found: Found, process: int, first: int, run: Run) -> tuple[list[int], bool]:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsl.cluster.alive import ControlGroup
-from dbsl.cluster.formats import End
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import SERVER_RANK, encode, read_segment
@@ -145,10 +144,6 @@ class Cluster(ABC):
         self.finish_round()
         with self._waiting():
             return self._hand_over(report)
-
-    def end(self) -> End:
-        """Return an end of a connection of a worker and the server."""
-        return End(self.wire, self.weights, gradients=not self.pushes_weights)
 
     def _drop(self, rank: int, worker: int, reason: str) -> None:
         """Go on without a worker (in the server's process).

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dbsl.base.errors import SettingError, SyncError
 from dbsl.cluster.cluster import Cluster
-from dbsl.cluster.formats import End, RoundedSum
+from dbsl.cluster.formats import RoundedSum
 from dbsl.cluster.merges import Delta
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
@@ -141,9 +141,6 @@ class SimulatedCluster(Cluster):
 
     def __init__(self, weights: FlatWeights, server: Server, **common: Any) -> None:
         super().__init__(weights, server, **common)
-        # A worker's messages are rounded at its end and at the server's, where worker 0 lives.
-        one_by_one = self.wire != "float32" and server.rounded is None
-        self._ends = {w: self._both_ends() for w in self.workers[1:]} if one_by_one else {}
         self._pulled: dict[int, Tensor] = {}
         # A worker's present round: seconds of computing, exchanging, and waiting before it, which
         # do not count at a barrier.
@@ -191,9 +188,6 @@ class SimulatedCluster(Cluster):
         (worker,) = turn.workers
         self.weights.load(self._pulled[worker])  # kept: it may stop before a step
 
-    def _both_ends(self) -> tuple[End, End]:
-        return self.end(), self.end()
-
     def push(self, reports: Sequence[RoundReport]) -> bool:
         (report,) = reports
         worker = report.worker
@@ -204,11 +198,7 @@ class SimulatedCluster(Cluster):
             ends_s = [end_s for end_s, w in self._queue if w in self.server.members.active]
             wait_s = max(ends_s, default=self.time_s) - self.time_s
         report = replace(report, compute_time_s=compute_s, wait_time_s=wait_s + exchange_s)
-        pushed = self.outgoing
-        if worker in self._ends and not report.refused:
-            own, others = self._ends[worker]
-            pushed = others.unpack(own.pack(pushed, pull=False), pull=False)
-        self.server.push(pushed, report)
+        self.server.push(self.outgoing, report)
         return report.refused
 
     def state_dict(self) -> dict[str, Any]:
@@ -218,7 +208,6 @@ class SimulatedCluster(Cluster):
             "spent": dict(self._spent),
             "ended": list(self._ended),
             "queue": list(self._queue),
-            "ends": {w: [end.state_dict() for end in both] for w, both in self._ends.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -228,9 +217,6 @@ class SimulatedCluster(Cluster):
         self._pulled = {worker: w.to(device) for worker, w in state["pulled"].items()}
         self._spent, self._ended = dict(state["spent"]), list(state["ended"])
         self._queue = [(time_s, worker) for time_s, worker in state["queue"]]
-        for worker, both in self._ends.items():  # none where wire was float32
-            for end, saved in zip(both, state["ends"].get(worker, ()), strict=False):
-                end.load_state_dict(saved)
 
     def take_over(self, start: Handover) -> None:
         super().take_over(start)
@@ -249,11 +235,7 @@ class SimulatedCluster(Cluster):
             and server.may_start(worker)
         ]
         for worker in waiting:
-            pulled = server.pull(worker)  # which a newcomer begins with
-            if worker in self._ends:
-                own, others = self._ends[worker]
-                pulled = own.unpack(others.pack(pulled, pull=True), pull=True)
-            self._pulled[worker] = pulled
+            self._pulled[worker] = server.pull(worker)  # which a newcomer begins with
             compute_s, exchange_s = self._times(worker, *self._place(worker))
             self._spent[worker] = compute_s, exchange_s, self.time_s - self._ended[worker]
             heapq.heappush(self._queue, (self.time_s + compute_s + exchange_s, worker))
@@ -267,8 +249,7 @@ class BarrierCluster(Cluster):
     the server gets every worker's weights, for a fork's own merge rule, and so do they. A rank
     without the server takes the step of `delta` as the server does.
 
-    Where `wire` is not float32, gradients are rounded to it, and of weights their change since the
-    pull.
+    Where `wire` is not float32, the change of weights since the pull is rounded to it.
 
     A worker may be an `island` of several processes. Its first process sums with those of other
     workers, and the others get the sum from it. Where workers are `served`, rank 0 has none.
@@ -412,7 +393,7 @@ class BarrierCluster(Cluster):
             if self._rounded is not None:
                 self._rounded.forget()
             return None
-        return summed.add_(self._pulled) if self.pushes_weights else summed
+        return summed.add_(self._pulled)
 
     def _take(self, summed: Tensor | None, reports: list[RoundReport]) -> None:
         """Take what `_summed` gives, and what `delta` makes of it; None: the round is refused."""

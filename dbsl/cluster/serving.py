@@ -185,7 +185,7 @@ class ServedCluster(MemberCluster):
         super().__init__(weights, **common)
         self._timeout_s = timeout_s
         self._asks_to_stop = False
-        self._link = Channel(pair, weights.vector, self.end())
+        self._link = Channel(pair, weights.vector)
         self._pulse = Pulse(
             *(SERVER_RANK, pair, timeout_s),
             asks=True,
@@ -213,15 +213,6 @@ class ServedCluster(MemberCluster):
     def _send(self, report: RoundReport) -> None:
         with self._exchange():
             self._link.push(report, self.outgoing)
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"left": self._link.end.rounding.left}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        rounding = self._link.end.rounding
-        if state["left"] is not None and rounding.wire != "float32":
-            rounding.left = state["left"].to(self.weights.vector.device)
 
     def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
         return self._announced
@@ -420,7 +411,7 @@ class ServingCluster(MemberCluster):
     def _thread_for(self, rank: int, pair: dist.ProcessGroup) -> threading.Thread:
         """Return what serves a rank."""
         vector = torch.empty_like(self.weights.vector, device=CPU)
-        link = Channel(pair, vector, self.end())
+        link = Channel(pair, vector)
         with self._changed:  # until all is there
             pulse = Pulse(
                 *(rank, pair, self._timeout_s),

@@ -23,7 +23,6 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from dbsl.base.errors import SettingError
-from dbsl.cluster.formats import End
 from dbsl.plan.types import BAD_WEIGHTS, RoundReport, Segment, plan_from_plain, report_from_plain
 
 SERVER_RANK = 0
@@ -182,12 +181,12 @@ def irecv(tensor: Tensor, pair: dist.ProcessGroup, tag: int = 0) -> dist.Work:
 class Channel:
     """A worker's connection with the server, at either end: what travels on it, in which order.
 
-    What comes is received into `vector`; `end` makes messages of vectors. What is in host memory is
-    sent from, and received into, where it is; a CUDA device's passes a pinned buffer.
+    What comes is received into `vector`. What is in host memory is sent from, and received into,
+    where it is; a CUDA device's passes a pinned buffer.
     """
 
-    def __init__(self, pair: dist.ProcessGroup, vector: Tensor, end: End) -> None:
-        self.pair, self.vector, self.end = pair, vector, end
+    def __init__(self, pair: dist.ProcessGroup, vector: Tensor) -> None:
+        self.pair, self.vector = pair, vector
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._pending: list[dist.Work] = []
         self._sent: Tensor | None = None  # which is there until it has left
@@ -202,37 +201,23 @@ class Channel:
     def push(self, report: RoundReport, vector: Tensor) -> None:
         """Begin to push a vector, which is there before the next pull ends."""
         tell(self.pair, Kind.PUSH, text=encode(report))
-        size = self.end.size(pull=False)
-        if report.refused and size is not None:  # what is not finite must not be left to be added
-            self.send(vector.new_zeros(size, dtype=torch.uint8))
-        else:
-            self.send(self.end.pack(vector, pull=False))
+        self.send(vector)
 
     def take_push(self, text: str) -> RoundReport:
         """Receive a push; return its report, refused if the vector is not finite."""
         report = read_report(text)
-        if self._take(pull=False) or report.refused:
+        if self.receive(self.vector, check=True) or report.refused:
             return report
         return replace(report, refused=True, fault=BAD_WEIGHTS)
 
     def give_weights(self, weights: Tensor) -> None:
         """Send the weights that were pulled."""
-        self.send(self.end.pack(weights, pull=True))
+        self.send(weights)
         self.wait()
 
     def take_weights(self) -> None:
-        self._take(pull=True)
-
-    def _take(self, *, pull: bool) -> bool:
-        """Receive a message into the vector; return whether a push is finite."""
-        size = self.end.size(pull=pull)
-        if size is None:
-            finite = self.receive(self.vector, check=not pull)
-            self.end.unpack(self.vector, pull=pull)
-            return finite
-        self.receive(message := self.vector.new_empty(size, dtype=torch.uint8))
-        self.vector.copy_(self.end.unpack(message, pull=pull))
-        return pull or bool(self.vector.isfinite().all())
+        """Receive the weights that were pulled."""
+        self.receive(self.vector)
 
     def send(self, vector: Tensor) -> None:
         """Begin to send a vector; until `wait` it must stay."""

@@ -199,8 +199,8 @@ class TrainingConfig(ImageConfig):
     ] = "weights"
     # steps whose gradients are summed in one push, with --push gradients
     push_every: Annotated[Count, Role.MEETING, Needs(push="gradients")] = 1
-    # format of what workers send. Rounds take bf16, int8, int4 or int2. --sync step takes bf16,
-    # fp16 or powersgd:RANK[:STEPS], PowerSGD of that rank after STEPS steps in float32
+    # format of what workers send. --sync bsp takes bf16, int8, int4 or int2. --sync step takes
+    # bf16, fp16 or powersgd:RANK[:STEPS], PowerSGD of that rank after STEPS steps in float32
     wire: str = "float32"
     # give each joint step the whole global batch, and leave out an epoch's last samples if they do
     # not fill one; otherwise the steps of an epoch have equal sizes, at most the global batch
@@ -405,9 +405,8 @@ def parse_interval(value: int | str) -> tuple[int, float]:
     raise SettingError(f"{must}, got {value}")
 
 
-_GRADIENT_WIRES = ("float32", "bf16")
-ROUND_WIRES = (*_GRADIENT_WIRES, "int8", "int4", "int2")
-_JOINT_WIRES = (*_GRADIENT_WIRES, "fp16", "powersgd:RANK[:STEPS]")
+ROUND_WIRES = ("float32", "bf16", "int8", "int4", "int2")
+_JOINT_WIRES = ("float32", "bf16", "fp16", "powersgd:RANK[:STEPS]")
 _ALL_WIRES = (*_JOINT_WIRES, *ROUND_WIRES[2:])
 
 
@@ -435,7 +434,9 @@ def parse_wire(value: str, taken: Sequence[str] = _ALL_WIRES, where: str = "") -
 def wire_of(config: RunConfig) -> Wire:
     """Return what a run's workers send, or refuse what they cannot."""
     if config.push == "gradients":
-        return parse_wire(config.wire, _GRADIENT_WIRES, " with push gradients")
+        return parse_wire(config.wire, ("float32",), " with push gradients")
+    if meets_at_server(config.sync):
+        return parse_wire(config.wire, ("float32",), f" with sync {config.sync}")
     taken = _JOINT_WIRES if config.sync == "step" else ROUND_WIRES
     return parse_wire(config.wire, taken, f" with sync {config.sync}")
 

@@ -362,7 +362,6 @@ def count_workers(config: ConfigT, processes: int) -> ConfigT:
     served = "dedicated_server must have at least 2 processes"
     most = f"small_workers must be at most the workers ({total})"
     sent = "wire must be float32 with one worker, which sends nothing"
-    pushed = "wire must be float32 with push gradients in one process"
     wired = config.wire != "float32"
     refuse(
         [
@@ -370,7 +369,6 @@ def count_workers(config: ConfigT, processes: int) -> ConfigT:
             (alone and config.dedicated_server, served, processes),
             (small_workers > total, most, small_workers),
             (alone and total == 1 and wired, sent, config.wire),
-            (alone and config.push == "gradients" and wired, pushed, config.wire),
         ]
     )
     return replace(config, workers=total, small_workers=small_workers)

@@ -50,7 +50,6 @@ SPEEDS = shlex.split("--slowdown 3:2.5 --time-noise 0.1")
 OTHERS = {  # what else has state
     "bsp, delta, EMA, mixing": "--merge delta --ema-decay 0.6 --mixup 0.4 --cutmix 1.0",
     "asp, half, AdamW": "--sync asp --merge half --optimizer adamw --lr 0.002",
-    "asp, int4": "--sync asp --wire int4",
 }
 TOO_LATE = -1000  # no exit status: the run was over when its rank was to be killed
 SAVES = ("1", "0.0008m")  # each epoch; about twenty times a second, in the middle of rounds

@@ -250,7 +250,7 @@ def slowly(act=lambda: None, step_s=0.01, slowest=0):
 
 # Processes of each worker, and more.
 ASYNCHRONOUS = {
-    "asp": ((2, 1), {"wire": "int4", "clip_grad": 0.5, "noise_scale": True, "log_every": 3}),
+    "asp": ((2, 1), {"clip_grad": 0.5, "noise_scale": True, "log_every": 3}),
     "ssp": ((1, 2), {"sync": "ssp", "staleness": 0, "balance": "dynamic"}),
     "served": ((2, 1), {"dedicated_server": True, "micro_batch_size": (2,), "ema_decay": 0.5}),
     "all": ((3,), {"sync": "ssp", "large_batch_size": (6,)}),

@@ -47,7 +47,6 @@ MODES = {
     "ssp": {**ROUNDS, "sync": "ssp", "slowdown": ("0:2.0",)},
     "asp": {**ROUNDS, "sync": "asp", "slowdown": ("3:2.5",), "time_noise": 0.1},
     "int4": {**ROUNDS, "wire": "int4", "merge": "delta"},
-    "asp-int2": {**ROUNDS, "sync": "asp", "wire": "int2", "slowdown": ("3:2.5",)},
     "balance": {**ROUNDS, "balance": "dynamic", "slowdown": ("3:3.0",)},
     "step": {**JOINT, "sync": "step"},
     "powersgd": {**JOINT, "sync": "step", "wire": "powersgd:2:3"},
@@ -130,7 +129,7 @@ def misaligned(monkeypatch):
 
 SAVED = {"epochs-float32": (1, "no"), "in-rounds-bf16": ("0.0001m", "bf16")}
 AT_STEP = {"step": 7, "powersgd": 7, "link": 19, "gradients": 20, "gradients-asp": 20}
-AT_STEP |= {"ssp": 45, "asp": 60, "asp-int2": 60}
+AT_STEP |= {"ssp": 45, "asp": 60}
 
 
 @pytest.mark.usefixtures("misaligned")
@@ -139,7 +138,7 @@ AT_STEP |= {"ssp": 45, "asp": 60, "asp-int2": 60}
     short(
         [(mode, saved) for mode in MODES for saved in SAVED],
         *(("balance", "epochs-float32"), ("gradients", "in-rounds-bf16")),
-        *((mode, "in-rounds-bf16") for mode in ("powersgd", "int4", "asp-int2")),
+        *((mode, "in-rounds-bf16") for mode in ("powersgd", "int4")),
     ),
 )
 def test_killed_and_resumed_is_the_unbroken_run(tmp_path, unbroken, mode, saved):
@@ -877,7 +876,7 @@ def test_a_run_stopped_while_some_wait_at_the_barrier_goes_on(tmp_path):
 @pytest.mark.parametrize("stop", [False, True])
 def test_a_worker_that_dies_without_a_barrier_is_dropped_and_is_back_after_a_resume(tmp_path, stop):
     settings = {**ROUNDS, **ONE_SIDE, "epochs": 16, "train_samples": 120, "sync": "asp"}
-    settings |= {"worker_timeout": 30, "wire": "int8"}
+    settings |= {"worker_timeout": 30}
     folder = tmp_path / "run"
     processes = start(folder, **settings)
     wait_for(folder / "checkpoints/epoch-0002/manifest.json", processes)

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 import dbsl.cluster.wire
 from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.cluster import Cluster
-from dbsl.cluster.formats import End
-from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import Channel, Ending, Kind, check_report, encode, hear, read_report, tell
 from dbsl.plan.follow import Planner
 from dbsl.plan.ledger import Members
@@ -158,7 +156,7 @@ def exchange(rank):
     for length, bad in ((7, False), (350, False), (350, True)):
         vector, finite = torch.linspace(-1, 1, length) * rank, True
         vector[length // 2 :] *= math.nan if bad else 1
-        channel = Channel(pair, vector, None)
+        channel = Channel(pair, vector)
         for sender in (1, 0):
             if rank == sender:
                 channel.send(vector)
@@ -167,27 +165,6 @@ def exchange(rank):
                 finite = channel.receive(vector, check=True)
         found.append((vector.tolist(), finite))
     return found
-
-
-def push_twice(rank, wire):
-    """Push from rank 1 what is not finite, then what is; return which were refused."""
-    pair, weights = dist.new_group([0, 1], backend="gloo"), FlatWeights(torch.nn.Linear(8, 8))
-    channel, refused = Channel(pair, weights.vector, End(wire, weights)), []
-    channel.take_weights() if rank else channel.give_weights(weights.vector)
-    for number in (math.nan, 1.0):
-        if rank:
-            weights.vector.fill_(number)
-            channel.push(replace(REPORT, refused=math.isnan(number)), weights.vector)
-            channel.wait()
-        else:
-            refused.append(channel.take_push(hear(pair, Kind)[-1]).refused)
-    return refused
-
-
-@pytest.mark.parametrize("wire", ["float32", "int8"])
-def test_a_refused_push_leaves_nothing_for_the_next(run_ranks, wire):
-    refused, _ = run_ranks(push_twice, wire)
-    assert refused == [True, False]
 
 
 def test_vectors_come_as_they_are_and_are_checked(run_ranks):

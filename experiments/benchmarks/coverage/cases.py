@@ -17,7 +17,8 @@ from dbsl.plan.types import TimeModel
 
 SYNCS = ("bsp", "ssp", "asp", "step")
 BALANCES = ("none", "dynamic", "dbs")
-WIRES = dict.fromkeys(SYNCS, ROUND_WIRES) | {"step": ("float32", "bf16", "fp16")}
+WIRES = {"bsp": ROUND_WIRES, "step": ("float32", "bf16", "fp16")}
+WIRES |= {"ssp": ("float32",), "asp": ("float32",)}
 ALONE = ("ssp", "asp")  # workers are lost
 
 
@@ -113,7 +114,7 @@ def cases(draw, sync: str | None = None, balance: str | None = None) -> Case:
         "rounds_per_epoch": rounds,
         "push": push,
         "min_batch_size": least,
-        "wire": draw(st.sampled_from(WIRES[sync])) if push == "weights" else "float32",
+        "wire": draw(st.sampled_from(("float32",) if push == "gradients" else WIRES[sync])),
     }
     options |= draw(_options(sync, options))
     models, emulation = draw(_machines(options))

@@ -100,7 +100,7 @@ def test_batches_and_times_follow_the_number_of_workers():
     ("old", "new", "sync", "kept", "dropped"),
     [
         ("int4", "int4", "bsp", True, False),
-        ("int4", "int8", "asp", True, False),
+        ("int4", "int8", "bsp", True, False),
         ("int4", "float32", "bsp", True, True),
         ("int4", "int4", "bsp", False, True),
         ("bf16", "bf16", "bsp", False, True),

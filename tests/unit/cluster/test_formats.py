@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dbsl.cluster import formats
-from dbsl.cluster.formats import BLOCK, End, RoundedSum, Rounding, decode, encode, message_bytes
+from dbsl.cluster.formats import BLOCK, RoundedSum, Rounding, decode, encode, message_bytes
 from dbsl.cluster.weights import FlatWeights
 
 FORMATS = ("bf16", "int8", "int4", "int2")
@@ -89,25 +89,6 @@ def test_matrices_and_the_rest_of_a_vector_make_it_again(weights):
     assert torch.equal(weights.join(matrices, rest), weights.vector)
 
 
-@pytest.mark.parametrize("wire", FORMATS)
-def test_a_message_rounds_matrices_and_carries_vectors_and_buffers_whole(weights, wire):
-    own, others = (End(wire, weights, gradients=True) for _ in range(2))
-    message = own.pack(weights.vector, pull=False)
-    assert len(message) == own.size(pull=False) < weights.vector.nbytes
-    matrices, rest = weights.split(others.unpack(message, pull=False))
-    own_matrices, own_rest = weights.split(weights.vector)
-    assert torch.equal(rest, own_rest)
-    assert not torch.equal(matrices, own_matrices)
-    left = own.rounding.left[0, : len(matrices)]
-    torch.testing.assert_close(matrices + left, own_matrices)
-
-
-def test_a_model_without_a_matrix_travels_whole():
-    weights = FlatWeights(nn.LayerNorm(10))
-    end = End("int4", weights, gradients=True)
-    assert torch.equal(end.unpack(end.pack(weights.vector, pull=False), pull=False), weights.vector)
-
-
 @pytest.mark.parametrize("workers", [2, 3])
 def test_workers_changes_sum_to_what_is_applied_and_left_also_where_one_has_none(weights, workers):
     add, applied, total = RoundedSum("int2", weights, simulated=workers), 0.0, 0.0
@@ -123,25 +104,6 @@ def test_workers_changes_sum_to_what_is_applied_and_left_also_where_one_has_none
     expected, expected_rest = weights.split(total)
     torch.testing.assert_close(matrices + left[: len(matrices)], expected, rtol=1e-6, atol=1e-4)
     torch.testing.assert_close(rest, expected_rest, rtol=1e-6, atol=1e-4)
-
-
-@pytest.mark.parametrize("wire", FORMATS)
-def test_what_a_worker_pulls_follows_the_server_and_its_pushes_lose_nothing(weights, wire):
-    own, others = End(wire, weights), End(wire, weights)
-    server = normal(len(weights.vector))
-    pushed, moved = 0.0, 0.0
-    for number in range(30):
-        held = own.unpack(others.pack(server, pull=True), pull=True)
-        assert number or torch.equal(held, server)  # whole at first
-        change = normal(len(server), seed=number) * 0.01
-        message = own.pack(held + change, pull=False)
-        pushed += others.unpack(message, pull=False) - held
-        moved += change
-        server = server + normal(len(server), seed=99 + number) * (0.01 if number < 20 else 0)
-    assert (held - server).norm() < 0.005 * len(server) ** 0.5  # it has stayed for nine pulls
-    left = own.rounding.left[0]
-    matrices, expected = weights.split(pushed)[0], weights.split(moved)[0]
-    torch.testing.assert_close(matrices + left[: len(matrices)], expected, rtol=0, atol=1e-4)
 
 
 def test_bytes_count_scales_and_what_stays_whole():

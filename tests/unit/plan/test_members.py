@@ -4,11 +4,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from dbsl.cluster.cluster import Island
-from dbsl.cluster.formats import Rounding
-from dbsl.cluster.serving import MemberCluster, ServedCluster
+from dbsl.cluster.serving import ServedCluster
 from dbsl.cluster.wire import encode
 from dbsl.extras.emulate import Emulation
 from dbsl.plan.types import Segment, TimeModel, Turn
@@ -104,16 +102,6 @@ def test_what_other_workers_left_of_an_epoch_is_trained_on_once_after_a_loss_and
     leads = case((lost_s, 1), slow={0: 4}, epochs=4, rounds=2)
     played = check(replace(leads, stops=(Stop(6, workers), Stop(turn))))
     assert (played.stops, played.resized, played.lost_workers) == (2, 1, 1)
-
-
-@pytest.mark.parametrize("wire", ["int8", "float32"])
-def test_what_rounding_has_left_goes_on_only_where_changes_are_rounded(monkeypatch, wire):
-    monkeypatch.setattr(MemberCluster, "load_state_dict", lambda *_: None)
-    cluster, end = ServedCluster.__new__(ServedCluster), SimpleNamespace(rounding=Rounding(wire))
-    cluster._link = SimpleNamespace(end=end)
-    cluster.weights = SimpleNamespace(vector=torch.zeros(1))
-    cluster.load_state_dict({"left": torch.ones(1, 4)})
-    assert (end.rounding.left is None) == (wire == "float32")
 
 
 @pytest.mark.parametrize("left", [(), ((0, 90),)])
