@@ -416,44 +416,20 @@ def _own_shard(found: Found, saved: Saved, rank: int, run: Run) -> Mapping[str, 
     if found.manifest.processes == 1 or not meets_at_server(settings["sync"]):
         return found.shard(rank) if rank else first
     first = with_lost_workers(first, run, settings["epochs"])
-    process = rank - settings["dedicated_server"]
-    several, whole = _of_worker(found, process, rank - process, run)
-    anew = {"progress": None, "timer": {}}  # no steps taken, no time spent
     if rank == SERVER_RANK:
-        return first if whole else first | anew
-    clock = first["cluster"]["server"]["clocks"][run.islands.owners[process]]
+        return first
+    clock = first["cluster"]["server"]["clocks"][rank - settings["dedicated_server"]]
     cluster = {"clock": clock, "refused": 0, "time_s": None, "waited_s": 0.0}
-    anew["cluster"], rank = cluster, rank if whole else several[0]
+    anew = {"cluster": cluster, "progress": None, "timer": {}}  # no steps taken, no time spent
     try:
-        state = found.shard(rank) if rank else first
+        state = found.shard(rank)
     except MissingShardError:  # it was lost, had not come to save, or was done before
         print(f"warning: the checkpoint has no optimizer state of rank {rank}: it begins anew")
         return first | {"stepper": {**first["stepper"], "optimizers": {}}} | anew
     # Else it was saved in another round than the server was in.
-    if not whole or state["cluster"]["clock"] != clock:
+    if state["cluster"]["clock"] != clock:
         return state | anew
     return state | {"cluster": cluster}
-
-
-def _of_worker(found: Found, process: int, first: int, run: Run) -> tuple[list[int], bool]:
-    """Return the ranks of a process's worker, and whether all were saved after the same step.
-
-    Else they begin the round again from the first one's state: they take joint steps. `first` is
-    the rank of process 0.
-    """
-    if process < 0:
-        return [SERVER_RANK], True
-    ranks = [first + one for one in run.islands.processes[run.islands.owners[process]]]
-    if len(ranks) == 1:
-        return ranks, True
-    moments = set()
-    for rank in ranks:
-        try:
-            tree = found.shard(rank, tensors=False)
-        except MissingShardError:
-            return ranks, False
-        moments.add((tree["cluster"]["clock"], (tree["progress"] or {}).get("steps", 0)))
-    return ranks, len(moments) == 1
 
 
 def _of_all_shards(found: Found, first: Mapping[str, Any], workers: int) -> dict[int, Any]:

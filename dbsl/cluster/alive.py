@@ -362,15 +362,6 @@ class ControlGroup:
         self.enter()
         return wire.share_from(0, text, wire.CPU, self._group)
 
-    def follow(self) -> None:
-        """Wait for the first process, which waits for others, for as long as it takes."""
-        word = torch.zeros(1)
-        if self._group.rank():
-            self._group.recv([word], 0, 0).wait(wire.EVER)
-            return
-        for peer in range(1, self._group.size()):
-            self._group.send([word], peer, 0).wait()
-
     def let_first_wait(self, peer: int) -> None:
         """Have the first process wait until another one calls this, for as long as it takes."""
         self.enter()

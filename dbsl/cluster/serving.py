@@ -7,9 +7,6 @@ under it; a pull is answered as soon as the clocks allow.
 Every wait ends: by an answer, or because the other process was silent for too long. A process that
 is heard may take as long as it takes. In the middle of a vector gloo does not end a wait where the
 other process dies: the thread that waits is left to itself, and the pulse acts.
-
-Where a worker has several processes, the first asks, and pushes, for all of them. Each is heard on
-a connection of its own: the worker is lost with any of them.
 """
 
 from __future__ import annotations
@@ -28,13 +25,10 @@ from torch import Tensor
 
 from dbsl.base.errors import (
     NothingLeft,
-    ReadError,
-    SaveError,
     SyncError,
     is_lost_peer,
-    reason_of,
 )
-from dbsl.cluster.alive import NOTICED_S, Pulse, end_later
+from dbsl.cluster.alive import Pulse, end_later
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
@@ -51,7 +45,7 @@ from dbsl.cluster.wire import (
     read_segment,
     tell,
 )
-from dbsl.plan.types import Action, EpochEnd, RoundReport, Segment, Turn, join_reports
+from dbsl.plan.types import EpochEnd, RoundReport, Segment, Turn
 
 _START_S = 60.0  # that processes may come to their start apart, at least
 _STOP = "stop"  # what a worker's pulse says where the run is to stop
@@ -64,7 +58,6 @@ def through_server(
     server: Server | None,
     *,
     timeout_s: float,
-    owners: Mapping[int, int] | None = None,
     **common: Any,
 ) -> Cluster:
     """Return this process's side of stale synchronous or asynchronous rounds (a collective).
@@ -73,39 +66,24 @@ def through_server(
     host memory. A lost pair leaves the other pairs as they are: its worker is dropped, and the
     others share its samples. A worker counts as lost after `timeout_s` of silence, while it
     computes, too; the server after 5 s more. One that is too far ahead waits for plan and weights.
-
-    `owners` has the worker of each rank; None: each is one.
     """
     pairs = pairs_with_server(timedelta(seconds=max(timeout_s, _START_S)))
     if server is not None:
-        return ServingCluster(weights, server, pairs, timeout_s, owners, **common)
+        return ServingCluster(weights, server, pairs, timeout_s, **common)
     return ServedCluster(weights, pairs[SERVER_RANK], timeout_s, **common)
 
 
 class MemberCluster(Cluster):
-    """A process of a worker, which waits for no other worker but where it is too far ahead."""
-
-    def __init__(self, *both: Any, **common: Any) -> None:
-        super().__init__(*both, **common)
-        self._leaves = threading.Event()  # the main thread is on its way out
-
-    def __enter__(self) -> Cluster:
-        self._exits.callback(self._leaves.set)
-        if self._island.control is not None:
-            self._exits.enter_context(self._watching())
-        return super().__enter__()
+    """A worker's process, which waits for no other worker but where it is too far ahead."""
 
     def segment(self, turn: Turn) -> Segment:
         with self._waiting():
-            text, control = "" if self._island.place else self._plan(turn), self._island.control
-            if control is not None:
-                control.follow()
-                text = control.share(text)
-        return read_segment(text)
+            return read_segment(self._plan(turn))
 
+    @torch.no_grad()
     def pull(self, turn: Turn) -> None:
         with self._waiting():
-            ending = self._bring(turn)
+            ending, self._announced = self._fetch(turn)
         if ending == Ending.FINISHED:
             self.finish()
             raise NothingLeft
@@ -113,38 +91,9 @@ class MemberCluster(Cluster):
             self._interrupted = True
             self.on_stop()
 
-    @torch.no_grad()
-    def _bring(self, turn: Turn) -> Ending:
-        """Bring the global weights into the model, or return why there are none."""
-        ending, announced = Ending.GOES_ON, (0, -1)
-        if not self._island.place:
-            ending, announced = self._fetch(turn)
-        if self._island.control is not None:  # the others of this worker have the lowest numbers
-            ending, *announced = self._island.control.highest(ending, *announced)
-            if ending == Ending.GOES_ON:
-                dist.broadcast(self.weights.vector, group=self._island.inside, group_src=0)
-        self._announced = tuple(announced)
-        return Ending(ending)
-
     def _hand_over(self, report: RoundReport) -> bool:
-        if self._island.control is not None:
-            (report,) = join_reports(self._island.control.gather_reports(report))
-        if not self._island.place:
-            self._send(report)
+        self._send(report)
         return report.refused
-
-    def agree(self, action: Action, *, round_over: bool) -> Action:
-        """Return what this process does after a step; those of one worker stop at the same step.
-
-        A save is announced where they pull, so that they take it at the same step, too.
-        """
-        action = super().agree(action, round_over=round_over)
-        if self._island.control is None or self.is_over:  # then the others of the worker are gone
-            return action
-        stops = action == Action.STOP
-        if self._island.control.agree(Action.STOP if stops else Action.GO_ON) == Action.STOP:
-            return Action.STOP
-        return Action.GO_ON if stops else action
 
     @abstractmethod
     def _plan(self, turn: Turn) -> str:
@@ -158,23 +107,6 @@ class MemberCluster(Cluster):
     def _send(self, report: RoundReport) -> None:
         """Hand over what the worker has come to."""
 
-    @abstractmethod
-    def _loss(self, error: BaseException) -> str:
-        """Return who was lost where an exchange failed."""
-
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Turn a failed exchange of this worker's processes into a `SyncError` that says why."""
-        try:
-            yield
-        except RuntimeError as error:
-            own = isinstance(error, (ReadError, SaveError, SyncError))
-            if own or not is_lost_peer(error):
-                raise
-            raise SyncError(self._loss(error)) from error
-        finally:
-            self._leaves.set()
-
 
 class ServedCluster(MemberCluster):
     """A worker's process: it asks rank 0 for plans and weights, and pushes to it."""
@@ -185,6 +117,7 @@ class ServedCluster(MemberCluster):
         super().__init__(weights, **common)
         self._timeout_s = timeout_s
         self._asks_to_stop = False
+        self._leaves = threading.Event()  # the main thread is on its way out
         self._link = Channel(pair, weights.vector)
         self._pulse = Pulse(
             *(SERVER_RANK, pair, timeout_s),
@@ -192,6 +125,10 @@ class ServedCluster(MemberCluster):
             says=lambda: _STOP if self._asks_to_stop else "",
             on_lost=self._on_lost,
         )
+
+    def __enter__(self) -> Cluster:
+        self._exits.callback(self._leaves.set)
+        return super().__enter__()
 
     def turns(self) -> Iterator[Turn]:
         while self._clock < self._rounds:
@@ -249,17 +186,14 @@ class ServedCluster(MemberCluster):
             raise SyncError(self._loss(error)) from error
 
     def _loss(self, error: BaseException) -> str:
-        reason, several = self._pulse.reason(error), self._island.inside is not None
-        if several and self._pulse.failure is None:  # rank 0 is there
-            return f"another process of worker {self.workers[0]} was lost: {reason}"
+        reason = self._pulse.reason(error)
         if not self._pulse.left_out:
             return f"the server (rank {SERVER_RANK}) was lost: {reason}"
-        who = f"worker {self.workers[0]}" if several else "this process"
-        left_out = f"rank {SERVER_RANK} has left {who} out: {reason}"
+        left_out = f"rank {SERVER_RANK} has left this process out: {reason}"
         return f"{left_out}; it is back when the run is resumed"
 
     def _on_lost(self, pulse: Pulse) -> None:
-        """Have this process end, though it may wait for others of its worker, or for a vector."""
+        """Have this process end, though it may wait for a vector."""
         end_later(self._loss(RuntimeError()), self._leaves, saves=True)
 
 
@@ -277,11 +211,10 @@ class ServingCluster(MemberCluster):
         server: Server,
         pairs: Mapping[int, dist.ProcessGroup],
         timeout_s: float,
-        owners: Mapping[int, int] | None = None,
         **common: Any,
     ) -> None:
         super().__init__(weights, server, **common)
-        self._owners = owners or {rank: rank - (not self.workers) for rank in pairs}
+        self._owners = {rank: rank - (not self.workers) for rank in pairs}
         self._pulses: dict[int, Pulse] = {}  # by rank that is served
         self._timeout_s = timeout_s
         self._stopping = False
@@ -337,11 +270,6 @@ class ServingCluster(MemberCluster):
     def _send(self, report: RoundReport) -> None:
         self._merge(self._pushed.copy_(self.outgoing), report)
 
-    def _loss(self, error: BaseException) -> str:
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure, NOTICED_S)
-        return str(self._failure or reason_of(error))
-
     @property
     def _ending(self) -> Ending:
         """Why no weights are given any more."""
@@ -372,7 +300,7 @@ class ServingCluster(MemberCluster):
         return not self._interrupted
 
     def _check_there(self, worker: int) -> None:
-        """Refuse what comes of a worker that was lost with another of its processes."""
+        """Refuse what comes of a worker that was lost."""
         if worker not in self.server.members.active:
             raise SyncError(f"worker {worker} was lost")
 
@@ -404,10 +332,6 @@ class ServingCluster(MemberCluster):
 
     # --- workers of other processes
 
-    def _with(self, rank: int) -> list[int]:
-        """Return the ranks of a rank's worker."""
-        return [other for other, own in self._owners.items() if own == self._owners.get(rank)]
-
     def _thread_for(self, rank: int, pair: dist.ProcessGroup) -> threading.Thread:
         """Return what serves a rank."""
         vector = torch.empty_like(self.weights.vector, device=CPU)
@@ -425,10 +349,7 @@ class ServingCluster(MemberCluster):
         return threading.Thread(target=self._serve, args=own, name=name, daemon=True)
 
     def _heed(self, rank: int, word: str) -> None:
-        """Stop the run if a process asks for it, unless its worker was lost with another one.
-
-        Its launcher stops all that it has started.
-        """
+        """Stop the run if a process asks for it, unless its worker was lost."""
         if word == _STOP and self._owners[rank] in self.server.members.active:
             self.interrupt()
 
@@ -449,15 +370,11 @@ class ServingCluster(MemberCluster):
             self._changed.notify_all()
             if self._pulses[rank] is not pulse or rank not in self._heard:
                 return
-            self._forget(rank)
+            self._heard.pop(rank, None)  # nobody waits for it any longer
+            for ranks in self._saving.values():
+                ranks.discard(rank)
             left_out = self._lose(rank, reason)
         pulse.end(reason if left_out else "")  # it may still be there
-
-    def _forget(self, rank: int) -> None:
-        """Wait for a rank no longer, with the lock held."""
-        self._heard.pop(rank, None)
-        for ranks in self._saving.values():
-            ranks.discard(rank)
 
     def _answer(self, rank: int, link: Channel, pulse: Pulse) -> bool:
         """Hear a message and do what it asks; False: it was the last."""
@@ -495,11 +412,6 @@ class ServingCluster(MemberCluster):
         over = self.server.clocks[worker] >= self._rounds or worker not in active
         if self._failure or self._stopping or over:
             return False  # it has nothing more to give
-        name = f"rank {rank} (a process of worker {worker})"
-        if worker in self.workers:
-            self._failure = SyncError(f"{name} was lost, and rank 0 is of that worker: {reason}")
-            end_later(str(self._failure), self._leaves, saves=True)
-            return False
         if active == {worker}:
             self._failure = SyncError(f"rank {rank}, the last worker, was lost: {reason}")
             return False
@@ -510,10 +422,6 @@ class ServingCluster(MemberCluster):
                 f"rank {rank} was lost ({reason}), and no plan is possible without it: {error}"
             )
             return False
-        for other in self._with(rank):
-            if other != rank:
-                self._forget(other)  # it ends, perhaps in the middle of a push
-                self._pulses[other].end(f"{name} was lost: {reason}")
         return True
 
     # --- saves
@@ -538,10 +446,9 @@ class ServingCluster(MemberCluster):
     def _tell(self, rank: int) -> tuple[int, int]:
         """Return the last save and note that a worker is told of it, with the lock held."""
         sequence = self._announced[0]
-        for own in self._with(rank):
-            if self._heard.get(own, sequence) < sequence:
-                self._heard[own] = sequence
-                self._saving.setdefault(sequence, set()).add(own)
+        if self._heard.get(rank, sequence) < sequence:
+            self._heard[rank] = sequence
+            self._saving.setdefault(sequence, set()).add(rank)
         return self._announced
 
     def held(self) -> AbstractContextManager:
@@ -578,10 +485,6 @@ class ServingCluster(MemberCluster):
         """Wait until every worker has heard of it, where it comes to pull."""
         self.finished_early = True
         self._stop_serving(self._announced)
-        if self.workers and self._clock < self._rounds:  # others of this worker begin a round
-            turn = Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
-            self.segment(turn)
-            self._bring(turn)
         self.close()
         super().finish()
         self._interrupted = False

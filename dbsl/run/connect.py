@@ -49,8 +49,8 @@ def connect(
     meets = not (alone or meets_at_server(config.sync))
     owners = {p + config.dedicated_server: w for p, w in enumerate(run.islands.owners)}
     control, island = None, Island()
-    if meets or (run.islands.several and not alone):
-        control, island = _meet(run, accelerator, owners, watches=meets)
+    if meets:
+        control, island = _meet(run, accelerator, owners)
     weights, server = FlatWeights(run.model), None
     if rank == SERVER_RANK and config.sync != "step":
         server = _server(run, weights, accelerator.device if alone or meets else CPU, merge, alone)
@@ -77,25 +77,24 @@ def connect(
         common |= {"gathers": merge is not None, "served": config.dedicated_server}
         cluster = BarrierCluster(weights, server, **common)
     else:
-        cluster = through_server(weights, server, timeout_s=timeout_s, owners=owners, **common)
+        cluster = through_server(weights, server, timeout_s=timeout_s, **common)
     if isinstance(stepper, DistributedSteps):
         cluster.finish_round = stepper.finish_round
     return cluster, stepper
 
 
 def _meet(
-    run: Run, accelerator: Accelerator, owners: Mapping[int, int], *, watches: bool
+    run: Run, accelerator: Accelerator, owners: Mapping[int, int]
 ) -> tuple[ControlGroup | None, Island]:
     """Return what all processes agree on, and this one's place in its worker (a collective).
 
-    Not by a device mesh: workers may be of unlike sizes, and a dedicated server is of none. Only
-    where they meet at a barrier do all agree, and each `watches` the others.
+    Not by a device mesh: workers may be of unlike sizes, and a dedicated server is of none.
     """
     config, timeout_s = run.config, run.config.worker_timeout
     if not run.islands.several:
         return ControlGroup(timeout_s, Heartbeats(timeout_s)), Island()
-    heartbeats = Heartbeats(timeout_s, owners) if watches else None
-    together = ControlGroup(timeout_s, heartbeats) if watches else None
+    heartbeats = Heartbeats(timeout_s, owners)
+    together = ControlGroup(timeout_s, heartbeats)
     islands = [[rank for rank in owners if owners[rank] == w] for w in range(config.workers)]
     timeout = group_timeout(timeout_s, cpu=accelerator.device.type == "cpu")
     inside, _ = dist.new_subgroups_by_enumeration(islands, timeout=timeout)

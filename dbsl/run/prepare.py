@@ -319,14 +319,13 @@ def settle_islands(config: ConfigT, processes: int, nodes: Sequence[int]) -> Con
     numbers = "worker_processes must be numbers in one process"
     added = f"worker_processes must add up to the {total} processes{less}"
     number = f"workers must equal those of worker_processes ({workers})"
-    joint = "sync must not be step with worker_processes, as it joins all processes in each step"
     one = " with several processes a worker"
     refuse(
         [
             (alone and given == "node", numbers, given),
             (not alone and unlike, added, given),
             (config.workers not in (None, workers), number, config.workers),
-            (several and config.sync == "step", joint, "step"),
+            (several and config.sync != "bsp", f"sync must be bsp{one}", config.sync),
             (several and config.push == "gradients", f"push must be weights{one}", config.push),
             *(
                 (several and getattr(config, n) == "auto", f"{n} must not be auto{one}", "auto")

@@ -155,7 +155,7 @@ def _options(draw, sync: str, known: dict[str, Any]) -> dict[str, Any]:
         "seed": draw(st.integers(0, 99)),
     }
     sizes = st.lists(st.integers(1, 3), min_size=workers, max_size=workers)
-    if not joint and draw(st.booleans()):
+    if sync == "bsp" and not joint and draw(st.booleans()):
         options["worker_processes"] = tuple(draw(sizes))
     return options
 

@@ -12,7 +12,6 @@ from dbsl.checkpoint.disk import Found, MissingShardError
 from dbsl.checkpoint.resume import Saved, make_handover, with_lost_workers
 from dbsl.cluster.server import Server
 from dbsl.plan.follow import Planner
-from dbsl.plan.islands import Islands
 from dbsl.plan.ledger import Ledger, Members, TurnSampler
 from dbsl.plan.solve import PlanRules, plan_dual_batch, plan_steps
 from dbsl.plan.types import RoundReport, Segment, TimeModel
@@ -66,28 +65,10 @@ def test_a_round_that_is_trained_again_counts_no_time_of_the_first_time(
 
     monkeypatch.setattr(Found, "shard", shard)
     found = Found(tmp_path, tmp_path, Bag(processes=2))
-    run = Bag(rounds=2, planner=Bag(members=Members(2)), islands=Islands((1, 1)))
+    run = Bag(rounds=2, planner=Bag(members=Members(2)))
     first = saved_as(state_of([1, 1]), Config(sync="asp", workers=2))
     state = resume._own_shard(found, first, 1, run)
     assert (state["cluster"]["clock"], state["progress"], state["timer"]) == (1, None, {})
-
-
-@pytest.mark.parametrize(("steps", "whose", "left"), [(2, 2, 2), (1, 1, None), (None, 1, None)])
-def test_processes_of_a_worker_go_on_after_the_same_step_or_begin_again_from_the_firsts_state(
-    tmp_path, monkeypatch, steps, whose, left
-):
-    def shard(found, rank, *, tensors=True):
-        if (rank, steps) == (2, None):
-            raise MissingShardError("no shard")
-        taken = {"steps": steps if rank == 2 else 2}
-        return {"cluster": {"clock": 1, "left": None}, "progress": taken, "own": rank}
-
-    monkeypatch.setattr(Found, "shard", shard)
-    found = Found(tmp_path, tmp_path, Bag(processes=3))
-    run = Bag(rounds=2, planner=Bag(members=Members(2)), islands=Islands((1, 2)))
-    first = saved_as(state_of([1, 1]), Config(sync="asp", workers=2))
-    state = resume._own_shard(found, first, 2, run)
-    assert (state["own"], (state["progress"] or {}).get("steps")) == (whose, left)
 
 
 def test_other_workers_go_on_from_shards_each_of_which_is_read_once(tmp_path, monkeypatch):

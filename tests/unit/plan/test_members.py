@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from dbsl.cluster.cluster import Island
 from dbsl.cluster.serving import ServedCluster
 from dbsl.cluster.wire import encode
 from dbsl.extras.emulate import Emulation
@@ -111,5 +110,5 @@ def test_a_served_worker_asks_for_the_plan_of_an_epoch_that_a_loss_may_change(le
     now = Segment(run.planner.ledger.current[8], left=left)
     cluster = ServedCluster.__new__(ServedCluster)
     cluster._link = SimpleNamespace(ask=lambda kind: (kind, 0, 0, encode(now)))
-    cluster._waited_s, cluster._island = 0.0, Island()
+    cluster._waited_s = 0.0
     assert cluster.segment(Turn((1,), 0, 0)) == now
