@@ -11,7 +11,8 @@ process all workers live in it (a simulated cluster); with several, each process
 
 `open_session` loads the data, plans every worker's batches, and builds the model, the optimizers
 and the cluster. Then workers take rounds. A round is a worker's pass over its share of an epoch, or
-a part of that (`--rounds-per-epoch`; `--push-every` steps). What it does depends on how they meet:
+a part of that (`--rounds-per-epoch`; 4 steps with `--push gradients:4`). What it does depends on
+how they meet:
 
     setting            in a round, a worker          what is merged, and when
     --sync bsp         pulls, takes steps, pushes    weights: a weighted mean, once all have pushed

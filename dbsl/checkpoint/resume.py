@@ -44,6 +44,7 @@ from dbsl.config.settings import (
     RunConfig,
     meets_at_server,
     parse_wire,
+    steps_of_push,
     takes_joint_steps,
     without_rates,
     workers_of,
@@ -266,7 +267,7 @@ def _same_global_batch(
     config: RunConfig, before: Mapping[str, Any], found: Found, now: int
 ) -> dict[str, Any]:
     """Return what keeps the global batch of joint steps, unless it or its parts are given."""
-    joint = before["sync"] == "step" or before["push"] == "gradients"
+    joint = before["sync"] == "step" or before["push"] != "weights"
     by_hand = config.local_batch_sizes
     parts = by_hand is not None and len(by_hand) == now
     given = config.global_batch_size is not None or parts
@@ -466,7 +467,7 @@ class Saved:
         self.state, self.settings, self.samples = state, settings, samples
         self.ledger = Ledger({}, lambda epoch: run.stage_at(epoch).resolution)
         self.ledger.load_state_dict(state["planner"])
-        self.joint, self.pushes = settings["sync"] == "step", settings["push"] == "gradients"
+        self.joint, self.pushes = settings["sync"] == "step", settings["push"] != "weights"
         # When a change may be made that is refused inside an epoch.
         self.advice = "resume a checkpoint of an epoch's end"
         if meets_at_server(settings["sync"]):
@@ -479,7 +480,7 @@ class Saved:
             return self.settings["rounds_per_epoch"]
         plan = next(iter(self.ledger.current.values()))
         steps = max(worker.steps for worker in plan.workers)  # a lost worker has none
-        return -(-steps // self.settings["push_every"])
+        return -(-steps // steps_of_push(self.settings["push"]))
 
     @property
     def members(self) -> Members:
@@ -574,7 +575,7 @@ def _joint_handover(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Ha
 
 
 def _optimizer_of_all(state: Mapping[str, Any] | None, run: Run) -> dict[str, Any]:
-    if run.config.push == "gradients":
+    if run.config.push != "weights":
         return {"server_optimizer": state}
     return {"optimizers": {w: state for w in range(run.config.workers) if state}}
 
@@ -613,8 +614,8 @@ def _check_whole_steps(
         why = " with push gradients until all have pushed the same batches, and those that a lost "
         why += "worker has left out are over"
         raise must_stay(name, *pairs.get(name, ("as they are", "others")), why)
-    if inside_epoch and config.push_every != before["push_every"]:
-        raise must_stay("push_every", before["push_every"], config.push_every, " inside an epoch")
+    if inside_epoch and config.push != before["push"]:
+        raise must_stay("push", before["push"], config.push, " inside an epoch")
 
 
 def check_epochs_under_way(

@@ -171,9 +171,14 @@ class Excludes(Needs):
 
 
 def is_on(config: Any, name: str, among: tuple[Any, ...] | None = None) -> bool:
-    """Whether a setting has one of these values; None: any but its default, 0, false and empty."""
+    """Whether a setting has one of these values; None: any but its default, 0, false and empty.
+
+    A value may have more behind a colon, as gradients:4 has.
+    """
     value = getattr(config, name, None)
-    return value in among if among else bool(value) and value != getattr(type(config), name)
+    if among:
+        return (value.partition(":")[0] if isinstance(value, str) else value) in among
+    return bool(value) and value != getattr(type(config), name)
 
 
 # Sources that are no settings: how many processes there are, on which nodes, whether all workers

@@ -191,14 +191,13 @@ class TrainingConfig(ImageConfig):
     # run at most --staleness rounds ahead (ssp), nobody waits (asp), or gradients are averaged at
     # every step (step). ssp and asp survive the death of a process that was launched on its own
     sync: Annotated[Sync, Role.MEETING] = "bsp"
-    # what workers send: their weights, or gradients for an optimizer at the server
+    # what workers send: their weights, or gradients for an optimizer at the server, which
+    # gradients:4 sums over 4 steps before each push
     push: Annotated[
-        Literal["weights", "gradients"],
+        str,
         Role.MEETING,
         Excludes(sync="step", why=", which averages gradients itself"),
     ] = "weights"
-    # steps whose gradients are summed in one push, with --push gradients
-    push_every: Annotated[Count, Role.MEETING, Needs(push="gradients")] = 1
     # format of what workers send. --sync bsp takes bf16, int8, int4 or int2. --sync step takes
     # bf16, fp16 or powersgd:RANK[:STEPS], PowerSGD of that rank after STEPS steps in float32
     wire: str = "float32"
@@ -221,7 +220,7 @@ class TrainingConfig(ImageConfig):
     outer_momentum: Annotated[BelowOne, Needs(merge="delta", new=True)] = 0.9
     # pushes per worker and epoch
     rounds_per_epoch: Annotated[
-        Count, Role.MEETING | Role.ROUND, Excludes(push="gradients", why=" (see push_every)")
+        Count, Role.MEETING | Role.ROUND, Excludes(push="gradients", why=" (see push)")
     ] = 1
     # rank 0 serves and evaluates but does not train
     dedicated_server: Annotated[
@@ -345,6 +344,7 @@ class RunConfig(MachineConfig, TrainingConfig):
     )
 
     def __post_init__(self) -> None:
+        steps_of_push(self.push)  # before others are held against it
         check_fields(self)
         parse_interval(self.checkpoint_every)
         if self.resolutions is not None:
@@ -433,12 +433,19 @@ def parse_wire(value: str, taken: Sequence[str] = _ALL_WIRES, where: str = "") -
 
 def wire_of(config: RunConfig) -> Wire:
     """Return what a run's workers send, or refuse what they cannot."""
-    if config.push == "gradients":
+    if config.push != "weights":
         return parse_wire(config.wire, ("float32",), " with push gradients")
     if meets_at_server(config.sync):
         return parse_wire(config.wire, ("float32",), f" with sync {config.sync}")
     taken = _JOINT_WIRES if config.sync == "step" else ROUND_WIRES
     return parse_wire(config.wire, taken, f" with sync {config.sync}")
+
+
+def steps_of_push(push: str) -> int:
+    """Return the steps whose gradients ``gradients:4`` sums in one push; of ``weights`` 0."""
+    found = re.fullmatch(r"weights|gradients(?::([1-9]\d{0,8}))?", push)
+    refuse([(not found, "push must be weights, gradients or gradients:STEPS", push)])
+    return 0 if push == "weights" else int(found[1] or 1)
 
 
 def workers_of(config: RunConfig, processes: int) -> int | None:
@@ -450,7 +457,7 @@ def workers_of(config: RunConfig, processes: int) -> int | None:
 
 def takes_joint_steps(config: RunConfig) -> bool:
     """Whether all workers share one global batch a step, instead of rounds of their own."""
-    return config.sync == "step" or config.push == "gradients"
+    return config.sync == "step" or config.push != "weights"
 
 
 def meets_at_server(sync: Sync) -> bool:

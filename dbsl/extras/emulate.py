@@ -133,7 +133,7 @@ class Emulation(Machine):
             )
         size = message_bytes(config.wire, *times.numbers)
         if config.sync == "bsp":
-            at_server = config.push == "gradients"
+            at_server = config.push != "weights"
             return link.barrier_s(size, config.workers, at_server=at_server)
         at_server = worker == 0 and not config.dedicated_server
         return 0.0 if at_server else 2 * link.message_s(size)  # a push and a pull

@@ -100,7 +100,7 @@ def _on_wire(run: Run) -> list[str]:
         return []
     sent, whole = (_sent_bytes(run, one) for one in (wire, FLOAT32))
     after = f", after {plural(wire.steps, 'step')} in float32" if wire.steps else ""
-    pushed = "a push is" if run.config.push == "gradients" else "a round's weights are"
+    pushed = "a push is" if run.config.push != "weights" else "a round's weights are"
     what = "a joint step's gradients are" if joint else pushed
     return [f"{what} {sent / 1e6:.3g} MB as sent (float32: {whole / 1e6:.3g} MB){after}"]
 
@@ -226,7 +226,7 @@ def refusal(report: RoundReport, config: RunConfig, precision: str, weights: Seq
     if not of_loss:
         number = report.fault - BAD_WEIGHTS - 1
         name = "a weight on its way to rank 0" if number < 0 else weights[number]
-        gradient = "the gradient of " if config.push == "gradients" else ""
+        gradient = "the gradient of " if config.push != "weights" else ""
         what = f"{gradient}{name} is not finite, though its loss is"
     return (
         f"warning: round {report.round + 1} of epoch {report.epoch + 1} of {whose} is refused: "

@@ -236,7 +236,7 @@ class RunLog:
             precision = str(self._session.accelerator.mixed_precision)
             self._say(lines.refusal(report, self._config, precision, names_of(self._run.model)))
         report = replace(report, lines=())
-        if self._config.push != "gradients":  # else by epoch and worker, at its end
+        if self._config.push == "weights":  # else by epoch and worker, at its end
             clock = rows.given_values({"virtual_time_s": virtual_time_s})
             self.write("round", rows.round_row(report) | clock)
         self._rounds[report.epoch].append(report)
@@ -312,7 +312,7 @@ class RunLog:
         config, resolution = self._config, self._run.stage_at(epoch).resolution
         place = {"epoch": epoch, "resolution": resolution}
         # A worker's pushes of an epoch are one round: its last report, with their sums.
-        for worker, values in workers.items() if config.push == "gradients" else ():
+        for worker, values in workers.items() if config.push != "weights" else ():
             last = next(report for report in reversed(reports) if report.worker == worker)
             names = {**asdict(last), **last.figures}
             own = {name: value for name, value in values.items() if name in names}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dbsl.config.settings import RunConfig
+from dbsl.config.settings import RunConfig, steps_of_push
 from dbsl.plan.machines import bounded_split
 from dbsl.plan.sampler import EpochSampler, Order, Step, StepSampler
 from dbsl.plan.types import Plan, Ranges, Segment, Turn, plan_from_plain
@@ -95,8 +95,8 @@ class TurnSampler:
             blocks=self.blocks,
         )
         count = sampler.steps_per_epoch
-        if config.push == "gradients":
-            first, last = (config.push_every * r for r in (turn.round, turn.round + 1))
+        if every := steps_of_push(config.push):
+            first, last = (every * r for r in (turn.round, turn.round + 1))
         else:
             first, last = (count * r // self.rounds for r in (turn.round, turn.round + 1))
         return sampler.steps(turn.workers, turn.epoch, first, min(last, count), sizes)

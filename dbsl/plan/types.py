@@ -162,7 +162,7 @@ class StepLine(NamedTuple):
     loss: float  # mean over the samples since the line before
     learning_rate: float
     # Norm of the mean gradient of the step's batch; with sync step of the global batch; with
-    # push_every above 1 of the mean over all batches summed since the last push.
+    # gradients:STEPS of the mean over all batches summed since the last push.
     gradient_norm: float
     images_per_s: float  # since the line before, time between the worker's rounds left out
     memory_gib: float  # see `dbsl.profile.memory.memory_in_use`

@@ -61,7 +61,7 @@ def connect(
         "planner": run.planner,
         "epochs": config.epochs,
         "workers": workers,
-        "outgoing": stepper.vector if config.push == "gradients" else None,
+        "outgoing": stepper.vector if config.push != "weights" else None,
         "control": control,
         "island": island,
         "wire": config.wire,
@@ -112,7 +112,7 @@ def _server(
     config, members = run.config, run.planner.members
     staleness = {"bsp": 0, "ssp": config.staleness, "asp": None}[config.sync]
     common = {"staleness": staleness, "observe": run.planner.observe}
-    if config.push == "gradients":
+    if config.push != "weights":
         common["build_clip"] = partial(make_clip, bound=config.clip_grad)
         return GradientServer(run.model, device, run.build_optimizer, members, **common)
     rule, together = choose_rule(config, weights, merge), config.sync == "bsp"
@@ -132,7 +132,7 @@ def _stepper(
     config, model = run.config, run.model
     # Simulated machines are as slow as they are meant to be in simulated time.
     timer = ComputeTimer(accelerator.device, run.machine if one_of_several() else None)
-    if config.push == "gradients":
+    if config.push != "weights":
         return PushedGradients(model, weights, timer)
     joint, wire = config.sync == "step", wire_of(config)
     optimizers = {

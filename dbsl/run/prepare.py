@@ -28,6 +28,7 @@ from dbsl.config.image_settings import ImageConfig
 from dbsl.config.settings import (
     NO_SIDE,
     RunConfig,
+    steps_of_push,
     takes_joint_steps,
     wire_of,
     workers_of,
@@ -326,7 +327,7 @@ def settle_islands(config: ConfigT, processes: int, nodes: Sequence[int]) -> Con
             (not alone and unlike, added, given),
             (config.workers not in (None, workers), number, config.workers),
             (several and config.sync != "bsp", f"sync must be bsp{one}", config.sync),
-            (several and config.push == "gradients", f"push must be weights{one}", config.push),
+            (several and config.push != "weights", f"push must be weights{one}", config.push),
             *(
                 (several and getattr(config, n) == "auto", f"{n} must not be auto{one}", "auto")
                 for n in ("large_batch_size", "micro_batch_size")
@@ -486,7 +487,7 @@ def plan_run(
 def _rounds_of_epoch(plans: Mapping[int, Plan], config: RunConfig) -> int:
     """Return the rounds of an epoch: as configured, or a round for each push of gradients."""
     steps = {p.workers[0].steps for p in plans.values() if p.global_batch_size is not None}
-    pushes, rounds = config.push == "gradients", config.rounds_per_epoch
+    pushes, rounds = steps_of_push(config.push), config.rounds_per_epoch
     fewest, sizes = min(steps, default=rounds), (str(p.global_batch_size) for p in plans.values())
     most = f"rounds_per_epoch must be at most the {fewest} joint steps of an epoch"
     unlike = "global_batch_size must be one for all resolutions with push gradients"
@@ -496,7 +497,7 @@ def _rounds_of_epoch(plans: Mapping[int, Plan], config: RunConfig) -> int:
             (pushes and len(steps) > 1, unlike, ", ".join(sizes)),
         ]
     )
-    return -(-fewest // config.push_every) if pushes else rounds
+    return -(-fewest // pushes) if pushes else rounds
 
 
 def _make_mixing(config: RunConfig, data: TrainingData) -> Mixing | None:

@@ -174,7 +174,7 @@ def make_profiler(
     """Return the profiler of this process's workers, for the step that they will take."""
     setup = replace(
         Setup.of(_profiled_name(config, model, data), model, data.num_classes, accelerator),
-        optimizer=NO_OPTIMIZER if config.push == "gradients" else config.optimizer,
+        optimizer=NO_OPTIMIZER if config.push != "weights" else config.optimizer,
         momentum=config.momentum > 0,
         weight_decay=config.weight_decay > 0,
         compile=config.compile,

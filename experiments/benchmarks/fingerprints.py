@@ -46,7 +46,7 @@ CASES = {
     "asp balance": f"{ROUNDS} --sync asp --balance dynamic --slowdown 3:3.0",
     "step": f"{JOINT} --sync step --drop-last",
     "step balance": f"{JOINT} --sync step --balance dynamic --slowdown 3:3.0",
-    "gradients": f"{JOINT} --push gradients --push-every 2",
+    "gradients": f"{JOINT} --push gradients:2",
     "gradients asp, slowed": f"{JOINT} --push gradients --sync asp --slowdown 1:2.0",
     "delta": f"{ROUNDS} --merge delta --ema-decay 0.6 --mixup 0.4 --cutmix 1.0",
     "paper augmentation": f"{ROUNDS} --augment paper --label-smoothing 0.1 --eval-train",

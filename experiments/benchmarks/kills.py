@@ -85,7 +85,7 @@ def all_modes() -> dict[str, Mode]:
                 for sync in syncs:
                     name = f"{sync}, balance {balance}, rounds {rounds}"
                     add(processes, name, "--sync", sync, *shares, *how)
-                    joint = ("--sync", sync, "--push", "gradients", "--push-every", rounds)
+                    joint = ("--sync", sync, "--push", f"gradients:{rounds}")
                     name = f"{sync}, push gradients of {rounds}, balance {balance}"
                     add(processes, name, *joint, "--local-batch-sizes", parts, *how)
                 joint = ("--sync", "step", "--local-batch-sizes", parts, *every)

@@ -53,7 +53,7 @@ MODES = {
     "bsp": {**ROUNDS, "small_workers": 1, "ema_decay": 0.5, "eval_train": True},
     "asp": {**ROUNDS, "sync": "asp", "seed": 2**63 - 1, "time_noise": 0.1, "slowdown": ("3:2.5",)},
     "step": {"sync": "step", "local_batch_sizes": (3, 5, 8, 4), "balance": "dynamic"},
-    "gradients": {"push": "gradients", "local_batch_sizes": (3, 5, 8, 4), "push_every": 2},
+    "gradients": {"push": "gradients:2", "local_batch_sizes": (3, 5, 8, 4)},
 }
 
 

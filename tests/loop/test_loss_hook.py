@@ -32,7 +32,7 @@ MODES = {
     "asp": {**ROUNDS, "sync": "asp"},
     "ssp": {**ROUNDS, "sync": "ssp"},
     "step": {"sync": "step", "local_batch_sizes": (2, 3, 2, 4)},
-    "gradients": {"push": "gradients", "local_batch_sizes": (2, 3, 2, 4), "push_every": 2},
+    "gradients": {"push": "gradients:2", "local_batch_sizes": (2, 3, 2, 4)},
     "micro": {**ROUNDS, "micro_batch_size": (2,)},
 }
 
@@ -135,7 +135,7 @@ IN_RANKS = {
     "bsp": {"large_batch_size": (6,), "rounds_per_epoch": 2},
     "step": {"sync": "step", **TWO},
     "asp": {"sync": "asp", "large_batch_size": (6,)},
-    "gradients": {"push": "gradients", **TWO, "push_every": 2},
+    "gradients": {"push": "gradients:2", **TWO},
     "served": {"large_batch_size": (6,), "dedicated_server": True},
 }
 

@@ -55,10 +55,10 @@ MODES = {
         **{"balance": "dynamic", "slowdown": ("0:3.0",), "time_noise": 0.5, "link_gbps": 1.0},
         **{"rounds_per_epoch": 2, "epochs": 5},
     },
-    "gradients": {**JOINT, "push": "gradients", "push_every": 2},
+    "gradients": {**JOINT, "push": "gradients:2"},
     "delta": {**ROUNDS, "merge": "delta", "ema_decay": 0.6, "mixup": 0.4, "cutmix": 1.0},
     "gradients-asp": {**JOINT, "push": "gradients", "sync": "asp"},
-    "micro": {**JOINT, "push": "gradients", "push_every": 2, "micro_batch_size": (2, 4)},
+    "micro": {**JOINT, "push": "gradients:2", "micro_batch_size": (2, 4)},
 }
 run = partial(helpers.run, **SETTINGS)
 
@@ -471,7 +471,6 @@ def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, mode, workers)
 BY_STEP = {**JOINT, "small_workers": None, "rounds_per_epoch": 1}
 WIDER = {"local_batch_sizes": None, "global_batch_size": 24}
 BY_ROUND = {"sync": "bsp", "push": "weights", "local_batch_sizes": None, **ROUNDS}
-NO_PUSHES = {"push": "weights", "push_every": 1}
 # What plans are made from, or how workers meet: what is refused inside an epoch, and how.
 CHANGES = {
     ("bsp", "large_batch_size"): ({"large_batch_size": (5,)}, None),
@@ -490,8 +489,8 @@ CHANGES = {
     ("step", "bsp of three"): ({**BY_ROUND, "workers": 3}, "sync must stay step"),
     ("step", "gradients"): ({"sync": "bsp", "push": "gradients"}, "sync must stay step"),
     ("gradients", "global_batch_size"): (WIDER, "global_batch_size at 16 px must stay 16"),
-    ("gradients", "bsp"): ({**BY_ROUND, **NO_PUSHES}, "push must stay gradients"),
-    ("gradients", "step"): ({"sync": "step", **NO_PUSHES}, "sync must stay bsp"),
+    ("gradients", "bsp"): (BY_ROUND, "push must stay gradients"),
+    ("gradients", "step"): ({"sync": "step", "push": "weights"}, "sync must stay bsp"),
     ("balance", "none"): ({"balance": "none"}, None),
     ("balance", "dbs"): ({"balance": "dbs"}, None),
     ("asp", "small_workers"): ({"small_workers": 0}, None),
@@ -561,7 +560,7 @@ def test_a_run_trains_by_what_was_changed_and_takes_each_sample_once(
 def test_joint_steps_go_on_with_the_weights_that_the_server_had(left, tmp_path, mode, capsys):
     folder = shutil.copytree(left(mode, False), tmp_path / "run")
     before = load_file(folder / "model.safetensors")
-    settings = {**MODES[mode], "train_samples": 90, **BY_STEP, "sync": "step", **NO_PUSHES}
+    settings = {**MODES[mode], "train_samples": 90, **BY_STEP, "sync": "step", "push": "weights"}
     run(folder, **settings, lr=1e-9, resume=str(folder), allow_config_change=True)
     after = load_file(folder / "model.safetensors")
     trained = [name for name in before if not re.search("running|num_batches", name)]

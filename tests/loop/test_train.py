@@ -404,7 +404,7 @@ REFUSED = [
     (["--lr-schedule", "cosine", "--lr-gamma", "0.1"], "lr_gamma must be 0.2 except with lr_sch"),
     (["--balance", "dbs", "--compile"], "compile must be false with balance"),
     (["--sync", "step"], "small_workers must be unset with sync step or push gra"),
-    (["--push-every", "2"], "push_every must be 1 except with push gradients, got 2"),
+    (["--push", "gradients:0"], "push must be weights, gradients or gradients:STEPS, got grad"),
     (["--slowdown", "7:2"], "slowdown must name a worker in [0, 3], got 7"),
     (["--disturb", "2:4-20"], "disturb must have a probability in [0, 1]"),
     (["--mixed-precision", "fp16"], "mixed_precision must be no or bf16 on a CPU"),

@@ -67,7 +67,7 @@ class Case:
     @property
     def joint(self) -> bool:
         """Whether workers take joint steps."""
-        return self.options["sync"] == "step" or self.options["push"] == "gradients"
+        return self.options["sync"] == "step" or self.options["push"] != "weights"
 
     @property
     def blocks(self) -> Blocks | None:
@@ -147,7 +147,7 @@ def _options(draw, sync: str, known: dict[str, Any]) -> dict[str, Any]:
     options = {
         "sync": sync,
         "balance_every": every,
-        "push_every": draw(st.integers(1, 3)) if push == "gradients" else 1,
+        "push": f"gradients:{draw(st.integers(1, 3))}" if push == "gradients" else push,
         "drop_last": joint and draw(st.booleans()),
         "small_workers": 0 if joint else draw(st.integers(0, workers // 2)),
         "staleness": draw(st.integers(0, 3)),

@@ -229,6 +229,6 @@ class _Player:
         played.twice = int((counts > 1).sum())
         if first := self._untouched:
             played.whole = counts.sum(1)[first:].tolist() == of_epoch[first:]
-        if run.config.push == "gradients":
+        if run.config.push != "weights":
             played.pushed = float(self._cluster.server.snapshot()[0])  # the rest is padding
         return played

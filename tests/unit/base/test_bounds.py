@@ -20,7 +20,7 @@ BOUNDS = {
     "small_batch_size staleness warmup_epochs min_lr log_every keep_checkpoints max_bad_rounds "
     "time_noise link_ms",
     ("at least 1", "0"): "train_samples eval_samples workers large_batch_size "
-    "local_batch_sizes global_batch_size micro_batch_size min_batch_size balance_every push_every "
+    "local_batch_sizes global_batch_size micro_batch_size min_batch_size balance_every "
     "rounds_per_epoch eval_batch_size eval_every shuffle_block",
     ("above 0", "0"): "clip_grad outer_lr lr lr_gamma max_minutes cache_gib",
     ("above 1", "1"): "time_ratio",
@@ -57,7 +57,7 @@ def test_every_bound_of_a_setting_is_held_and_named_with_the_value(bound, beyond
 def test_every_setting_with_bounds_is_among_those_and_every_choice_is_held():
     assert {name for name, _ in markers(Config, Within)} == {*" ".join(BOUNDS.values()).split()}
     choices = {n: hint for n, hint in get_type_hints(Config).items() if "Literal[" in str(hint)}
-    assert len(choices) == 16
+    assert len(choices) == 15
     for name, hint in choices.items():
         must = f"--{name.replace('_', '-')} must be {fields.described(hint)[0]}, got 'nonsense'"
         with pytest.raises(SettingError, match=f"^{re.escape(must)}$"):

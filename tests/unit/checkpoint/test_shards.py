@@ -135,7 +135,7 @@ def test_epochs_under_way_are_those_that_a_worker_may_have_begun(
 def test_an_epoch_whose_plan_is_decided_is_under_way_and_pushes_are_its_rounds():
     state = state_of([3, 3], plan_steps(45, [5, 5], [FAST] * 2))  # five steps an epoch
     state["planner"]["segments"] = {2: []}
-    saved = saved_as(state, Config(epochs=3, push="gradients", push_every=2))
+    saved = saved_as(state, Config(epochs=3, push="gradients:2"))
     assert list(saved.under_way(at_epoch_end=True)) == [1, 2]
 
 
@@ -181,11 +181,13 @@ SIX_STEPS = plan_steps(60, np.array([5, 5]), [FAST] * 2)
 @pytest.mark.parametrize(("clock", "expected"), [(3, 2), (6, 4), (4, None)])
 def test_pushes_of_more_batches_begin_where_an_epoch_does(clock, expected):
     """There are three pushes, and then two."""
-    config = Config(workers=2, push="gradients", push_every=3)
+    config = Config(workers=2, push="gradients:3")
     run = run_of(config, rounds=2, plans={8: SIX_STEPS})
-    saved = saved_as(state_of([clock] * 2, SIX_STEPS, optimizer={}), config, run, push_every=2)
+    saved = saved_as(
+        state_of([clock] * 2, SIX_STEPS, optimizer={}), config, run, push="gradients:2"
+    )
     if expected is None:
-        with pytest.raises(ValueError, match="push_every must stay 2 inside an epoch, got 3"):
+        with pytest.raises(ValueError, match="push must stay gradients:2 inside an epoch, got"):
             make_handover(saved, {}, run)
     else:
         assert make_handover(saved, {}, run).clock == expected

@@ -94,7 +94,7 @@ MODES = {
     "ssp": {"sync": "ssp"},
     "asp": {"sync": "asp", "slowdown": ("0:1.5",)},
     "step": {"sync": "step"},
-    "gradients": {"push": "gradients", "push_every": 100},
+    "gradients": {"push": "gradients:100"},
 }
 
 

@@ -27,7 +27,6 @@ PLACES = (
     (LINK, "link_ms"),
     (TWO | {"balance": "dynamic"}, "balance_every"),
     (TWO | {"merge": "delta"}, "outer_lr outer_momentum"),
-    (TWO | {"push": "gradients"}, "push_every"),
     (TWO | {"sync": "ssp"}, "staleness"),
     ({"cache_gib": 1.0}, "shuffle_block"),
     ({"lr_schedule": "cosine"}, "min_lr"),
