@@ -76,7 +76,7 @@ class LowRank:
     """
 
     def __init__(self, wire: Wire) -> None:
-        self.wire, self._group = wire, dist.group.WORLD if dist.is_initialized() else _Alone()
+        self.wire = wire
         self._trained: list[bool] = []
         self.reset()
 
@@ -85,7 +85,7 @@ class LowRank:
         # torch asks for two of them, after which DDP's buckets are in order: here they are already.
         how = {"start_powerSGD_iter": 2, "orthogonalization_epsilon": _EPSILON}
         how["min_compression_rate"] = _LEAST_SAVING
-        self.state = PowerSGDState(self._group, self.wire.rank, **how)
+        self.state = PowerSGDState(dist.group.WORLD, self.wire.rank, **how)
         self.state.start_powerSGD_iter = self.wire.steps
 
     def begin(self, trained: list[bool]) -> None:
@@ -97,8 +97,8 @@ class LowRank:
     def __call__(self, flat: Tensor, gradients: Sequence[Tensor]) -> torch.futures.Future[Tensor]:
         """Sum and average what `flat` holds over processes, in place.
 
-        `gradients` are its tensors, in the same order in one process and in several: by it the
-        first factors are drawn.
+        `gradients` are its tensors, in the order of the model's parameters: by it the first factors
+        are drawn.
         """
         for factors in self.state.q_memory_dict.values():
             other = torch.arange(len(factors), device=flat.device).sin() * _NEAR_ZERO
@@ -122,18 +122,6 @@ class LowRank:
         for name in _KEPT:
             kept = {number: t.to(device, copy=True) for number, t in state[name].items()}
             getattr(self.state, name).update(kept)
-
-
-class _Alone(dist.ProcessGroup):
-    """A process group of this process, whose sums are what they are given; torch knows no other."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 1)
-
-    def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
-        future = torch.futures.Future()
-        future.set_result(tensors)
-        return SimpleNamespace(get_future=lambda: future)
 
 
 # --- rounds

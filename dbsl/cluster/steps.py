@@ -174,7 +174,6 @@ class Stepper:
         self._first = {worker: first_state(own) for worker, own in optimizers.items()}
         self.vector = torch.zeros_like(weights.vector) if joint else None
         self._dtype = DTYPES.get(wire.name)
-        self.low_rank = LowRank(wire)
 
     def begin(self, turn: Turn, *, anew: bool = True) -> None:
         """Note which epoch it is, for emulated slowness; not `anew`: inside a resumed round."""
@@ -183,7 +182,6 @@ class Stepper:
             begin_thawed(optimizer)
         if self.vector is not None:
             self._places = self._weights.attach_gradients(self.vector)  # of what is trained now
-        self.low_rank.begin([p.requires_grad for p in self.model.parameters()])
 
     @contextmanager
     def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
@@ -210,7 +208,8 @@ class Stepper:
         self._put_in_place(torch.Tensor.zero_)
         if self._together:
             self._end_passes()
-            self._compress(step)
+            if self._dtype is not None:
+                self.vector.copy_(self.vector.to(self._dtype))
         self.on_gradients(1.0)
         workers = tuple(part.worker for part in step.parts)
         optimizer = self.optimizers[workers[0]]
@@ -239,8 +238,7 @@ class Stepper:
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizers' state, and what else lasts from step to step inside a round."""
         optimizers = {worker: own.state_dict() for worker, own in self.optimizers.items()}
-        kept = self.low_rank.state_dict()
-        return {"optimizers": optimizers, "weight": self._weight, "low_rank": kept}
+        return {"optimizers": optimizers, "weight": self._weight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned; workers that are not in it have nothing yet."""
@@ -248,19 +246,14 @@ class Stepper:
             if worker in self.optimizers:
                 load_optimizer(self.optimizers[worker], saved)
         self._weight = state["weight"]
-        self.low_rank.load_state_dict(state["low_rank"], self._buffers.device)
+
+    def drop_remainders(self) -> None:
+        """Keep nothing of gradients that were not sent."""
 
     def forget(self, worker: int) -> None:
         """Clear a worker's optimizer state."""
         if worker in self.optimizers:
             begin_again(self.optimizers[worker], self._first[worker])
-
-    def _compress(self, step: Step) -> None:
-        if self.low_rank.wire.rank and not step.odd:
-            gradients = [place for p, place in self._places if p.requires_grad]
-            self.low_rank(self.vector, gradients).wait()
-        elif self._dtype is not None:
-            self.vector.copy_(self.vector.to(self._dtype))
 
 
 # Weights that are compared between processes, and how far they may be apart, of the largest: unlike
@@ -302,11 +295,14 @@ class DistributedSteps(Stepper):
         self._reduce = hooks.get(wire.name, allreduce_hook)
         self._world_size = dist.get_world_size(group)
         self._weight = 1 / self._world_size  # this worker's, in an average
+        self._low_rank = LowRank(wire) if wire.rank else None
         self._wrap()
 
     def begin(self, turn: Turn, *, anew: bool = True) -> None:
         """Wrap the model again where other parameters are trained than in the round before."""
         super().begin(turn, anew=anew)
+        if self._low_rank is not None:
+            self._low_rank.begin([p.requires_grad for p in self._raw.parameters()])
         if anew:  # it may have taken over another process's state
             self._weight = 1 / self._world_size
         if self._trained != [p.requires_grad for p in self._raw.parameters()]:
@@ -334,6 +330,19 @@ class DistributedSteps(Stepper):
             self._sum_gradients()
             self.average_buffers()
         super().step(step, learning_rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        kept = self._low_rank and self._low_rank.state_dict()
+        return super().state_dict() | {"low_rank": kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._low_rank is not None and state.get("low_rank"):
+            self._low_rank.load_state_dict(state["low_rank"], self._buffers.device)
+
+    def drop_remainders(self) -> None:
+        if self._low_rank is not None:
+            self._low_rank.reset()
 
     def finish_round(self) -> None:
         """Average running statistics, and hold processes to the same weights."""
@@ -375,7 +384,7 @@ class DistributedSteps(Stepper):
         # PowerSGD's three sums follow each other in callbacks. NCCL's run at once, in the order of
         # buckets, since its futures are complete when a sum is in the stream. Those of gloo run
         # when a sum is over: sums of two buckets would meet, and the processes abort.
-        one = {"bucket_cap_mb": _ONE_BUCKET_MB} if self.low_rank.wire.rank else {}
+        one = {"bucket_cap_mb": _ONE_BUCKET_MB} if self._low_rank is not None else {}
         with weights.kept():  # DDP would share rank 0's statistics, and each has its own
             self.model = DistributedDataParallel(
                 self._raw,
@@ -400,10 +409,10 @@ class DistributedSteps(Stepper):
         if self._warm:
             # After the last only waiting for the others follows.
             self.timer.mark(last=bucket.is_last())
-        if self._warm and self.low_rank.wire.rank:
+        if self._warm and self._low_rank is not None:
             found = dict(zip(map(id, bucket.parameters()), bucket.gradients(), strict=True))
             trained = (id(p) for p in self._raw.parameters() if p.requires_grad)
-            return self.low_rank(bucket.buffer(), [found[own] for own in trained])
+            return self._low_rank(bucket.buffer(), [found[own] for own in trained])
         return self._reduce(self._group, bucket)
 
     @torch.no_grad()

@@ -23,7 +23,7 @@ from dbsl.base.seeds import generator
 from dbsl.cluster.formats import joint_messages, message_bytes
 from dbsl.config.fields import Needs, Within, refuse
 from dbsl.config.hooks import Extra, Machine
-from dbsl.config.settings import FLOAT32, RunConfig, wire_of
+from dbsl.config.settings import RunConfig, wire_of
 from dbsl.run.training import SimulatedTimes
 
 _COUNT, _NUMBER = r"(\d{1,9})", r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|inf)"
@@ -123,14 +123,8 @@ class Emulation(Machine):
         if link is None:
             return 0.0
         if config.sync == "step":
-            wire = wire_of(config)
-            # As if rounds before had as many steps.
-            first = min(max(wire.steps - (epoch * times.run.rounds + round_) * steps, 0), steps)
-            return sum(
-                count * link.all_reduce_s(size, config.workers)
-                for count, one in ((first, FLOAT32), (steps - first, wire))
-                for size in joint_messages(one, times.shapes)
-            )
+            (size,) = joint_messages(wire_of(config), times.shapes)
+            return steps * link.all_reduce_s(size, config.workers)
         size = message_bytes(config.wire, *times.numbers)
         if config.sync == "bsp":
             at_server = config.push != "weights"

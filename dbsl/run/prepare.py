@@ -363,12 +363,14 @@ def count_workers(config: ConfigT, processes: int) -> ConfigT:
     most = f"small_workers must be at most the workers ({total})"
     sent = "wire must be float32 with one worker, which sends nothing"
     wired = config.wire != "float32"
+    real = "wire must not be powersgd with simulated workers: it needs real processes"
     refuse(
         [
             (other, number, config.workers),
             (alone and config.dedicated_server, served, processes),
             (small_workers > total, most, small_workers),
             (alone and total == 1 and wired, sent, config.wire),
+            (alone and wire_of(config).rank, real, config.wire),
         ]
     )
     return replace(config, workers=total, small_workers=small_workers)

@@ -173,7 +173,7 @@ class Session(Generic[ConfigT]):
         cluster.weights.check_views()
         if cluster.push(work.reports()):  # refused: the next pull brings good weights
             work.forget()
-            stepper.low_rank.reset()  # it may not be finite
+            stepper.drop_remainders()  # they may not be finite
         progress.load({}, self.accelerator.device)
 
     @contextmanager

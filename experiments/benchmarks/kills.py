@@ -92,7 +92,8 @@ def all_modes() -> dict[str, Mode]:
                 add(processes, f"step, balance {balance}, rounds {rounds}", *joint, *how)
         for wire in ("bf16", "int8", "int2"):
             add(processes, f"bsp, {wire}", *shares, "--wire", wire)
-        add(processes, "step, powersgd", *joint, "--wire", "powersgd:2:3")
+        if not simulated:
+            add(processes, "step, powersgd", *joint, "--wire", "powersgd:2:3")
     for name, text in OTHERS.items():
         flags = ("--large-batch-size", "5", "--small-workers", "1", "--rounds-per-epoch", "2")
         add(1, name, *flags, *shlex.split(text))

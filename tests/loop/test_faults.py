@@ -68,19 +68,6 @@ def test_one_bad_round_among_good_ones_is_told_at_once_and_does_not_stop_the_run
     assert not any(line.startswith("epoch 1/") for line in lines[: told[0]])
 
 
-def test_what_powersgd_kept_of_a_refused_round_does_not_spoil_the_next(tmp_path):
-    poison = iter([float("nan")] * 2)
-
-    def bad(saver, round_over):
-        for kept in (state := saver._stepper.low_rank.state).error_dict, state.q_memory_dict:
-            kept[0] *= next(poison, 1.0)
-
-    with each_step(bad):
-        run(tmp_path / "run", **{**MODES["powersgd"], **SHORT, "wire": "powersgd:2"})
-    assert summary_of(tmp_path / "run")["refused_rounds"] == 1
-    assert np.isfinite(summary_of(tmp_path / "run")["final_loss"])
-
-
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_ones(
     tmp_path, monkeypatch, capsys
 ):

@@ -49,7 +49,6 @@ MODES = {
     "int4": {**ROUNDS, "wire": "int4", "merge": "delta"},
     "balance": {**ROUNDS, "balance": "dynamic", "slowdown": ("3:3.0",)},
     "step": {**JOINT, "sync": "step"},
-    "powersgd": {**JOINT, "sync": "step", "wire": "powersgd:2:3"},
     "link": {
         **{**ONE_SIDE, "sync": "step", "global_batch_size": 18, "train_samples": 90, "workers": 3},
         **{"balance": "dynamic", "slowdown": ("0:3.0",), "time_noise": 0.5, "link_gbps": 1.0},
@@ -128,7 +127,7 @@ def misaligned(monkeypatch):
 
 
 SAVED = {"epochs-float32": (1, "no"), "in-rounds-bf16": ("0.0001m", "bf16")}
-AT_STEP = {"step": 7, "powersgd": 7, "link": 19, "gradients": 20, "gradients-asp": 20}
+AT_STEP = {"step": 7, "link": 19, "gradients": 20, "gradients-asp": 20}
 AT_STEP |= {"ssp": 45, "asp": 60}
 
 
@@ -138,7 +137,7 @@ AT_STEP |= {"ssp": 45, "asp": 60}
     short(
         [(mode, saved) for mode in MODES for saved in SAVED],
         *(("balance", "epochs-float32"), ("gradients", "in-rounds-bf16")),
-        *((mode, "in-rounds-bf16") for mode in ("powersgd", "int4")),
+        ("int4", "in-rounds-bf16"),
     ),
 )
 def test_killed_and_resumed_is_the_unbroken_run(tmp_path, unbroken, mode, saved):

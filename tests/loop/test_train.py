@@ -389,7 +389,7 @@ REFUSED = [
     ([*STEP, "--wire", "int3"], f"wire must be float32, bf16, fp16 or {LOW} with sync step, got"),
     ([*STEP, "--wire", "int4"], f"wire must be float32, bf16, fp16 or {LOW} with sync step, got"),
     ([*STEP, "--wire", "powersgd:0"], "wire must be powersgd with a rank of at least 1, got pow"),
-    ([*STEP, "--wire", "powersgd:64"], "wire must be powersgd with a rank of at most 45: above"),
+    ([*STEP, "--wire", "powersgd:4"], "wire must not be powersgd with simulated workers: it ne"),
     ([*STEP, "--wire", "powersgd:4", "--mixed-precision", "fp16"], "mixed_precision must not be"),
     ([*ALONE, "--wire", "bf16"], "wire must be float32 with one worker, which sends nothing"),
     (["--wire", "powersgd:4"], "wire must be float32, bf16, int8, int4 or int2 with sync bsp"),

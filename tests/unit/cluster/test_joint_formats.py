@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
@@ -13,6 +14,14 @@ from dbsl.cluster.formats import LowRank, check_rank, joint_messages, trained_sh
 from dbsl.config.settings import FLOAT32, Wire, parse_wire
 
 ROWS, COLUMNS, REST = 24, 40, 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    """Have a group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def make_gradients():
@@ -50,7 +59,6 @@ def test_what_was_applied_and_what_is_left_is_what_was_given(rank, steps):
     assert not left[-REST:].any()  # a vector goes as it is
     flat, gradients = make_gradients()
     assert torch.linalg.matrix_rank(low_rank(flat, gradients).wait()[:-REST].view(ROWS, -1)) == rank
-    assert not torch.distributed.is_initialized()
 
 
 def test_the_first_steps_go_as_they_are():
@@ -79,6 +87,13 @@ def test_a_layer_without_a_gradient_at_first_is_trained_once_it_has_one(rank):
     given, applied = sums(low_rank, lambda step: noise(0) * (step >= 3), steps=100)
     assert applied.isfinite().all()
     assert (applied - given).norm() < 0.3 * given.norm()
+
+
+def test_nothing_of_a_step_that_was_not_finite_is_left_once_it_is_reset():
+    low_rank = LowRank(Wire("powersgd", 2))
+    sums(low_rank, lambda step: noise(step) * float("nan"), steps=2)
+    low_rank.reset()
+    assert sums(low_rank, noise)[1].isfinite().all()
 
 
 def test_another_layer_frozen_is_a_beginning_without_remainders_and_the_same_is_not():
@@ -119,14 +134,13 @@ class Scalar(nn.Module):
 
 @pytest.mark.parametrize("rank", [1, 2, 4, 16, 60])
 def test_bytes_are_those_that_the_hook_sends(monkeypatch, rank):
-    sent = []
-    allreduce = formats._Alone.allreduce
+    sent, all_reduce = [], dist.all_reduce
 
-    def counted(group, tensors, options):
-        sent.append(tensors[0].nbytes)
-        return allreduce(group, tensors, options)
+    def counted(tensor, **how):
+        sent.append(tensor.nbytes)
+        return all_reduce(tensor, **how)
 
-    monkeypatch.setattr(formats._Alone, "allreduce", counted)
+    monkeypatch.setattr(dist, "all_reduce", counted)
     shapes = trained_shapes(Scalar())
     assert list(map(tuple, shapes)) == SHAPES
     wire = Wire("powersgd", rank)

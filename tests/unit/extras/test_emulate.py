@@ -3,10 +3,7 @@ import pytest
 from safetensors.torch import load_file
 
 from dbsl.base.errors import SettingError
-from dbsl.cluster.formats import joint_messages
-from dbsl.config.settings import FLOAT32, Wire
 from dbsl.extras.emulate import EmulatedLink, Emulation, parse_disturb, parse_slowdown
-from dbsl.model import load_model
 from tests.helpers import rows, run, short
 
 GB = 1e9 / 8  # bytes a second of 1 Gbit/s
@@ -86,7 +83,6 @@ def outcome(folder):
 
 
 MODES = [{"rounds_per_epoch": 2, "large_batch_size": (10,)}, {"sync": "asp"}, {"sync": "step"}]
-MODES += [{"sync": "step", "wire": "powersgd:2:3"}]
 RARE = [{"merge": "delta"}, {"push": "gradients"}, {"sync": "ssp"}]
 
 
@@ -106,11 +102,3 @@ def test_a_link_takes_virtual_time_that_counts_as_waiting_and_no_weights_change(
         numbers = sum(t.numel() for t in state if t.is_floating_point())
         cost_s = EmulatedLink(0.01, 1.0).barrier_s(4 * numbers, 2, at_server=False)
         assert link_s - free_s == pytest.approx(2 * 2 * cost_s, rel=1e-6)
-    if "wire" in mode:  # three steps in float32, in one sum, and the others in three
-        steps = sum(row["steps"] for row in rows(tmp_path / "link", "round")) // 2
-        model = load_model(tmp_path / "link")
-        shapes = [p.shape for p in model.parameters()]
-        first, low = (joint_messages(wire, shapes) for wire in (FLOAT32, Wire("powersgd", 2)))
-        messages = 3 * [first] + (steps - 3) * [low]
-        cost_s = sum(EmulatedLink(0.01, 1.0).all_reduce_s(size, 2) for m in messages for size in m)
-        assert link_s - free_s == pytest.approx(cost_s, rel=1e-6)
