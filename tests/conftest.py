@@ -91,7 +91,6 @@ def quick_runs():
 
         patches.setattr(dbsl.data.dataset, "open_labelled", opened)
         patches.setattr("dbsl.open.read_code", cache(read_code))
-        patches.setattr("dbsl.checkpoint.checkpointer.lower_priority", lambda: None)
         patches.setattr("dbsl.log.log.commit_of", lambda script: "")
         yield
 

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -57,12 +57,6 @@ def check_installed() -> None:
 
 datasets, huggingface_hub = lazy_import("datasets"), lazy_import("huggingface_hub")
 dist = lazy_import("torch.distributed")
-
-
-def lower_priority() -> None:
-    """Have this thread give way to the others, on Linux; elsewhere it would be the process."""
-    with suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def local_processes() -> int:

@@ -1,14 +1,13 @@
 """Keeps a run from being lost: what is saved, when, and where a resumed run goes on.
 
-State is copied to host memory after an optimizer step or at an epoch's end. A thread writes it
-while training goes on: every process its own shard, and rank 0 the manifest once all are there.
+State is copied to host memory after an optimizer step or at an epoch's end, and written at once:
+every process writes its own shard, and rank 0 the manifest once all are there.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
@@ -23,7 +22,6 @@ from torch import Tensor
 
 from dbsl.base.errors import BadRoundsError, RunStopped, SaveError, SettingError, steadier
 from dbsl.base.files import describe, link_or_copy, sync_file
-from dbsl.base.machine import lower_priority
 from dbsl.checkpoint.disk import (
     MODEL_FILE,
     CheckpointError,
@@ -36,7 +34,7 @@ from dbsl.checkpoint.disk import (
     write_shard,
 )
 from dbsl.checkpoint.resume import Resumed
-from dbsl.cluster.alive import SAVED_S, WRITER
+from dbsl.cluster.alive import SAVING
 from dbsl.cluster.wire import SERVER_RANK
 from dbsl.config.settings import CHECKPOINTS, parse_interval
 from dbsl.model import BEST, FINAL, copy_model_state, save_model
@@ -68,7 +66,7 @@ def _wait_for(paths: Iterable[Path]) -> None:
 
 
 class Writer:
-    """Writes one checkpoint at a time; `last_good` names the last one that is whole."""
+    """Writes checkpoints; `last_good` names the last one that is whole."""
 
     def __init__(self, session: Session, last_good: str | None) -> None:
         self._session, self.last_good = session, last_good
@@ -77,45 +75,6 @@ class Writer:
         self._control = session.cluster.control
         # Whether this process writes in its own time, and nobody waits for its shard.
         self.late = self._control is None and self._rank != SERVER_RANK
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether a checkpoint is being written."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def start(self, copy: Copy) -> None:
-        """Begin to write."""
-        target, best = self._folder / copy.name, self._session.folder / _BEST_FILE
-        if self._rank == SERVER_RANK and best.exists():
-            try:  # now: a later epoch may replace the best weights before all is written
-                link_or_copy(best, target / _BEST_FILE)
-            except OSError as error:
-                self._failed(target, error)
-                return
-        self._thread = threading.Thread(target=self.write, args=(copy,), name=WRITER)
-        self._thread.start()
-
-    def wait(self, patience_s: float | None = None) -> None:
-        """Wait until nothing is being written; `SaveError` if it could not be.
-
-        A process that fails has `patience_s`, and says nothing of that.
-        """
-        if self._thread is not None:
-            self._thread.join(patience_s)
-        if patience_s is None:
-            self.raise_failure()
-
-    def raise_failure(self) -> None:
-        """Raise `SaveError` if a checkpoint could not be written."""
-        if self._failure is None:
-            return
-        error, self._failure = self._failure, None
-        reason = getattr(error, "strerror", None) or str(error)
-        raise SaveError(
-            f"a checkpoint could not be written to {self._session.folder} ({reason}); {self.good()}"
-        ) from error
 
     def good(self) -> str:
         """Return in words which checkpoint there is."""
@@ -124,40 +83,63 @@ class Writer:
         return f"the last good checkpoint is {self._folder / self.last_good}"
 
     def write(self, copy: Copy) -> None:
-        """Write this process's shard and, on rank 0, what makes it a checkpoint."""
-        target, began, made = self._folder / copy.name, time.perf_counter(), False
-        lower_priority()  # training goes first
-        try:
-            target.mkdir(parents=True, exist_ok=True)
-            made = True
-            files = write_shard(target, self._rank, *copy.packed, late=self.late)
-            if copy.model is not None:
-                data, resolution = self._run.data, self._run.config.resolutions[-1]
-                save_model(self._run.model, target, resolution, data, state=copy.model)
-            for path in (target / name for name in (MODEL_FILE, "config.json", _BEST_FILE)):
-                if self._rank == SERVER_RANK and path.exists():  # your own model has no config.json
-                    files[path.name] = describe(path)
+        """Write this process's shard and, on rank 0, what makes it a checkpoint (a collective).
+
+        `SaveError`, in all processes that wait for each other, if it could not be written in any.
+        """
+        target, files, error = self._folder / copy.name, {}, None
+        with SAVING:
+            try:
+                files = self._write_own(target, copy)
+            except Exception as reason:
+                error = reason
             if self._control is not None:  # what every process has written, once all have
-                written = map(json.loads, self._control.gather_saved(json.dumps(files)))
-                files = {name: about for own in written for name, about in own.items()}
+                text = json.dumps([files, str(error and _reason(error))])
+                written = list(map(json.loads, self._control.gather_texts(text)))
+                files = {name: about for own, _ in written for name, about in own.items()}
+                others = next((said for _, said in written if said != "None"), None)
+                error = error or (others and OSError(others))
+            if error is None and self._rank == SERVER_RANK:
+                try:
+                    _wait_for(target / name for name in files)
+                    sync_file(self._session.folder / "metrics.jsonl")  # as long as the shard says
+                    write_manifest(target, replace(copy.manifest, files=files))
+                except Exception as reason:
+                    error = reason
+        if error is not None:
             if self._rank == SERVER_RANK:
-                _wait_for(target / name for name in files)
-                seconds = copy.manifest.seconds | {"write": time.perf_counter() - began}
-                sync_file(self._session.folder / "metrics.jsonl")  # as long as the shard says
-                write_manifest(target, replace(copy.manifest, files=files, seconds=seconds))
-        except Exception as error:
-            pruned = made and self.late and not target.exists()  # newer ones are complete
-            if not pruned:
-                self._failed(target, error)
-            return
+                remove(target)
+            raise SaveError(
+                f"a checkpoint could not be written to {self._session.folder} "
+                f"({_reason(error)}); {self.good()}"
+            ) from error
         self.last_good = copy.name  # it is whole: whatever fails from here on, it stays
         if self._rank == SERVER_RANK:
             prune(self._session.folder, max(1, self._run.config.keep_checkpoints))
 
-    def _failed(self, target: Path, error: Exception) -> None:
-        self._failure = error
-        if self._rank == SERVER_RANK:
-            remove(target)
+    def _write_own(self, target: Path, copy: Copy) -> dict[str, dict[str, Any]]:
+        """Write this process's files; return what the manifest says of them."""
+        target.mkdir(parents=True, exist_ok=True)
+        try:
+            files = write_shard(target, self._rank, *copy.packed, late=self.late)
+        except OSError:
+            if self.late and not target.exists():  # pruned: newer ones are complete
+                return {}
+            raise
+        if self._rank != SERVER_RANK:
+            return files
+        if copy.model is not None:
+            data, resolution = self._run.data, self._run.config.resolutions[-1]
+            save_model(self._run.model, target, resolution, data, state=copy.model)
+        if (best := self._session.folder / _BEST_FILE).exists():
+            link_or_copy(best, target / _BEST_FILE)
+        paths = (target / name for name in (MODEL_FILE, "config.json", _BEST_FILE))
+        # Your own model has no config.json.
+        return files | {path.name: describe(path) for path in paths if path.exists()}
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 class Checkpointer:
@@ -192,9 +174,8 @@ class Checkpointer:
         self._cluster.idle = partial(self.after_step, round_over=True)  # it takes no steps
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopping.on_signal = lambda: None
-        self._writer.wait(None if kind is None else SAVED_S)
 
     def restore_random_state(self) -> None:
         """Bring the random state back, if a resumed run was stopped inside this round."""
@@ -232,7 +213,7 @@ class Checkpointer:
             self._save(end=end)
 
     def finish(self) -> None:
-        """Have the last checkpoint whole: all of this process's turns are over.
+        """Have the last checkpoint: all of this process's turns are over.
 
         Where workers leave by themselves, rank 0 saves when the last has, and they do not hear of
         it, unless the run was finished before its last epoch.
@@ -247,12 +228,10 @@ class Checkpointer:
                 )
             self._finish_early()
         if late and self._keep:
-            self._writer.wait()
             if self._cluster.finished_early:
                 self._sequence, epoch = self._cluster.announce(0, -1)
                 epochs = epoch + 1
             self._writer.write(self._copy(f"epoch-{epochs:04d}", with_model=False))
-        self._writer.wait()
 
     def clean_up(self) -> None:
         """Remove the checkpoints of a run that is finished which are not to be kept."""
@@ -275,10 +254,8 @@ class Checkpointer:
         self._cluster.finish()
 
     def _check(self) -> None:
-        self._writer.raise_failure()
         most = self._run.config.max_bad_rounds
         if self._cluster.refused > most:
-            self._writer.wait()
             config, precision = self._run.config, str(self._accelerator.mixed_precision)
             remedy = steadier(config.lr, config.optimizer, precision, finite_loss=True)
             raise BadRoundsError(
@@ -290,12 +267,10 @@ class Checkpointer:
         if self._stopping.reason:
             return Action.STOP
         due = self._minutes and time.monotonic() - self._saved_at >= 60 * self._minutes
-        # Rank 0's clock counts. The last save may still be under way.
-        wanted = due and not self._writer.busy and self._rank == SERVER_RANK
+        wanted = due and self._rank == SERVER_RANK  # whose clock counts
         return Action.SAVE if wanted or self._cluster.announced > self._sequence else Action.GO_ON
 
     def _save(self, *, end: EpochEnd | None = None, stop: bool = False) -> None:
-        self._writer.wait()
         sequence, epoch = self._sequence + 1, end.epoch if end else -1
         self._saved_epoch = max(self._saved_epoch, epoch)
         if stop:
@@ -304,13 +279,12 @@ class Checkpointer:
             sequence, epoch = self._cluster.announce(sequence, epoch)
         self._sequence = sequence
         name = f"save-{sequence:06d}" if epoch < 0 else f"epoch-{epoch + 1:04d}"
-        self._writer.start(self._copy(name, with_model=end is not None))
+        self._writer.write(self._copy(name, with_model=end is not None))
         self._saved_at = time.monotonic()
 
     def _stop(self) -> None:
         why = self._stopping.reason or "another process was asked to stop"
         self._save(stop=True)
-        self._writer.wait()
         folder = self._session.folder
         raise RunStopped(
             f"stopped ({why}) and saved as {folder / CHECKPOINTS / self._writer.last_good}; "
@@ -318,7 +292,7 @@ class Checkpointer:
         )
 
     def _copy(self, name: str, *, with_model: bool) -> Copy:
-        began, session, log = time.perf_counter(), self._session, self._session.log
+        session, log = self._session, self._session.log
         progress = self._progress if self._progress.steps else None
         scaler, weights = self._accelerator.scaler, self._cluster.weights
         vector = weights.vector if progress or self._cluster.holds_weights else None
@@ -358,7 +332,6 @@ class Checkpointer:
             samples=len(data.train),
             held_out=getattr(data, "held_out", ""),
             files={},
-            seconds={"copy": time.perf_counter() - began},
         )
         return Copy(name, manifest, packed, model)
 

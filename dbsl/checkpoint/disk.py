@@ -144,8 +144,6 @@ class Manifest:
         default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
     )
     versions: dict[str, str] = field(default_factory=versions)
-    # Seconds of rank 0 for the copy, which holds training up, and for writing.
-    seconds: dict[str, float] = field(default_factory=dict)
     format: int = FORMAT
 
 

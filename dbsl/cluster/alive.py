@@ -36,7 +36,7 @@ _TOLD_S = NOTICED_S + 4 * _BEAT_S
 _END_S = 3.2  # that the main thread has to end the process itself
 _ASK_EVERY_S = 1.0  # that processes tell each other whether to stop or to save
 _MEETING = 10**9  # exchanges of all processes are counted in these, those inside a worker in ones
-WRITER, SAVED_S = "checkpoint", 20.0  # the thread that saves, which a process that fails waits for
+SAVED_S, SAVING = 20.0, threading.Lock()  # a process that is to end first saves what it was saving
 _LAST = "!"  # begins the last beat
 _LOST = "lost: "
 
@@ -286,9 +286,8 @@ def end_later(found: str, leaves: threading.Event, *, saves: bool = False) -> No
     """
 
     def end() -> None:
-        for thread in threading.enumerate() if saves else ():
-            if thread.name == WRITER:  # its shard may be all that a checkpoint lacks
-                thread.join(SAVED_S)
+        if saves:  # its shard may be all that a checkpoint lacks
+            SAVING.acquire(timeout=SAVED_S)
         if not leaves.is_set():
             print(f"error: {found}", file=sys.stderr, flush=True)
             os._exit(2)
@@ -327,7 +326,7 @@ class ControlGroup:
         if islands:
             self._group, _ = dist.new_subgroups_by_enumeration(islands, **how)
         else:
-            self._group, self._writers = dist.new_group(**how), dist.new_group(**how)
+            self._group = dist.new_group(**how)
         self._steps, self._ask_at, self._asked_s = 0, 1, time.monotonic()
 
     def agree(self, action: Action) -> Action:
@@ -353,8 +352,7 @@ class ControlGroup:
 
     def gather_reports(self, report: RoundReport | None) -> list[RoundReport]:
         """Return all processes' reports, by rank, of those that have one (a collective)."""
-        self.enter()
-        texts = wire.gather_texts("" if report is None else wire.encode(report), self._group)
+        texts = self.gather_texts("" if report is None else wire.encode(report))
         return [wire.read_report(text) for text in texts if text]
 
     def share(self, text: str) -> str:
@@ -371,6 +369,7 @@ class ControlGroup:
         elif self._group.rank() == peer:
             self._group.send([word], 0, 0).wait()
 
-    def gather_saved(self, text: str) -> list[str]:
-        """Return the texts of all processes (a collective of their writer threads)."""
-        return wire.gather_texts(text, self._writers)
+    def gather_texts(self, text: str) -> list[str]:
+        """Return the texts of all processes, by rank (a collective)."""
+        self.enter()
+        return wire.gather_texts(text, self._group)

@@ -155,12 +155,12 @@ def test_ranks_that_leave_one_after_the_other_are_not_mourned_and_hear_of_no_lat
 
 
 def test_a_process_that_saves_in_its_own_time_ends_when_that_is_done(monkeypatch):
-    ended, saving = threading.Event(), threading.Event()
+    ended, saving = threading.Event(), threading.Lock()
     monkeypatch.setattr(dbsl.cluster.alive, "_END_S", 0.0)
     monkeypatch.setattr(os, "_exit", lambda status: ended.set())
-    writer = threading.Thread(target=saving.wait, args=(10,), name=dbsl.cluster.alive.WRITER)
-    writer.start()
+    monkeypatch.setattr(dbsl.cluster.alive, "SAVING", saving)
+    saving.acquire()
     end_later("rank 1 was lost", threading.Event(), saves=True)
     assert not ended.wait(0.2)
-    saving.set()
+    saving.release()
     assert ended.wait(10)
