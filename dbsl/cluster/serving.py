@@ -23,11 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsl.base.errors import (
-    NothingLeft,
-    SyncError,
-    is_lost_peer,
-)
+from dbsl.base.errors import NothingLeft, SyncError, is_lost_peer
 from dbsl.cluster.alive import Pulse, end_later
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.server import Server
@@ -54,11 +50,7 @@ _STOP_PATIENCE_S = 20.0  # launchers kill what has not ended 30 s after they ask
 
 
 def through_server(
-    weights: FlatWeights,
-    server: Server | None,
-    *,
-    timeout_s: float,
-    **common: Any,
+    weights: FlatWeights, server: Server | None, *, timeout_s: float, **common: Any
 ) -> Cluster:
     """Return this process's side of stale synchronous or asynchronous rounds (a collective).
 

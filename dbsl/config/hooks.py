@@ -48,9 +48,7 @@ class Machine:
         """Return the factor on one simulated round's time, besides `factor`."""
         return 1.0
 
-    def exchange_s(
-        self, times: SimulatedTimes, steps: int, worker: int, epoch: int, round_: int
-    ) -> float:
+    def exchange_s(self, times: SimulatedTimes, steps: int, worker: int) -> float:
         """Return the seconds that a simulated worker's round of so many steps is on the network."""
         return 0.0
 

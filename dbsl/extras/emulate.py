@@ -112,9 +112,7 @@ class Emulation(Machine):
         stream = generator(self.seed, "time noise", worker, epoch, round_)
         return math.exp(sigma * stream.standard_normal() - sigma**2 / 2)
 
-    def exchange_s(
-        self, times: SimulatedTimes, steps: int, worker: int, epoch: int, round_: int
-    ) -> float:
+    def exchange_s(self, times: SimulatedTimes, steps: int, worker: int) -> float:
         """Return the seconds that a simulated worker's round takes on its links.
 
         The server is with worker 0, unless it has a process of its own.

@@ -24,7 +24,7 @@ class Members:
         self.rounds = rounds  # per epoch
         self.clocks = [0] * workers  # rounds that each has pushed, lost workers included
         self.active = set(range(workers))  # those that are there
-        self.newcomers: set[int] = set()  # have joined, and have not begun a round
+        self.newcomers: set[int] = set()  # are back after a loss, and have not begun a round
         self.inside: set[int] = set()  # have begun a round, and not pushed it
 
     @property
@@ -53,7 +53,7 @@ class Members:
         self.inside.discard(worker)
 
     def join(self, worker: int, clock: int) -> None:
-        """Go on with one more worker, which has so many rounds behind it as any other or more."""
+        """Go on with a lost worker, which begins with as many rounds behind it as any, or more."""
         self.clocks[worker] = clock
         self.active.add(worker)
         self.newcomers.add(worker)

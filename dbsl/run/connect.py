@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -33,9 +33,7 @@ _CALLS = 3
 
 
 def connect(
-    run: Run,
-    accelerator: Accelerator,
-    merge: MergeRule | None = None,
+    run: Run, accelerator: Accelerator, merge: MergeRule | None = None
 ) -> tuple[Cluster, Stepper]:
     """Build this process's cluster (how weights move) and stepper (what a step is).
 
@@ -47,10 +45,7 @@ def connect(
     own = rank - config.dedicated_server
     workers = tuple(range(config.workers) if alone else run.islands.owners[own : own + 1])
     meets = not (alone or meets_at_server(config.sync))
-    owners = {p + config.dedicated_server: w for p, w in enumerate(run.islands.owners)}
-    control, island = None, Island()
-    if meets:
-        control, island = _meet(run, accelerator, owners)
+    control, island = _meet(run, accelerator) if meets else (None, Island())
     weights, server = FlatWeights(run.model), None
     if rank == SERVER_RANK and config.sync != "step":
         server = _server(run, weights, accelerator.device if alone or meets else CPU, merge, alone)
@@ -83,9 +78,7 @@ def connect(
     return cluster, stepper
 
 
-def _meet(
-    run: Run, accelerator: Accelerator, owners: Mapping[int, int]
-) -> tuple[ControlGroup | None, Island]:
+def _meet(run: Run, accelerator: Accelerator) -> tuple[ControlGroup, Island]:
     """Return what all processes agree on, and this one's place in its worker (a collective).
 
     Not by a device mesh: workers may be of unlike sizes, and a dedicated server is of none.
@@ -93,6 +86,7 @@ def _meet(
     config, timeout_s = run.config, run.config.worker_timeout
     if not run.islands.several:
         return ControlGroup(timeout_s, Heartbeats(timeout_s)), Island()
+    owners = {p + config.dedicated_server: w for p, w in enumerate(run.islands.owners)}
     heartbeats = Heartbeats(timeout_s, owners)
     together = ControlGroup(timeout_s, heartbeats)
     islands = [[rank for rank in owners if owners[rank] == w] for w in range(config.workers)]

@@ -172,4 +172,4 @@ class SimulatedTimes:
             seconds = sum(float(models.time(own, np.sign(own)).max()) for own in parts)
         seconds *= machine.factor(worker, epoch)
         seconds *= machine.noise_factor(worker, epoch, round_)
-        return seconds, machine.exchange_s(self, len(steps), worker, epoch, round_)
+        return seconds, machine.exchange_s(self, len(steps), worker)
