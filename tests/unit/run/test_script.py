@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from dbsl.run import folder as run_folder
 from dbsl.run.folder import RunFolder, commit_of, read_code, script_of
 
 MAIN = SimpleNamespace(is_main_process=True)
@@ -39,12 +38,6 @@ def test_code_is_the_script_what_it_imports_and_dbsl_but_nothing_that_is_install
     assert {"losses.py", "dbsl/__init__.py"} <= {*found.sums}
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    monkeypatch.setattr(run_folder, "share_text", lambda text, accelerator: text)
-
-
-@pytest.mark.usefixtures("alone")
 def test_a_resume_by_another_script_names_it_and_keeps_that_of_before(script, tmp_path, capsys):
     path = tmp_path / "run"
     for number, text in enumerate(("one", "one", "two", "three")):
