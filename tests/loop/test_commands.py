@@ -102,8 +102,9 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py"])
     for name in ("configs", "examples", "experiments"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "folder").mkdir()
-    for file in ("photo.jpg", "folder/one.jpg"):
+    labelled = [f"path/to/others/{label}/one.png" for label in range(2)]
+    for file in ("photo.jpg", "folder/one.jpg", *labelled):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         Image.new("L", (8, 8), 99).save(tmp_path / file)
     return tmp_path
 
