@@ -49,10 +49,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_fields(arguments)
     slopes, floors = arguments.slope, arguments.floor
     floors = floors * len(slopes) if len(floors) == 1 else floors
-    for name, values in (("intercept", arguments.intercept), ("floor", floors)):
+    intercepts = arguments.intercept
+    intercepts = intercepts * len(slopes) if len(intercepts) == 1 else intercepts
+    for name, values in (("intercept", intercepts), ("floor", floors)):
         text = f"{name} must have as many values as slope ({len(slopes)})"
         refuse([(len(values) != len(slopes), text, len(values))])
-    models = [TimeModel(*x) for x in zip(slopes, arguments.intercept, floors, strict=True)]
+    models = [TimeModel(*x) for x in zip(slopes, intercepts, floors, strict=True)]
     plan = plan_dual_batch(
         arguments.samples,
         arguments.workers,
