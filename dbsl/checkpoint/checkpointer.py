@@ -94,11 +94,11 @@ class Writer:
             except Exception as reason:
                 error = reason
             if self._control is not None:  # what every process has written, once all have
-                text = json.dumps([files, str(error and _reason(error))])
+                text = json.dumps([files, _reason(error) if error else ""])
                 written = list(map(json.loads, self._control.gather_texts(text)))
                 files = {name: about for own, _ in written for name, about in own.items()}
-                others = next((said for _, said in written if said != "None"), None)
-                error = error or (others and OSError(others))
+                others = next((said for _, said in written if said), "")
+                error = error or (OSError(others) if others else None)
             if error is None and self._rank == SERVER_RANK:
                 try:
                     _wait_for(target / name for name in files)
@@ -139,7 +139,7 @@ class Writer:
 
 
 def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 class Checkpointer:

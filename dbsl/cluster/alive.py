@@ -286,8 +286,9 @@ def end_later(found: str, leaves: threading.Event, *, saves: bool = False) -> No
     """
 
     def end() -> None:
-        if saves:  # its shard may be all that a checkpoint lacks
-            SAVING.acquire(timeout=SAVED_S)
+        # Its shard may be all that a checkpoint lacks. The main thread may still save, too.
+        if saves and SAVING.acquire(timeout=SAVED_S):
+            SAVING.release()
         if not leaves.is_set():
             print(f"error: {found}", file=sys.stderr, flush=True)
             os._exit(2)

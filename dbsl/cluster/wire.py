@@ -166,10 +166,7 @@ EVER = timedelta(days=10_000)
 
 
 def isend(tensor: Tensor, pair: dist.ProcessGroup, tag: int = 0) -> dist.Work:
-    """Begin to send a tensor over a group of two.
-
-    Not by `dist.isend`, which does not know groups of processes that joined a running job.
-    """
+    """Begin to send a tensor over a group of two."""
     return pair.send([tensor], 1 - pair.rank(), tag)
 
 
