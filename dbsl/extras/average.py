@@ -68,10 +68,7 @@ class Average(Extra):
             self.vector.lerp_(weights, 1 - self.decay)
 
     def begin(self, session: Session) -> None:
-        self._device, images = session.cluster.weights.vector.device, session.run.data.train
-        if hasattr(images, "check_batches") and any(True for _ in batch_norms(session.run.model)):
-            together = session.shares_evaluation
-            images.check_batches(_batches(session.run, session.accelerator, together))
+        self._device = session.cluster.weights.vector.device
 
     def evaluated(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -44,7 +44,6 @@ _ROWS = 256  # decoded from a shard at a time, for the sake of memory
 _FORMAT = 1
 _SPARE = (64, 2048)  # bytes that a row, and a file, have in the cache besides the image
 
-Keep = Callable[[str, Callable[[Path], None]], Path]  # the file of a name, written unless there
 File = tuple[str, str]  # path or URL of a shard, and what tells that it has not changed
 
 
@@ -86,7 +85,7 @@ class ShardedSplit(ImageSplit):
     """
 
     shards: Shards  # all row groups of the split
-    folder: Path  # the cache
+    cache: GroupCache
 
     @cached_property
     def first_rows(self) -> np.ndarray:
@@ -135,11 +134,11 @@ class ShardedSplit(ImageSplit):
         """Return the place among `groups` of each sample's row group."""
         return np.searchsorted(self.begins, samples, side="right") - 1
 
-    def fetch(self, place: int, cache: GroupCache, holder: object = None) -> None:
-        """Hold the file of the place-th row group in the cache."""
+    def fetch(self, place: int) -> None:
+        """Have the file of the place-th row group in the cache."""
         group, weight = int(self.groups[place]), int(self.weights[place])
         write = partial(self.shards.write, group, self.rows_of(place))
-        cache.fetch(self.names[place], weight, write, self.shards.named(group), holder)
+        self.cache.fetch(self.names[place], weight, write, self.shards.named(group))
 
     def describe_bad(self, row: int, reason: str) -> str:
         """Return which image cannot be decoded, and why."""
@@ -150,23 +149,29 @@ class ShardedSplit(ImageSplit):
     def _values(self, samples: np.ndarray) -> list[Stored]:
         places, values = self.places_of(samples), [None] * len(samples)
         for place in np.unique(places):
-            with pa.memory_map(str(self.folder / self.names[place])) as file:
+            with self._file(int(place)) as file:
                 column = pa.ipc.open_file(file).read_all().column(0)
                 for number in np.flatnonzero(places == place):
                     values[number] = column[int(samples[number] - self.begins[place])].as_py()
                 del column  # it is a view of the file, which is closed here
         return values
 
+    def _file(self, place: int) -> pa.MemoryMappedFile:
+        while True:
+            try:
+                return pa.memory_map(str(self.cache.folder / self.names[place]))
+            except FileNotFoundError:  # others needed the room
+                self.fetch(place)
+
     def _check_path(self, path: str) -> None:
         """Refuse an image that lies elsewhere: what a shard names may be any file, or a URL."""
         raise SettingError("its bytes must be in the shard")
 
 
-def open_shards(config: ImageConfig, folder: Path, keep: Keep) -> Splits:
+def open_shards(config: ImageConfig, cache: GroupCache) -> Splits:
     """Return train, the evaluation split if one has labels, and the names of the classes.
 
-    The dataset is a folder of parquet files, one such file, a URL of either, or a hub id; `folder`
-    is where row groups are cached.
+    The dataset is a folder of parquet files, one such file, a URL of either, or a hub id.
     """
     dataset = config.dataset
     try:
@@ -192,7 +197,7 @@ def open_shards(config: ImageConfig, folder: Path, keep: Keep) -> Splits:
         if lacking:
             say_lacks(dataset, str(name), f"column {lacking[0]!r}")
             continue
-        shards[name], labels = _read_index(files[name], image_column, label_column, keep)
+        shards[name], labels = _read_index(cache, dataset, files[name], image_column, label_column)
         empty = not labels.num_rows
         refuse([(empty and name == train_name, f"{name} of dataset must have rows", dataset)])
         if empty:
@@ -203,7 +208,7 @@ def open_shards(config: ImageConfig, folder: Path, keep: Keep) -> Splits:
 
     def split(name: str, labels: np.ndarray) -> ShardedSplit:
         rows, of_split = np.arange(len(labels)), (image_column, dataset, name)
-        return ShardedSplit(None, rows, labels, *of_split, shards[name], folder)
+        return ShardedSplit(None, rows, labels, *of_split, shards[name], cache)
 
     return label_splits(dataset, tables, train_name, label_column, split)
 
@@ -240,14 +245,17 @@ def _find_files(dataset: str) -> dict[str, list[File]]:
 
 
 def _read_index(
-    files: Sequence[File], image_column: str, label_column: str, keep: Keep
+    cache: GroupCache, dataset: str, files: Sequence[File], image_column: str, label_column: str
 ) -> tuple[Shards, pa.Table]:
     """Return a split's row groups and a table of its labels; both are kept in one file."""
     key = json.dumps([_FORMAT, files, image_column, label_column])
     name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.arrow"
-    path = keep(name, lambda target: _write_index(files, image_column, label_column, target))
+    cache.knows(name)
+    write = partial(_write_index, files, image_column, label_column)
+    path = cache.fetch(name, 0, write, f"dataset {dataset!r}")
     with pa.OSFile(str(path)) as source:
         table = pa.ipc.open_file(source).read_all()
+    cache.let_go(name)
     groups = np.array(json.loads(table.schema.metadata[b"row groups"]), np.int64).reshape(-1, 4)
     groups = groups[groups[:, 2] > 0]
     return Shards(tuple(files), image_column, *groups.T), table.replace_schema_metadata(None)

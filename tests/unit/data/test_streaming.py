@@ -1,10 +1,8 @@
-import fcntl
 import gc
 import os
-import re
 import shutil
-import threading
-from contextlib import nullcontext, suppress
+import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import datasets
@@ -22,7 +20,7 @@ from PIL import Image
 from dbsl.base.errors import ReadError, SettingError
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
-from dbsl.extras.streaming import Prefetch, StreamSettings, _most_held, _uses
+from dbsl.extras.streaming import StreamSettings
 from dbsl.extras.streaming import groups as group_cache
 from dbsl.extras.streaming.groups import GroupCache
 from dbsl.extras.streaming.shards import Shards
@@ -245,49 +243,38 @@ def fail_often(monkeypatch, times):
     monkeypatch.setattr(Shards, "write", failing)
 
 
-def test_half_of_a_file_is_never_taken_for_whole(shards, cache):
-    data = load(shards)
-    name = data.train._split.names[3]
-    read_all(data.train, 16)
-    whole = (cache / name).read_bytes()
-    (cache / name).write_bytes(whole[: len(whole) // 2])
-    assert read_all(load(shards).train, 16)[0] == list(range(TRAIN))
-    assert (cache / name).read_bytes() == whole
+def test_what_a_killed_process_left_is_removed_and_a_file_that_is_being_written_is_not(tmp_path):
+    for name, age in (("a", 1000), ("b", 10)):
+        half = tmp_path / f"{name * 32}.arrow.500"
+        half.write_bytes(b"x" * 300)
+        os.utime(half, (time.time() - age,) * 2)
+    cache = GroupCache(tmp_path, 1000)
+    assert [file.name[0] for file in tmp_path.glob("*.arrow*")] == ["b"]
+    names = [f"{number:032x}.arrow" for number in range(2)]
+    for name in names:
+        cache.fetch(name, 400, lambda path: path.write_bytes(b"x" * 400), "it")
+        cache.let_go(name)
+    assert [file.name for file in tmp_path.glob("*.arrow")] == [names[1]]  # 500 bytes are taken
 
 
-def test_what_a_killed_process_left_is_used_or_removed(shards, cache):
-    load(shards)
-    half = cache / f"{'a' * 32}.arrow.1.500"
-    half.write_bytes(b"x" * 1000)
-    data = load(shards, LITTLE)
-    assert not half.exists()
-    assert len(read(data.train, plain(16), [range(8)])[1]) == 8
-
-
-def test_files_that_another_process_holds_stay_and_the_rest_goes_by_its_use(tmp_path):
-    cache, other = (GroupCache(tmp_path, 10_000, 2) for _ in range(2))
-    names = [f"{number:032x}.arrow" for number in range(8)]
-    for number, name in enumerate(names[:5]):
+def test_files_that_a_process_needs_go_last_and_the_rest_by_its_use(tmp_path):
+    cache, other = (GroupCache(tmp_path, 6000, 2) for _ in range(2))
+    names = [f"{number:032x}.arrow" for number in range(6)]
+    for number, name in enumerate(names):
         owner = cache if number else other
-        owner.fetch(name, 1000, lambda path: _arrow(path, 600), "it")
+        owner.fetch(name, 1000, lambda path: path.write_bytes(b"x" * 1000), "it")
         if number:
-            owner.release(name)
-        os.utime(tmp_path / name, (number, number))
+            owner.let_go(name)
+            os.utime(tmp_path / name, (number, number))
     cache.knows(*names[2:5])
     gone = []
-    for name in names[5:]:
+    for left in range(5, -1, -1):
         before = {file.name for file in tmp_path.glob("*.arrow")}
-        weight = 10_000 - on_disk(tmp_path) + 1  # a byte too much
-        cache.fetch(name, weight, lambda path: _arrow(path, 1), "it")
-        gone.append(before - {file.name for file in tmp_path.glob("*.arrow")})
-    # Other data first, then what was used last; not what is held.
-    assert gone == [{names[1]}, {names[4]}, {names[3]}]
-
-
-def _arrow(path, size):
-    batch = pyarrow.record_batch({"image": [b"x" * size]})
-    with pyarrow.ipc.new_file(str(path), batch.schema) as file:
-        file.write(batch)
+        cache.limit = 1000 * left
+        cache._make_room(0)
+        gone += before - {file.name for file in tmp_path.glob("*.arrow")}
+    # Other data first, then what was used last; at the end what is needed.
+    assert gone == [names[number] for number in (1, 5, 4, 3, 2, 0)]
 
 
 def test_one_process_of_a_machine_writes_what_several_need(tmp_path):
@@ -298,81 +285,43 @@ def test_one_process_of_a_machine_writes_what_several_need(tmp_path):
         written.append(path)
         with pytest.raises(group_cache.Timeout):  # what the other would wait for
             FileLock(tmp_path / "writing-0.lock").acquire(timeout=0)
-        _arrow(path, 10)
+        path.touch()
 
     for owner in (cache, other):
         owner.fetch(name, 100, write, "it")
     assert len(written) == 1
-    with pytest.raises(BlockingIOError):  # nobody may remove it
-        fcntl.flock(os.open(tmp_path / name, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    cache.release(name)
-    other.release(name)
-    fcntl.flock(os.open(tmp_path / name, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_a_cache_that_is_too_small_is_refused_with_the_least_that_is_enough(shards):
-    data = load(shards, 12e3 / 2**30, block=16)
-    with pytest.raises(ValueError, match=r"cache_gib must be at least .* blocks of 16") as found:
-        data.train.check_room(7)
-    least = float(re.search(r"at least ([\d.e-]+)", str(found.value))[1])
-    with pytest.raises(ValueError, match="cache_gib must be at least"):
-        read_all(load(shards, 12e3 / 2**30).train, 16)
-    data = load(shards, least, block=16)
-    data.train.check_room(7)
-    for epoch in range(6):
-        for batches in epoch_of(data, epoch=epoch):
-            read(data.train, plain(16), batches)
+def test_a_cache_that_is_too_small_is_told_of_once_and_gives_the_same_bits(shards, cache, caplog):
+    small, large = load(shards, 12e3 / 2**30), load(shards, 1.0, seed=0)
+    size = max(file.stat().st_size for file in cache.glob("*.arrow"))
+    for epoch in range(2):
+        for batches in epoch_of(small, epoch=epoch):
+            for one in small.train.batches(batches, plain(16)):
+                assert on_disk(cache) <= 12e3 + 5 * size  # four threads and a reader write
+                assert len(one[1])
+        both = (read(data.train, plain(16), batches) for data in (small, large))
+        assert all(map(torch.equal, *both))
+    assert caplog.text.count("cache_gib is too small: the batches at hand need") == 1
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_room_for_given_batches_is_what_they_need(shards, ahead):
-    data = load(shards).train
-    batches = [np.arange(n, n + 5) % TRAIN for n in (0, 40, 80, 0)]  # the first images again
-    data._ahead = ahead
-    least = _most_held(data._split, *_uses(data._split, batches), len(batches), ahead)
-    for room, enough in ((least, True), (least - 1, False)):
-        data._cache.share = room
-        for use in (data.check_batches, lambda b: Prefetch(data._cache, data._split, b, ahead)):
-            with nullcontext() if enough else pytest.raises(SettingError, match="cache_gib must"):
-                use(batches)
+def test_what_others_removed_is_read_again(shards, cache):
+    data = load(shards)
+    batches = data.train.batches([np.arange(TRAIN)] * 2, plain(16))
+    _, labels = next(batches)
+    for name in data.train._split.names:
+        (cache / name).unlink()
+    assert torch.equal(next(batches)[1], labels)
 
 
 def test_a_later_call_ends_an_earlier_one(shards):
     data = load(shards, LITTLE)
     batches = epoch_of(data)[0]
-    for later in (data.train, data.evaluation):
-        first = data.train.batches(batches, plain(16))
-        next(first)
-        assert len(list(later.batches([np.arange(4)] * 3, plain(16)))) == 3
-        with pytest.raises(RuntimeError, match="a later call"):
-            list(first)
-
-
-def test_one_that_ended_while_it_fetched_lets_go_of_nothing_that_the_next_one_holds(
-    shards, monkeypatch
-):
-    data, fetch = load(shards).train, GroupCache.fetch
-    asked, may_go_on = [], threading.Event()
-
-    def slow(self, *what):
-        path = fetch(self, *what)
-        asked.append(what)
-        if len(asked) == 1:  # the first one's, which is ended meanwhile
-            may_go_on.wait(20)
-        return path
-
-    monkeypatch.setattr(GroupCache, "fetch", slow)
-    batches = [np.arange(TRAIN)] * 2
-    first = Prefetch(data._cache, data._split, batches, 1)
-    wait_until(lambda: asked)
-    second = Prefetch(data._cache, data._split, batches, 1)
-    second.wait(1)
-    may_go_on.set()
-    holders = data._cache._holders
-    wait_until(lambda: not any(first in own for own in holders.values()))
-    assert data._cache._held.keys() == set(data._split.names)
-    second.stop()
-    assert not data._cache._held
+    first = data.train.batches(batches, plain(16))
+    next(first)
+    assert len(list(data.train.batches([np.arange(4)] * 3, plain(16)))) == 3
+    with pytest.raises(RuntimeError, match="a later call"):
+        list(first)
 
 
 def test_a_cache_that_a_stopped_process_has_locked_is_told_of(tmp_path, monkeypatch):
@@ -417,10 +366,12 @@ def test_the_line_of_a_run_tells_of_its_cache(shards):
     assert line == "12 row groups through a cache of 1 GiB, shuffled in 6 blocks"
 
 
-def test_nothing_is_held_once_data_are_gone(shards):
+def test_nothing_is_needed_once_data_are_gone(shards, cache):
+    def needed():
+        return [file for file in cache.glob("*.arrow") if file.stat().st_mtime > time.time() + 9]
+
     data = load(shards, LITTLE)
     next(data.train.batches(epoch_of(data)[0], plain(16)))
-    held = data.train._cache._held
-    assert held
+    assert needed()
     del data
-    wait_until(lambda: gc.collect() < 0 or not held, 10)
+    wait_until(lambda: gc.collect() < 0 or not needed(), 10)
