@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, get_args
@@ -172,7 +172,7 @@ def load_data(
     if unmet := {class_names[label] for label in np.setdiff1d(train.labels, evaluation.labels)}:
         logger.warning("classes without an evaluation image: %s", listed(unmet))
     splits = (train, evaluation)
-    side = _common_side(splits, streams and streams.first_images)
+    side = _common_side(splits)
     decoded = None  # each split's pixels, uint8 [N, S, S, 3], where they are for a store
     size = 3 * (side or 0) ** 2 * sum(map(len, splits))  # bytes
     if not streams and 0 < size <= STORE_BYTES and side <= _STORE_UP_TO:
@@ -250,18 +250,11 @@ def _cut(
     return subset(train, "train"), subset(evaluation, "eval"), eval_split, drawn
 
 
-def _common_side(
-    splits: Iterable[ImageSplit],
-    first: Callable[[ImageSplit, int], Iterable[Image.Image | str]] | None,
-) -> int | None:
-    """Return the side that images of the splits have in common, if they are squares.
-
-    `first` returns images that are at hand, or why one is not; None: some are decoded.
-    """
+def _common_side(splits: Iterable[ImageSplit]) -> int | None:
+    """Return the side that images of the splits have in common, if they are squares."""
     sizes = set()
     for split in splits:
-        spaced = np.linspace(0, len(split) - 1, _PROBES).astype(np.int64)
-        seen = first(split, _PROBES) if first else split.decode(np.unique(spaced))
+        seen = split.decode(split.spread(_PROBES))
         sizes |= {image.size for image in seen if not isinstance(image, str)}
     width, height = sizes.pop() if len(sizes) == 1 else (None, 0)
     return width if width == height else None
@@ -394,7 +387,7 @@ def _open_tables(dataset: str, label_column: str | None) -> dict[str, datasets.D
         return {"train": _digits()}
     path = Path(dataset).expanduser()
     is_file = path.suffix == ".parquet"
-    try:
+    with opening(dataset, "'digits', a folder, a parquet file or a hub id that can be reached"):
         if not path.exists() and (is_file or not HUB_ID.fullmatch(dataset)):
             raise FileNotFoundError(f"the {'file' if is_file else 'folder'} does not exist")
         if path.is_file() and not is_file:  # `datasets` would take it for a hub id
@@ -414,13 +407,18 @@ def _open_tables(dataset: str, label_column: str | None) -> dict[str, datasets.D
         tables = {name: table.with_format(None) for name, table in found.items() if len(table)}
         if not tables:
             raise SettingError("it has no rows")
-    except Exception as error:  # no network, no such name, a broken file: datasets raises all kinds
-        reason = str(error.__cause__ or error).strip().partition("\n")[0]
-        raise SettingError(
-            "dataset must be 'digits', a folder, a parquet file or a hub id that can be reached, "
-            f"got {dataset!r} ({reason})"
-        ) from error
     return tables
+
+
+@contextmanager
+def opening(dataset: str, must: str) -> Iterator[None]:
+    """Say in one line why a dataset cannot be opened: what it must be, and what it is."""
+    try:
+        yield
+    except Exception as error:  # no network, no such name, a broken file: libraries raise all kinds
+        reason = str(error.__cause__ or error).strip().partition("\n")[0]
+        why = reason or type(error).__name__
+        raise SettingError(f"dataset must be {must}, got {dataset!r} ({why})") from error
 
 
 def _read_local(path: str, label_column: str | None, **more: str) -> dict[str, datasets.Dataset]:

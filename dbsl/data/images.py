@@ -187,6 +187,10 @@ class ImageSplit:
         """Return the split of these samples."""
         return replace(self, rows=self.rows[samples], labels=self.labels[samples])
 
+    def spread(self, most: int) -> np.ndarray:
+        """Return at most so many samples that stand for all, int64."""
+        return np.unique(np.linspace(0, len(self) - 1, most).astype(np.int64))
+
     def decode(self, samples: np.ndarray) -> Iterator[Image.Image | str]:
         """Yield the RGB images of these samples, or why one cannot be decoded."""
         for some in np.split(samples, range(_CHUNK, len(samples), _CHUNK)):

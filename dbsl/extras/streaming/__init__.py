@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,8 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from PIL import Image
 
-from dbsl.base.errors import ReadError, plural
+from dbsl.base.errors import plural
 from dbsl.base.machine import lazy_import, local_processes
 from dbsl.config.fields import Needs, Role, Within
 from dbsl.config.hooks import Extra
@@ -32,9 +32,7 @@ from dbsl.extras.streaming.shards import ShardedSplit, open_shards
 
 datasets = lazy_import("datasets")
 
-_BATCHES_AHEAD = 2  # a loader process's: DataLoader's default
 _THREADS = 4  # row groups that are read at a time
-_PATIENCE_S = 600.0  # without a row group, when one is waited for
 _LOOK_S = 0.5  # after which a thread that waits for room looks whether anybody still needs it
 
 
@@ -134,7 +132,6 @@ class StreamLoader(ImageLoader):
     ) -> None:
         super().__init__(split, device, loader_workers, max_bad)
         self.blocks = Blocks(np.diff(split.begins), block)
-        self._ahead = _BATCHES_AHEAD * loader_workers
         split.cache.knows(*split.names)
         weakref.finalize(self, _Awaited.stop, self._requests)
 
@@ -144,7 +141,7 @@ class StreamLoader(ImageLoader):
         """See `ImageLoader.batches`; waits for the row groups of the first batches."""
         index_batches = list(index_batches)
         self._requests.stop()
-        self._requests.on_its_way = Prefetch(self._split, index_batches, self._ahead)
+        self._requests.on_its_way = Prefetch(self._split, index_batches)
         return super().batches(index_batches, transform, epoch)
 
     def described(self, seed: int) -> str:
@@ -171,23 +168,17 @@ class Streams:
         """See `dbsl.extras.streaming.shards.open_shards`."""
         return open_shards(config, self._cache)
 
-    def first_images(self, split: ShardedSplit, most: int) -> list[Image.Image | str]:
-        """Return the first images of a split, all of one row group, or why one is not to be had."""
-        images = list(split.decode(np.arange(min(most, split.begins[1]))))
-        self._cache.let_go(split.names[0])
-        return images
-
 
 class Prefetch:
     """Brings the row groups of batches into the cache, in the order of the batches.
 
-    What the next batches need comes at once; the rest while all that is needed fits into this
-    process's share. A row group is let go with the last batch that needs it. `batches` are sample
-    numbers, int64 [B]; `ahead` of them may be waited for before the first is through.
+    They come while all that is needed fits into this process's share; what a batch waits for comes
+    in any case. A row group is let go with the last batch that needs it. `batches` are sample
+    numbers, int64 [B].
     """
 
-    def __init__(self, split: ShardedSplit, batches: Sequence[np.ndarray], ahead: int) -> None:
-        self._split, self._cache, self._ahead = split, split.cache, ahead
+    def __init__(self, split: ShardedSplit, batches: Sequence[np.ndarray]) -> None:
+        self._split, self._cache = split, split.cache
         places = split.places_of(np.concatenate([np.empty(0, np.int64), *batches]))
         number = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
         # By row group the first and the last batch that need it; -1: none.
@@ -198,32 +189,27 @@ class Prefetch:
         self._queue = used[np.argsort(first[used], kind="stable")]
         self._by_last = used[np.argsort(last[used], kind="stable")]
         self._firsts, self._lasts = first[self._queue], last[self._by_last]
-        self._there = np.zeros(len(used), dtype=bool)
         self._taken = self._released = 0
-        self._next = ahead  # the last batch whose row groups come at once
         self._changed = threading.Condition()
-        self._error: Exception | None = None
         self.stopped = False
         for _ in range(min(_THREADS, len(used))):
             threading.Thread(target=self._work).start()
 
     def wait(self, batch: int) -> None:
-        """Return when all row groups of a batch, and of those before it, are in the cache."""
-        needed = np.searchsorted(self._firsts, batch, side="right")
+        """Return when the row groups of a batch, after those before it, are in the cache."""
         with self._changed:
-            while not self.stopped and not self._there[:needed].all():
-                if self._error is not None:
-                    raise self._error
-                so_far = self._there.sum()
-                if not self._changed.wait(_PATIENCE_S) and self._there.sum() == so_far:
-                    raise ReadError(f"no row group came within {_PATIENCE_S:.0f} s")
+            held = self._held(int(np.searchsorted(self._firsts, batch, side="right")))
+        if held > self._cache.share:
+            self._cache.tell_need(held)
+        for place in self._queue[self._firsts == batch]:
+            self._split.fetch(int(place))  # waits for whoever is at it
 
     def through(self, batch: int) -> None:
         """Let go of what no batch after this one needs."""
         done = int(np.searchsorted(self._lasts, batch, side="right"))
         self._let_go(self._by_last[self._released : done])
         with self._changed:
-            self._released, self._next = done, batch + 1 + self._ahead
+            self._released = done
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -233,37 +219,30 @@ class Prefetch:
             self._changed.notify_all()
         self._let_go(np.setdiff1d(self._queue[: self._taken], self._by_last[: self._released]))
 
-    def _let_go(self, places: np.ndarray) -> None:
+    def _let_go(self, places: Iterable[int]) -> None:
         self._cache.let_go(*(self._split.names[place] for place in places))
 
     def _work(self) -> None:
-        try:
-            while (number := self._take()) is not None:
-                self._split.fetch(int(self._queue[number]))
-                with self._changed:
-                    self._there[number] = True
-                    self._changed.notify_all()
+        with suppress(Exception):  # `wait` meets it, too
+            while (place := self._take()) is not None:
+                self._split.fetch(int(place))
                 if self.stopped:  # meanwhile
-                    self._let_go(self._queue[[number]])
-        except Exception as error:
-            with self._changed:
-                self._error = self._error or error
-                self._changed.notify_all()
+                    self._let_go([place])
 
     def _take(self) -> int | None:
-        """Return the next row group's place in the queue, once it may come; None: no more."""
+        """Return the place of the next row group, once it may come; None: no more."""
         with self._changed:
             while True:
                 # At its end the interpreter waits for threads.
-                gone = self.stopped or self._error or not threading.main_thread().is_alive()
+                gone = self.stopped or not threading.main_thread().is_alive()
                 if gone or self._taken == len(self._queue):
                     return None
-                weights, number = self._split.weights, self._taken
-                held = weights[self._queue[: number + 1]].sum()
-                held -= weights[self._by_last[: self._released]].sum()
-                if held <= self._cache.share or self._firsts[number] <= self._next:
-                    if held > self._cache.share:
-                        self._cache.tell_need(int(held))
-                    self._taken = number + 1
-                    return number
+                if self._held(self._taken + 1) <= self._cache.share:
+                    self._taken += 1
+                    return self._queue[self._taken - 1]
                 self._changed.wait(_LOOK_S)
+
+    def _held(self, end: int) -> int:
+        """Return the bytes of the queue up to a place that have not been let go."""
+        weights, gone = self._split.weights, self._by_last[: self._released]
+        return int(weights[self._queue[:end]].sum() - weights[gone].sum())

@@ -64,12 +64,12 @@ class GroupCache:
         path = self.folder / name
         for pause in (*PAUSES_S, None):
             try:
-                stripe = int(path.stem[:8], 16) % _STRIPES
-                with self._locked(f"writing-{stripe}"):
-                    if not path.exists():
-                        self._write(path, weight, write)
-                    with suppress(FileNotFoundError):  # removed again
-                        os.utime(path, (time.time() + _AHEAD_S,) * 2)
+                if not path.exists():
+                    with self._locked(f"writing-{int(path.stem[:8], 16) % _STRIPES}"):
+                        if not path.exists():
+                            self._write(path, weight, write)
+                with suppress(FileNotFoundError):  # removed again
+                    os.utime(path, (time.time() + _AHEAD_S,) * 2)
                 return path
             except Exception as error:  # libraries that read from anywhere raise anything
                 refused = isinstance(error, SettingError)  # not pyarrow's, which is a kind of it

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from dbsl.data.dataset import (
     Splits,
     choose_columns,
     label_splits,
+    opening,
     same_classes,
     say_lacks,
     say_left_out,
@@ -36,7 +37,7 @@ from dbsl.data.images import ImageSplit, Stored
 from dbsl.extras.streaming.groups import GroupCache
 
 datasets, fsspec, pa = lazy_import("datasets"), lazy_import("fsspec"), lazy_import("pyarrow")
-local, parquet = lazy_import("fsspec.implementations.local"), lazy_import("pyarrow.parquet")
+parquet = lazy_import("pyarrow.parquet")
 
 _READERS = 16  # files whose metadata are read at a time
 _FILES = b"2"  # the version of files in the cache: older ones are not read
@@ -140,6 +141,10 @@ class ShardedSplit(ImageSplit):
         write = partial(self.shards.write, group, self.rows_of(place))
         self.cache.fetch(self.names[place], weight, write, self.shards.named(group))
 
+    def spread(self, most: int) -> np.ndarray:
+        """See `ImageSplit.spread`; they are of one row group."""
+        return np.arange(min(most, self.begins[1]))
+
     def describe_bad(self, row: int, reason: str) -> str:
         """Return which image cannot be decoded, and why."""
         group = int(np.searchsorted(self.first_rows, row, side="right")) - 1
@@ -160,8 +165,9 @@ class ShardedSplit(ImageSplit):
         while True:
             try:
                 return pa.memory_map(str(self.cache.folder / self.names[place]))
-            except FileNotFoundError:  # others needed the room
+            except FileNotFoundError:  # nobody brought it, or others needed the room
                 self.fetch(place)
+                self.cache.let_go(self.names[place])
 
     def _check_path(self, path: str) -> None:
         """Refuse an image that lies elsewhere: what a shard names may be any file, or a URL."""
@@ -174,7 +180,8 @@ def open_shards(config: ImageConfig, cache: GroupCache) -> Splits:
     The dataset is a folder of parquet files, one such file, a URL of either, or a hub id.
     """
     dataset = config.dataset
-    try:
+    must = "parquet shards with cache_gib (a folder, a file, a URL or a hub id that can be reached)"
+    with opening(dataset, must):
         files = _find_files(dataset)
         train_name = next(iter(files)) if len(files) == 1 else "train"
         if train_name not in files:
@@ -184,12 +191,6 @@ def open_shards(config: ImageConfig, cache: GroupCache) -> Splits:
         for name in dict.fromkeys(wanted):
             with _opened(*files[name][0]) as shard:
                 features[name] = datasets.Features.from_arrow_schema(shard.schema_arrow)
-    except Exception as error:  # no network, no such name, a broken file: libraries raise all kinds
-        reason = str(error.__cause__ or error).strip().partition("\n")[0]
-        raise SettingError(
-            "dataset must be parquet shards with cache_gib (a folder, a file, a URL or a hub id "
-            f"that can be reached), got {dataset!r} ({reason or type(error).__name__})"
-        ) from error
     image_column, label_column = choose_columns(config, features[train_name])
     shards, tables = {}, {}
     for name, columns in features.items():
@@ -301,13 +302,9 @@ def _read_one(
 
 @contextmanager
 def _opened(url: str, origin: str) -> Iterator[parquet.ParquetFile]:
-    system, path = fsspec.core.url_to_fs(url)
-    options = {"metadata": _metadata(url, origin)}
-    if isinstance(system, local.LocalFileSystem):
-        file, options["buffer_size"] = nullcontext(path), 2**20
-    else:  # a column of a row group is one request; readers would fetch more than that
-        file = system.open(path, "rb", cache_type="none")
-    with file as source, parquet.ParquetFile(source, **options) as shard:
+    # A column of a row group is one request; caches would fetch more than that.
+    file, metadata = fsspec.open(url, "rb", cache_type="none"), _metadata(url, origin)
+    with file as source, parquet.ParquetFile(source, metadata=metadata) as shard:
         yield shard
 
 
