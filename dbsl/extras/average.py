@@ -6,8 +6,7 @@ give other activations, so their statistics are measured again wherever they are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -81,20 +80,13 @@ class Average(Extra):
         self.add(session.cluster.weights.vector)
         if result is None:
             return None
-        with self._weights(session):
+        weights, together = session.cluster.weights, session.shares_evaluation
+        with weights.kept():
+            weights.load(self.vector)
+            recompute_statistics(session.run, weights, session.accelerator, together=together)
             result = result.also("ema", evaluate(session))
             session.save_model(EMA)  # the run may end here: that is known later
         return result
-
-    @contextmanager
-    def _weights(self, session: Session) -> Iterator[None]:
-        """Give the model the averaged weights for a while, with batch norm's statistics of them."""
-        run, weights = session.run, session.cluster.weights
-        together = session.shares_evaluation
-        with weights.kept():
-            weights.load(self.vector)
-            recompute_statistics(run, weights, session.accelerator, together=together)
-            yield
 
     def state_dict(self) -> dict[str, Any]:
         return {"vector": self.vector}
@@ -125,14 +117,6 @@ def statistics_batches(
     return list(np.resize(order, (each * world_size, size))[rank::world_size])
 
 
-def _batches(run: Run, accelerator: Accelerator, together: bool) -> list[np.ndarray]:
-    """Return the batches of this process, or, unless all work `together`, of the only one."""
-    images, size = run.data.train, run.statistics_batch
-    place = (accelerator.process_index, accelerator.num_processes) if together else (0, 1)
-    blocks = getattr(images, "blocks", None)
-    return statistics_batches(len(images), size, run.config.seed, *place, blocks)
-
-
 @torch.no_grad()
 def recompute_statistics(
     run: Run, weights: FlatWeights, accelerator: Accelerator, *, together: bool
@@ -151,7 +135,9 @@ def recompute_statistics(
     model.train(before)
     if not norms:
         return
-    batches = _batches(run, accelerator, together)
+    place = (accelerator.process_index, accelerator.num_processes) if together else (0, 1)
+    blocks = getattr(images, "blocks", None)
+    batches = statistics_batches(len(images), run.statistics_batch, seed, *place, blocks)
     device = weights.vector.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         # Some models drop layers at random in training mode.

@@ -8,7 +8,6 @@ unlike batches, share it. A tracker that counts whole steps gets thousandths of 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
@@ -19,10 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from accelerate.utils import LoggerType
-from PIL import Image
 from tqdm import tqdm
 
 from dbsl.base.errors import in_line
@@ -137,21 +134,7 @@ class Charts(Extra):
         self._trackers = []
 
     def _draw(self, folder: Path) -> None:
-        rows = log_rows.read_metrics(folder / "metrics.jsonl")
-        save_figure(run_figure(rows), folder / PICTURE)
-        with Image.open(folder / PICTURE) as image:
-            pixels = np.asarray(image.convert("RGB"))[None]  # [1, H, W, 3]
-        epochs = 1 + max((row["epoch"] for row in rows if row["event"] == "times"), default=-1)
-        values = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-
-        def show(tracker: GeneralTracker) -> None:
-            if hasattr(tracker, "log_images"):
-                layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-                tracker.log_images({"run": pixels}, step=_step(tracker, epochs), **layout)
-            if tracker.name == "wandb":  # the columns of its table of runs
-                tracker.tracker.summary.update(values)
-
-        self._each(show)
+        save_figure(run_figure(log_rows.read_metrics(folder / "metrics.jsonl")), folder / PICTURE)
 
     def _each(self, call: Callable[[GeneralTracker], object]) -> None:
         """Call with each tracker. One that raises, as where its server is gone, is left out."""
