@@ -6,7 +6,6 @@ first one is drawn.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -126,5 +125,4 @@ def _draw_workers(axes: Axes, epochs: Sequence[int], values: np.ndarray, title: 
         axes.fill_between(epochs, low, high, alpha=0.25, label=f"range of {len(values)} workers")
         return
     for worker, own in enumerate(values):
-        if not math.isnan(np.nanmax(own, initial=math.nan)) or len(own):
-            axes.plot(epochs, own, marker="o", ms=3, label=f"worker {worker}")
+        axes.plot(epochs, own, marker="o", ms=3, label=f"worker {worker}")

@@ -13,17 +13,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
-import torch
 
 from dbsl.base.errors import plural
 from dbsl.base.machine import lazy_import, local_processes
 from dbsl.config.fields import Needs, Role, Within
 from dbsl.config.hooks import Extra
 from dbsl.config.image_settings import ImageConfig
-from dbsl.data.dataset import Splits
 from dbsl.data.images import ImageLoader, Request
 from dbsl.data.sources import Batch
 from dbsl.data.transforms import Transform
@@ -49,7 +47,7 @@ class StreamSettings(ImageConfig):
 
 
 class Streaming(Extra):
-    """Reads data in row groups."""
+    """Reads a data set's splits in row groups, through one cache."""
 
     Settings = StreamSettings
 
@@ -57,8 +55,12 @@ class Streaming(Extra):
     def of(cls, config: StreamSettings) -> Streaming | None:
         return None if config.cache_gib is None else cls()
 
-    def data(self, config: StreamSettings) -> Streams:
-        return Streams(config.cache_gib, config.shuffle_block)
+    def data(self, config: StreamSettings) -> Streaming:
+        folder = Path(datasets.config.HF_DATASETS_CACHE) / "dbsl" / "row-groups"
+        limit = int(config.cache_gib * 2**30)
+        self.open = partial(open_shards, cache=GroupCache(folder, limit, local_processes()))
+        self.source = partial(StreamLoader, block=config.shuffle_block)
+        return self
 
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity: a key of caches
@@ -121,16 +123,8 @@ class StreamLoader(ImageLoader):
 
     _Requests = _Awaited
 
-    def __init__(
-        self,
-        split: ShardedSplit,
-        device: torch.device,
-        loader_workers: int,
-        max_bad: int,
-        *,
-        block: int,
-    ) -> None:
-        super().__init__(split, device, loader_workers, max_bad)
+    def __init__(self, split: ShardedSplit, *more: Any, block: int) -> None:
+        super().__init__(split, *more)
         self.blocks = Blocks(np.diff(split.begins), block)
         split.cache.knows(*split.names)
         weakref.finalize(self, _Awaited.stop, self._requests)
@@ -154,19 +148,6 @@ class StreamLoader(ImageLoader):
 
     def _received(self, number: int) -> None:
         self._requests.on_its_way.through(number)
-
-
-class Streams:
-    """A data set's splits as streams through one cache of so many GiB; see `StreamLoader`."""
-
-    def __init__(self, cache_gib: float, block: int) -> None:
-        folder = Path(datasets.config.HF_DATASETS_CACHE) / "dbsl" / "row-groups"
-        self._cache = GroupCache(folder, int(cache_gib * 2**30), local_processes())
-        self.source = partial(StreamLoader, block=block)
-
-    def open(self, config: ImageConfig) -> Splits:
-        """See `dbsl.extras.streaming.shards.open_shards`."""
-        return open_shards(config, self._cache)
 
 
 class Prefetch:

@@ -40,9 +40,8 @@ datasets, fsspec, pa = lazy_import("datasets"), lazy_import("fsspec"), lazy_impo
 parquet = lazy_import("pyarrow.parquet")
 
 _READERS = 16  # files whose metadata are read at a time
-_FILES = b"2"  # the version of files in the cache: older ones are not read
 _ROWS = 256  # decoded from a shard at a time, for the sake of memory
-_FORMAT = 1
+_FORMAT = 3  # of files in the cache: older ones are not read
 _SPARE = (64, 2048)  # bytes that a row, and a file, have in the cache besides the image
 
 File = tuple[str, str]  # path or URL of a shard, and what tells that it has not changed
@@ -63,27 +62,19 @@ class Shards:
         """Return which row group it is, for people."""
         return f"row group {self.number[group]} of {self.files[self.file[group]][0]}"
 
-    def write(self, group: int, rows: np.ndarray | None, path: Path) -> None:
-        """Write rows of a row group, its images alone, as an Arrow file; None: all rows."""
-        rows = np.arange(self.sizes[group]) if rows is None else rows
+    def write(self, group: int, path: Path) -> None:
+        """Write the images of a row group as an Arrow file."""
         of_group = {"row_groups": [int(self.number[group])], "columns": [self.column]}
         with _opened(*self.files[self.file[group]]) as shard:
-            schema, first = pa.schema([shard.schema_arrow.field(self.column)]), 0
+            schema = pa.schema([shard.schema_arrow.field(self.column)])
             with pa.ipc.new_file(str(path), schema) as file:
                 for batch in shard.iter_batches(_ROWS, **of_group, use_threads=False):
-                    low, high = np.searchsorted(rows, (first, first + batch.num_rows))
-                    taken = batch.take(pa.array(rows[low:high] - first))
-                    file.write(taken.replace_schema_metadata(None))
-                    first += batch.num_rows
+                    file.write(batch.replace_schema_metadata(None))
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedSplit(ImageSplit):
-    """Encoded images in row groups, and labels, of one split.
-
-    Sample numbers follow the rows. A file in the cache has the rows of a row group that are samples
-    of the split: what is held out of a split, or left out of a subset, takes no room.
-    """
+    """Encoded images in row groups, and labels, of one split; sample numbers follow the rows."""
 
     shards: Shards  # all row groups of the split
     cache: GroupCache
@@ -107,29 +98,16 @@ class ShardedSplit(ImageSplit):
     @cached_property
     def weights(self) -> np.ndarray:
         """Bytes that the file of each takes in the cache, about, int64 [K]."""
-        weights, sizes = self.shards.weights[self.groups], self.shards.sizes[self.groups]
-        return -(-weights * np.diff(self.begins) // sizes)
+        return self.shards.weights[self.groups]
 
     @cached_property
     def names(self) -> list[str]:
-        """File of each in the cache: a hash of all that it has."""
-        files = [repr(file).encode() for file in self.shards.files]
-        names = []
-        for place, group in enumerate(self.groups):
-            rows = self.rows_of(place)
-            digest = hashlib.sha256(_FILES + files[self.shards.file[group]])
-            digest.update(repr((self.shards.column, int(self.shards.number[group]))).encode())
-            digest.update(b"all" if rows is None else rows.tobytes())
-            names.append(f"{digest.hexdigest()[:32]}.arrow")
-        return names
-
-    def rows_of(self, place: int) -> np.ndarray | None:
-        """Return which rows of the place-th row group are samples, int64; None: all."""
-        first, last = self.begins[place : place + 2]
-        group = self.groups[place]
-        if last - first == self.shards.sizes[group]:
-            return None
-        return self.rows[first:last] - self.first_rows[group]
+        """File of each in the cache."""
+        shards = self.shards
+        return [
+            _name_of(shards.files[shards.file[group]], shards.column, int(shards.number[group]))
+            for group in self.groups
+        ]
 
     def places_of(self, samples: np.ndarray) -> np.ndarray:
         """Return the place among `groups` of each sample's row group."""
@@ -138,7 +116,7 @@ class ShardedSplit(ImageSplit):
     def fetch(self, place: int) -> None:
         """Have the file of the place-th row group in the cache."""
         group, weight = int(self.groups[place]), int(self.weights[place])
-        write = partial(self.shards.write, group, self.rows_of(place))
+        write = partial(self.shards.write, group)
         self.cache.fetch(self.names[place], weight, write, self.shards.named(group))
 
     def spread(self, most: int) -> np.ndarray:
@@ -156,8 +134,9 @@ class ShardedSplit(ImageSplit):
         for place in np.unique(places):
             with self._file(int(place)) as file:
                 column = pa.ipc.open_file(file).read_all().column(0)
+                rows = self.rows[samples] - self.first_rows[self.groups[place]]
                 for number in np.flatnonzero(places == place):
-                    values[number] = column[int(samples[number] - self.begins[place])].as_py()
+                    values[number] = column[int(rows[number])].as_py()
                 del column  # it is a view of the file, which is closed here
         return values
 
@@ -249,8 +228,7 @@ def _read_index(
     cache: GroupCache, dataset: str, files: Sequence[File], image_column: str, label_column: str
 ) -> tuple[Shards, pa.Table]:
     """Return a split's row groups and a table of its labels; both are kept in one file."""
-    key = json.dumps([_FORMAT, files, image_column, label_column])
-    name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.arrow"
+    name = _name_of(files, image_column, label_column)
     cache.knows(name)
     write = partial(_write_index, files, image_column, label_column)
     path = cache.fetch(name, 0, write, f"dataset {dataset!r}")
@@ -260,6 +238,11 @@ def _read_index(
     groups = np.array(json.loads(table.schema.metadata[b"row groups"]), np.int64).reshape(-1, 4)
     groups = groups[groups[:, 2] > 0]
     return Shards(tuple(files), image_column, *groups.T), table.replace_schema_metadata(None)
+
+
+def _name_of(*key: Any) -> str:
+    """Return the name of the file in the cache that has what a key says."""
+    return f"{hashlib.sha256(repr((_FORMAT, key)).encode()).hexdigest()[:32]}.arrow"
 
 
 def _write_index(files: Sequence[File], image_column: str, label_column: str, path: Path) -> None:
