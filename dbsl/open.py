@@ -17,7 +17,6 @@ from dbsl.checkpoint import resume
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.disk import Found, reading_checkpoint
 from dbsl.cluster.merges import MergeRule
-from dbsl.cluster.wire import wait_for_all
 from dbsl.config.complete import found_by, with_resolved
 from dbsl.config.hooks import Extra, Extras
 from dbsl.config.settings import RunConfig, check_effects
@@ -179,7 +178,6 @@ class _Opening:
                 folder.keep_script(self.code)
                 if found:
                     resume.take_over_folder(found, run, accelerator)
-                    wait_for_all()  # a worker without turns left saves at once
                     folder.write_settings(given, run)
                 with reading_checkpoint(resumed and resumed.folder):
                     parts = (resumed.state.get("log"), resumed.handover) if resumed else ()

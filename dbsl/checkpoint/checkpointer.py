@@ -1,7 +1,8 @@
 """Keeps a run from being lost: what is saved, when, and where a resumed run goes on.
 
 State is copied to host memory after an optimizer step or at an epoch's end, and written at once:
-every process writes its own shard, and rank 0 the manifest once all are there.
+every process writes its own shard, and rank 0 the manifest once all are there. Where real workers
+wait for nobody, rank 0 writes the server's state alone.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from dbsl.checkpoint.disk import (
     write_shard,
 )
 from dbsl.checkpoint.resume import Resumed
-from dbsl.cluster.alive import SAVING
 from dbsl.cluster.wire import SERVER_RANK
 from dbsl.config.settings import CHECKPOINTS, parse_interval
 from dbsl.model import BEST, FINAL, copy_model_state, save_model
@@ -73,8 +73,6 @@ class Writer:
         self._run, self._folder = session.run, session.folder / CHECKPOINTS
         self._rank = session.accelerator.process_index
         self._control = session.cluster.control
-        # Whether this process writes in its own time, and nobody waits for its shard.
-        self.late = self._control is None and self._rank != SERVER_RANK
 
     def good(self) -> str:
         """Return in words which checkpoint there is."""
@@ -88,24 +86,23 @@ class Writer:
         `SaveError`, in all processes that wait for each other, if it could not be written in any.
         """
         target, files, error = self._folder / copy.name, {}, None
-        with SAVING:
+        try:
+            files = self._write_own(target, copy)
+        except Exception as reason:
+            error = reason
+        if self._control is not None:  # what every process has written, once all have
+            text = json.dumps([files, _reason(error) if error else ""])
+            written = list(map(json.loads, self._control.gather_texts(text)))
+            files = {name: about for own, _ in written for name, about in own.items()}
+            others = next((said for _, said in written if said), "")
+            error = error or (OSError(others) if others else None)
+        if error is None and self._rank == SERVER_RANK:
             try:
-                files = self._write_own(target, copy)
+                _wait_for(target / name for name in files)
+                sync_file(self._session.folder / "metrics.jsonl")  # as long as the shard says
+                write_manifest(target, replace(copy.manifest, files=files))
             except Exception as reason:
                 error = reason
-            if self._control is not None:  # what every process has written, once all have
-                text = json.dumps([files, _reason(error) if error else ""])
-                written = list(map(json.loads, self._control.gather_texts(text)))
-                files = {name: about for own, _ in written for name, about in own.items()}
-                others = next((said for _, said in written if said), "")
-                error = error or (OSError(others) if others else None)
-            if error is None and self._rank == SERVER_RANK:
-                try:
-                    _wait_for(target / name for name in files)
-                    sync_file(self._session.folder / "metrics.jsonl")  # as long as the shard says
-                    write_manifest(target, replace(copy.manifest, files=files))
-                except Exception as reason:
-                    error = reason
         if error is not None:
             if self._rank == SERVER_RANK:
                 remove(target)
@@ -120,12 +117,7 @@ class Writer:
     def _write_own(self, target: Path, copy: Copy) -> dict[str, dict[str, Any]]:
         """Write this process's files; return what the manifest says of them."""
         target.mkdir(parents=True, exist_ok=True)
-        try:
-            files = write_shard(target, self._rank, *copy.packed, late=self.late)
-        except OSError:
-            if self.late and not target.exists():  # pruned: newer ones are complete
-                return {}
-            raise
+        files = write_shard(target, self._rank, *copy.packed)
         if self._rank != SERVER_RANK:
             return files
         if copy.model is not None:
@@ -157,8 +149,9 @@ class Checkpointer:
         self._rank = session.accelerator.process_index
         self._every, self._minutes = parse_interval(self._run.config.checkpoint_every)
         self._keep = self._run.config.keep_checkpoints
-        # Number of the last save; a process that has joined takes no part in those before.
-        self._sequence = resumed.sequence if resumed else session.cluster.announced
+        # Whether this process leaves saves, and the ends of epochs, to rank 0.
+        self._served = not session.cluster.saves_workers and self._rank != SERVER_RANK
+        self._sequence = resumed.sequence if resumed else 0  # number of the last save
         self._epochs_done = 0
         self._end: EpochEnd | None = None  # the epoch that has just ended, until a step is taken
         self._saved_epoch = -1  # the last whose end was saved
@@ -213,13 +206,9 @@ class Checkpointer:
             self._save(end=end)
 
     def finish(self) -> None:
-        """Have the last checkpoint: all of this process's turns are over.
-
-        Where workers leave by themselves, rank 0 saves when the last has, and they do not hear of
-        it, unless the run was finished before its last epoch.
-        """
-        late, epochs = self._writer.late, self._run.config.epochs
-        over = self._cluster.is_over if late else self._epochs_done == epochs
+        """Have the last checkpoint: all of this process's turns are over."""
+        epochs = self._run.config.epochs
+        over = self._cluster.is_over if self._served else self._epochs_done == epochs
         if not (over or self._cluster.finished_early):
             if self._end is None or not self._finishes(True):
                 raise SettingError(
@@ -227,11 +216,6 @@ class Checkpointer:
                     f"that was evaluated, got a return after {self._epochs_done} of {epochs} epochs"
                 )
             self._finish_early()
-        if late and self._keep:
-            if self._cluster.finished_early:
-                self._sequence, epoch = self._cluster.announce(0, -1)
-                epochs = epoch + 1
-            self._writer.write(self._copy(f"epoch-{epochs:04d}", with_model=False))
 
     def clean_up(self) -> None:
         """Remove the checkpoints of a run that is finished which are not to be kept."""
@@ -268,54 +252,49 @@ class Checkpointer:
             return Action.STOP
         due = self._minutes and time.monotonic() - self._saved_at >= 60 * self._minutes
         wanted = due and self._rank == SERVER_RANK  # whose clock counts
-        return Action.SAVE if wanted or self._cluster.announced > self._sequence else Action.GO_ON
+        return Action.SAVE if wanted else Action.GO_ON
 
-    def _save(self, *, end: EpochEnd | None = None, stop: bool = False) -> None:
-        sequence, epoch = self._sequence + 1, end.epoch if end else -1
-        self._saved_epoch = max(self._saved_epoch, epoch)
-        if stop:
-            sequence = self._cluster.leave(sequence)
-        else:
-            sequence, epoch = self._cluster.announce(sequence, epoch)
-        self._sequence = sequence
-        name = f"save-{sequence:06d}" if epoch < 0 else f"epoch-{epoch + 1:04d}"
+    def _save(self, *, end: EpochEnd | None = None) -> None:
+        self._sequence += 1
+        name = f"save-{self._sequence:06d}" if end is None else f"epoch-{end.epoch + 1:04d}"
         self._writer.write(self._copy(name, with_model=end is not None))
         self._saved_at = time.monotonic()
+        if end is not None:
+            self._saved_epoch = end.epoch
 
     def _stop(self) -> None:
         why = self._stopping.reason or "another process was asked to stop"
-        self._save(stop=True)
         folder = self._session.folder
+        self._cluster.leave()
+        if self._served:
+            raise RunStopped(f"stopped ({why}); rank 0 saves; to go on: --resume {folder}")
+        self._save()
         raise RunStopped(
             f"stopped ({why}) and saved as {folder / CHECKPOINTS / self._writer.last_good}; "
             f"to go on: --resume {folder}"
         )
 
     def _copy(self, name: str, *, with_model: bool) -> Copy:
-        session, log = self._session, self._session.log
-        progress = self._progress if self._progress.steps else None
-        scaler, weights = self._accelerator.scaler, self._cluster.weights
-        vector = weights.vector if progress or self._cluster.holds_weights else None
-        kind, keys, *more = np.random.get_state()  # noqa: NPY002
-        drawn = {"cpu": torch.get_rng_state()}  # dropout draws from it
-        drawn |= {"numpy": (kind, keys.tolist(), *more), "python": random.getstate()}  # a loop may
-        if self._accelerator.device.type == "cuda":
-            drawn["cuda"] = torch.cuda.get_rng_state(self._accelerator.device)
-        with self._cluster.held():  # copied, too, in one moment: other threads push meanwhile
-            log.hear(self._cluster)  # who was lost or joined in that moment
+        session, log, cluster = self._session, self._session.log, self._cluster
+        scaler, rounds = self._accelerator.scaler, []
+        with cluster.held():  # copied, too, in one moment: other threads push meanwhile
+            log.hear(cluster)  # who was lost in that moment
+            if cluster.saves_workers:
+                inside = self._progress.steps or cluster.holds_weights
+                vector, of_workers = cluster.weights.vector if inside else None, self._of_workers()
+            else:
+                vector, of_workers = cluster.server.snapshot(), {}
+                rounds = list(cluster.server.clocks)
             state = {
-                "model": {"weights": vector, "counters": weights.counters},
-                "stepper": self._stepper.state_dict(),
-                "timer": self._stepper.timer.state_dict() if progress else {},
+                "model": {"weights": vector, "counters": cluster.weights.counters},
+                **of_workers,
                 "scaler": scaler.state_dict() if scaler else None,
-                "progress": progress and asdict(progress),
-                "random": drawn if progress else None,
                 "meter": session.meter.state_dict(),
                 "extras": self._run.extras.state_dict(),
                 "epochs_done": self._epochs_done,
                 **session.stopwatch.state_dict(),
                 "log": log.state_dict() if log.enabled else None,
-                "cluster": self._cluster.state_dict(),
+                "cluster": cluster.state_dict(),
                 "planner": self._run.planner.state_dict(),
             }
             packed = pack(state)
@@ -330,10 +309,26 @@ class Checkpointer:
             config=asdict(config),
             classes=data.num_classes,
             samples=len(data.train),
+            rounds=rounds,
             held_out=getattr(data, "held_out", ""),
             files={},
         )
         return Copy(name, manifest, packed, model)
+
+    def _of_workers(self) -> dict[str, Any]:
+        """Return what this process's workers have, to go on at their steps."""
+        progress = self._progress if self._progress.steps else None
+        kind, keys, *more = np.random.get_state()  # noqa: NPY002
+        drawn = {"cpu": torch.get_rng_state()}  # dropout draws from it
+        drawn |= {"numpy": (kind, keys.tolist(), *more), "python": random.getstate()}  # a loop may
+        if self._accelerator.device.type == "cuda":
+            drawn["cuda"] = torch.cuda.get_rng_state(self._accelerator.device)
+        return {
+            "stepper": self._stepper.state_dict(),
+            "timer": self._stepper.timer.state_dict() if progress else {},
+            "progress": progress and asdict(progress),
+            "random": drawn if progress else None,
+        }
 
     def _load_all(self, resumed: Resumed) -> None:
         """Bring everything back in every process, or raise in every process."""
@@ -362,13 +357,11 @@ class Checkpointer:
             session.meter.take_over(state["meter"])
         else:
             self._cluster.load_state_dict(state["cluster"])
-            self._stepper.load_state_dict(state["stepper"])
-            self._stepper.timer.load_state_dict(state["timer"])
             planner.load_state_dict(state["planner"])
-            if state["progress"] is not None:
-                self._progress.load(state["progress"], weights.vector.device)
-                self._random = state["random"]
-            session.meter.load_state_dict(state["meter"])
+            if self._cluster.saves_workers:
+                self._load_workers(state)
+            else:
+                session.meter.load_pushed(state["meter"], state["cluster"]["server"]["reports"])
         if self._accelerator.scaler and state["scaler"]:
             self._accelerator.scaler.load_state_dict(state["scaler"])
         vector = handover.weights if handover else state["model"]["weights"]
@@ -376,6 +369,16 @@ class Checkpointer:
             weights.load(vector)
         for counter, saved in zip(weights.counters, state["model"]["counters"], strict=True):
             counter.copy_(saved)
-        self._run.extras.load_state_dict(state["extras"], same=not handover)
+        same = self._cluster.saves_workers and not handover
+        self._run.extras.load_state_dict(state["extras"], same=same)
         self._epochs_done = state["epochs_done"]
         session.stopwatch.load_state_dict(state)
+
+    def _load_workers(self, state: Mapping[str, Any]) -> None:
+        """Take back what `_of_workers` returned, and the windows of their steps."""
+        self._stepper.load_state_dict(state["stepper"])
+        self._stepper.timer.load_state_dict(state["timer"])
+        if state["progress"] is not None:
+            self._progress.load(state["progress"], self._cluster.weights.vector.device)
+            self._random = state["random"]
+        self._session.meter.load_state_dict(state["meter"])

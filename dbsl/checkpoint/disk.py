@@ -1,4 +1,4 @@
-"""Checkpoints on disk: a folder with each process's shard, and a manifest that is written last.
+"""Checkpoints on disk: a folder with shards of processes, and a manifest that is written last.
 
 A shard is a JSON tree and a safetensors file; nothing is ever unpickled. Without its manifest a
 folder is no checkpoint. Every file is held against the manifest's checksum before a byte of it is
@@ -35,7 +35,6 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 UNKNOWN = "unknown"  # what a manifest of before `Manifest.held_out` says of it
 MODEL_FILE = f"{FINAL}.safetensors"  # only checkpoints of an epoch's end hold it
-LATE = ".sums.json"  # ends a file with checksums that the manifest lacks
 _ABANDONED = ".old"
 _FILE_NAME = re.compile(r"rank-\d{5}\.(json|safetensors)|model(_best)?\.safetensors|config\.json")
 _TENSOR, _TUPLE, _PAIRS, _DTYPE = "__tensor__", "__tuple__", "__pairs__", "__dtype__"
@@ -43,10 +42,6 @@ _TENSOR, _TUPLE, _PAIRS, _DTYPE = "__tensor__", "__tuple__", "__pairs__", "__dty
 
 class CheckpointError(SettingError):
     """A checkpoint that is incomplete, damaged, or does not fit."""
-
-
-class MissingShardError(CheckpointError):
-    """A process has saved no shard: it was lost, or had not come to save."""
 
 
 @contextmanager
@@ -139,6 +134,8 @@ class Manifest:
     files: dict[str, dict[str, Any]]  # length and SHA-256, by name
     classes: int  # in the data
     samples: int  # training images
+    # By worker: rounds that it had pushed, where it goes on; empty: all go on at their steps.
+    rounds: list[int] = field(default_factory=list)
     held_out: str = UNKNOWN  # which images were not trained on; see `dbsl.data.dataset.Data`
     saved_at: str = field(
         default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -155,10 +152,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return a checkpoint's manifest, with the files that late workers have added.
-
-    `CheckpointError` unless it is as it was written.
-    """
+    """Return a checkpoint's manifest; `CheckpointError` unless it is as it was written."""
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         body = content["manifest"]
@@ -168,11 +162,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(
                 f"it must be of format {FORMAT}, which this version reads, got {body['format']}"
             )
-        files: dict[str, Any] = {}
-        for path in folder.glob(f"rank-*{LATE}"):
-            own = json.loads(path.read_text(encoding="utf-8"))
-            files |= {name: own[name] for name in shard_names(int(path.name[5:10]))}
-        manifest = Manifest(**body | {"files": files | body["files"]})
+        manifest = Manifest(**body)
         for field in fields(Manifest):  # a stranger may have signed
             value, kind = getattr(manifest, field.name), field.type.partition("[")[0]
             if type(value).__name__ != kind:
@@ -202,22 +192,15 @@ def shard_names(rank: int) -> list[str]:
 
 
 def write_shard(
-    folder: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor], *, late: bool = False
+    folder: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Any]]:
-    """Write one process's files and return what the manifest will say of them.
-
-    A `late` worker saves when it can, before or after the manifest is written. It says so in a
-    second file.
-    """
+    """Write one process's files and return what the manifest will say of them."""
     folder.mkdir(parents=True, exist_ok=True)
     text, weights = (folder / name for name in shard_names(rank))
     write_text(text, json.dumps(tree))
     write_with(weights, lambda temporary: save_file(dict(tensors), temporary))
     shutil.copymode(text, weights)  # safetensors leaves it to the owner alone
-    files = {path.name: describe(path) for path in (text, weights)}
-    if late:
-        write_text(text.with_suffix(LATE), json.dumps(files))
-    return files
+    return {path.name: describe(path) for path in (text, weights)}
 
 
 # --- the checkpoints of a run
@@ -252,7 +235,7 @@ class Found:
         """Return the state that a process saved, its tensors in host memory, or without them."""
         names = shard_names(rank)
         if not self.manifest.files.keys() >= {*names}:
-            raise MissingShardError(f"{self.folder} has no shard of process {rank}")
+            raise CheckpointError(f"{self.folder} has no shard of process {rank}")
         self.check(names if tensors else names[:1])
         with reading_checkpoint(self.folder):
             text, weights = (self.folder / name for name in names)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -20,7 +19,6 @@ from dbsl.checkpoint.disk import (
     UNKNOWN,
     CheckpointError,
     Found,
-    MissingShardError,
     checkpoints_in,
     newest,
     reading_checkpoint,
@@ -67,7 +65,8 @@ class Resumed:
 
     folder: Path
     sequence: int  # its number
-    state: Mapping[str, Any]  # this process's shard; rank 0's with a handover
+    # This process's shard; rank 0's with a handover, and where the server's state was saved alone.
+    state: Mapping[str, Any]
     handover: Handover | None  # None: workers and plans are what they were
 
 
@@ -328,11 +327,16 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
         if at_epoch_end and manifest.processes > 1 and config.sync == "bsp":
             anew |= {"wire", "merge"}  # which decide what a barrier keeps of a round
         if before == (processes, config.workers, len(run.data.train)) and not changed.keys() & anew:
-            state = _own_shard(found, saved, rank, run)
+            if saved.server_alone:
+                state = with_lost_workers(state, run, saved.settings["epochs"])
+            else:
+                state = found.shard(rank) if rank else state
         else:
-            handover = make_handover(saved, _of_all_shards(found, state, config.workers), run)
+            handover = make_handover(saved, _optimizers(found, saved, config.workers), run)
             if takes_joint_steps(config) and not (saved.joint or saved.pushes):
                 accelerator.print("warning: optimizers of workers are dropped: all share one now")
+        if saved.server_alone and not saved.pushes:
+            accelerator.print("optimizer states begin empty: the checkpoint is the server's alone")
         if _drops_remainders(saved.settings, config, kept=handover is None):
             wire = saved.settings["wire"]
             accelerator.print(f"warning: what rounding to {wire} has left is dropped")
@@ -411,38 +415,15 @@ def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:
             )
 
 
-def _own_shard(found: Found, saved: Saved, rank: int, run: Run) -> Mapping[str, Any]:
-    """Return a process's state; where workers go by themselves, as of the server's clocks."""
-    settings, first = saved.settings, saved.state
-    if found.manifest.processes == 1 or not meets_at_server(settings["sync"]):
-        return found.shard(rank) if rank else first
-    first = with_lost_workers(first, run, settings["epochs"])
-    if rank == SERVER_RANK:
-        return first
-    clock = first["cluster"]["server"]["clocks"][rank - settings["dedicated_server"]]
-    cluster = {"clock": clock, "refused": 0, "time_s": None, "waited_s": 0.0}
-    anew = {"cluster": cluster, "progress": None, "timer": {}}  # no steps taken, no time spent
-    try:
-        state = found.shard(rank)
-    except MissingShardError:  # it was lost, had not come to save, or was done before
-        print(f"warning: the checkpoint has no optimizer state of rank {rank}: it begins anew")
-        return first | {"stepper": {**first["stepper"], "optimizers": {}}} | anew
-    # Else it was saved in another round than the server was in.
-    if state["cluster"]["clock"] != clock:
-        return state | anew
-    return state | {"cluster": cluster}
-
-
-def _of_all_shards(found: Found, first: Mapping[str, Any], workers: int) -> dict[int, Any]:
-    """Return optimizer state by worker of so many, from all shards; `first` is rank 0's.
+def _optimizers(found: Found, saved: Saved, workers: int) -> dict[int, Any]:
+    """Return optimizer state by worker of so many, from all shards.
 
     Each is read once, and none is kept whole: together they may be larger than the memory.
     """
     optimizers: dict[int, Any] = {}
-    for rank in range(found.manifest.processes):
-        with suppress(MissingShardError):  # a lost worker has none
-            own = (found.shard(rank) if rank else first)["stepper"]["optimizers"]
-            optimizers |= {w: state for w, state in own.items() if w < workers}
+    for rank in range(0 if saved.server_alone else found.manifest.processes):
+        own = (found.shard(rank) if rank else saved.state)["stepper"]["optimizers"]
+        optimizers |= {w: state for w, state in own.items() if w < workers}
     return optimizers
 
 
@@ -470,7 +451,10 @@ class Saved:
         self.joint, self.pushes = settings["sync"] == "step", settings["push"] != "weights"
         # When a change may be made that is refused inside an epoch.
         self.advice = "resume a checkpoint of an epoch's end"
-        if meets_at_server(settings["sync"]):
+        # Real workers that go by themselves save the server's state, and none of theirs.
+        asynchronous = meets_at_server(settings["sync"])
+        self.server_alone = asynchronous and "queue" not in state["cluster"]
+        if asynchronous:
             self.advice = "it may change where no worker is inside an epoch"
 
     @property
@@ -499,15 +483,13 @@ class Saved:
         `at_epoch_end`: it was saved where all meet at an epoch's end, not inside a round.
         """
         cluster, members = self.state["cluster"], self.members
-        sync = self.settings["sync"]
         if "queue" in cluster:  # simulated: it is known who is in a round
             members.inside = {worker for _, worker in cluster["queue"]} | {cluster["turn"]} - {None}
-        elif at_epoch_end and not meets_at_server(sync):
+        elif at_epoch_end or self.server_alone:
             members.inside = set()
         else:  # only the workers know whether they have taken a step: all that may have
-            ahead = {"ssp": self.settings["staleness"], "asp": math.inf}.get(sync, 0)
-            furthest = members.slowest() + ahead
-            members.inside = {w for w in members.active if members.clocks[w] <= furthest}
+            slowest = members.slowest()
+            members.inside = {w for w in members.active if members.clocks[w] == slowest}
         return self.ledger.under_way(members, self.settings["epochs"] * self.rounds)
 
 
@@ -661,11 +643,8 @@ def with_lost_workers(state: Mapping[str, Any], run: Run, epochs: int) -> Mappin
         return state
     members.load_state_dict(server)
     planner.load_state_dict(state["planner"])
-    # Only the workers know whether they have begun a round: all that may have.
-    inside, members.inside = members.inside, members.active - members.newcomers
     begin = planner.bring_back(min(epochs, run.config.epochs) * run.rounds)
     for worker in members.lost:
         members.join(worker, begin * run.rounds)
-    members.inside = inside
     cluster = state["cluster"] | {"server": server | members.state_dict()}
     return {**state, "cluster": cluster, "planner": planner.state_dict()}

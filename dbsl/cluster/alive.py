@@ -36,7 +36,6 @@ _TOLD_S = NOTICED_S + 4 * _BEAT_S
 _END_S = 3.2  # that the main thread has to end the process itself
 _ASK_EVERY_S = 1.0  # that processes tell each other whether to stop or to save
 _MEETING = 10**9  # exchanges of all processes are counted in these, those inside a worker in ones
-SAVED_S, SAVING = 20.0, threading.Lock()  # a process that is to end first saves what it was saving
 _LAST = "!"  # begins the last beat
 _LOST = "lost: "
 
@@ -279,16 +278,10 @@ class Heartbeats:
         end_later(what, self._leaves)
 
 
-def end_later(found: str, leaves: threading.Event, *, saves: bool = False) -> None:
-    """End this process with a line, unless its main thread is faster, and `leaves`.
-
-    One that `saves` in its own time finishes this first.
-    """
+def end_later(found: str, leaves: threading.Event) -> None:
+    """End this process with a line, unless its main thread is faster, and `leaves`."""
 
     def end() -> None:
-        # Its shard may be all that a checkpoint lacks. The main thread may still save, too.
-        if saves and SAVING.acquire(timeout=SAVED_S):
-            SAVING.release()
         if not leaves.is_set():
             print(f"error: {found}", file=sys.stderr, flush=True)
             os._exit(2)

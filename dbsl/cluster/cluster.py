@@ -57,6 +57,9 @@ class Cluster(ABC):
     """
 
     holds_weights: bool = True  # whether the model has weights that count between two turns
+    # Whether a checkpoint has all that workers have, to go on at their steps; else it is the
+    # server's state alone.
+    saves_workers: bool = True
     # Called where the run is to stop while this process waits.
     on_stop: Callable[[], object] = staticmethod(lambda: None)
     # Called by a process that takes no steps while others do, where it may save: at a barrier once
@@ -97,7 +100,6 @@ class Cluster(ABC):
         self.telling = False  # whether an end that is told now is one of these
         self.finished_early = False  # whether `finish` ended the run before its last epoch
         self._losses: deque[LostWorker] = deque()  # not yet logged
-        self._announced = 0, -1  # the save that every process is to take part in
         self._exits = ExitStack()
 
     def __enter__(self) -> Cluster:
@@ -223,22 +225,8 @@ class Cluster(ABC):
         """Return what this process does after a step: what it would, or what all agree on."""
         return Action.STOP if self._interrupted else action
 
-    def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
-        """Return number and epoch of the save to take part in, telling the others if it is new."""
-        return sequence, epoch
-
-    @property
-    def announced(self) -> int:
-        """Number of the last save that every process is to take part in; 0: none."""
-        return self._announced[0]
-
-    def saving(self, sequence: int) -> set[int]:
-        """Return the ranks that save in their own time and may do so as of a save's number."""
-        return set()
-
-    def leave(self, sequence: int) -> int:
-        """Stop taking turns; return the number of the save to take part in."""
-        return sequence
+    def leave(self) -> None:  # noqa: B027
+        """Stop taking turns, and have the others do so."""
 
     @property
     def is_over(self) -> bool:

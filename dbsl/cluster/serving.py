@@ -66,7 +66,12 @@ def through_server(
 
 
 class MemberCluster(Cluster):
-    """A worker's process, which waits for no other worker but where it is too far ahead."""
+    """A worker's process, which waits for no other worker but where it is too far ahead.
+
+    A checkpoint is the server's state. What goes on from it begins the rounds that were not pushed.
+    """
+
+    saves_workers = False
 
     def segment(self, turn: Turn) -> Segment:
         with self._waiting():
@@ -75,13 +80,19 @@ class MemberCluster(Cluster):
     @torch.no_grad()
     def pull(self, turn: Turn) -> None:
         with self._waiting():
-            ending, self._announced = self._fetch(turn)
+            ending = self._fetch(turn)
         if ending == Ending.FINISHED:
             self.finish()
             raise NothingLeft
         if ending == Ending.STOPPED:
             self._interrupted = True
             self.on_stop()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._waited_s = 0.0  # for a round that begins again
+        for worker in self.workers:
+            self._clock = state["server"]["clocks"][worker]
 
     def _hand_over(self, report: RoundReport) -> bool:
         self._send(report)
@@ -92,8 +103,8 @@ class MemberCluster(Cluster):
         """Return the plan of the worker's next round, as a text."""
 
     @abstractmethod
-    def _fetch(self, turn: Turn) -> tuple[Ending, tuple[int, ...]]:
-        """Load the weights of the next round, if there is one; return the save to take part in."""
+    def _fetch(self, turn: Turn) -> Ending:
+        """Load the weights of the next round, if there is one; return whether there is."""
 
     @abstractmethod
     def _send(self, report: RoundReport) -> None:
@@ -129,28 +140,24 @@ class ServedCluster(MemberCluster):
 
     def _plan(self, turn: Turn) -> str:
         with self._exchange():
-            *_, text = self._link.ask(Kind.PLAN)
+            _, text = self._link.ask(Kind.PLAN)
         return text
 
-    def _fetch(self, turn: Turn) -> tuple[Ending, tuple[int, ...]]:
+    def _fetch(self, turn: Turn) -> Ending:
         with self._exchange():
-            ending, *announced, _ = self._link.ask(Kind.PULL)
+            ending, _ = self._link.ask(Kind.PULL)
             if ending == Ending.GOES_ON:
                 self._link.take_weights()
-        return ending, tuple(announced)
+        return ending
 
     def _send(self, report: RoundReport) -> None:
         with self._exchange():
             self._link.push(report, self.outgoing)
 
-    def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
-        return self._announced
-
-    def leave(self, sequence: int) -> int:
+    def leave(self) -> None:
         with self._exchange():
-            _, sequence, *_ = self._link.ask(Kind.LEAVE)
-        self._leaves.set()  # rank 0 may end while this process saves
-        return sequence
+            self._link.ask(Kind.LEAVE)
+        self._leaves.set()  # rank 0 may end before this process does
 
     def interrupt(self) -> None:
         """Stop after this step, and have rank 0 stop the run: this process may wait for others."""
@@ -186,7 +193,7 @@ class ServedCluster(MemberCluster):
 
     def _on_lost(self, pulse: Pulse) -> None:
         """Have this process end, though it may wait for a vector."""
-        end_later(self._loss(RuntimeError()), self._leaves, saves=True)
+        end_later(self._loss(RuntimeError()), self._leaves)
 
 
 class ServingCluster(MemberCluster):
@@ -207,13 +214,11 @@ class ServingCluster(MemberCluster):
     ) -> None:
         super().__init__(weights, server, **common)
         self._owners = {rank: rank - (not self.workers) for rank in pairs}
-        self._pulses: dict[int, Pulse] = {}  # by rank that is served
         self._timeout_s = timeout_s
         self._stopping = False
         self._changed = threading.Condition()  # guards the server; a thread may hold it twice
         self._failure: Exception | None = None
-        self._heard: dict[int, int] = {}  # by rank that is served: the last save it was told of
-        self._saving: dict[int, set[int]] = {}  # by save: ranks that were told of it
+        self._served = set(pairs)  # ranks that have not left, and are not lost
         self._pushed = self.outgoing  # in host memory, which a GPU copies to faster if it is pinned
         if self.outgoing.is_cuda:
             self._pushed = torch.empty_like(self.outgoing, device="cpu", pin_memory=True)
@@ -250,14 +255,12 @@ class ServingCluster(MemberCluster):
     def _plan(self, turn: Turn) -> str:
         return encode(self._begin(*turn.workers))
 
-    def _fetch(self, turn: Turn) -> tuple[Ending, tuple[int, ...]]:
-        with self._changed:
-            weights = self._pull(*turn.workers)
-            announced = self._tell(SERVER_RANK)
+    def _fetch(self, turn: Turn) -> Ending:
+        weights = self._pull(*turn.workers)
         if weights is None:
-            return self._ending, announced
+            return self._ending
         self.weights.load(weights)  # a copy to a GPU takes its time, and others need not wait
-        return Ending.GOES_ON, announced
+        return Ending.GOES_ON
 
     def _send(self, report: RoundReport) -> None:
         self._merge(self._pushed.copy_(self.outgoing), report)
@@ -328,15 +331,12 @@ class ServingCluster(MemberCluster):
         """Return what serves a rank."""
         vector = torch.empty_like(self.weights.vector, device=CPU)
         link = Channel(pair, vector)
-        with self._changed:  # until all is there
-            pulse = Pulse(
-                *(rank, pair, self._timeout_s),
-                asks=False,
-                hears=partial(self._heed, rank),
-                on_lost=lambda pulse: self._give_up(rank, pulse, pulse.failure),
-            )
-            self._pulses[rank] = pulse
-            self._heard[rank] = self._announced[0]
+        pulse = Pulse(
+            *(rank, pair, self._timeout_s),
+            asks=False,
+            hears=partial(self._heed, rank),
+            on_lost=lambda pulse: self._give_up(rank, pulse, pulse.failure),
+        )
         own, name = (rank, link, pulse), f"serve-{rank}"
         return threading.Thread(target=self._serve, args=own, name=name, daemon=True)
 
@@ -351,7 +351,7 @@ class ServingCluster(MemberCluster):
             while self._answer(rank, link, pulse):
                 pass
             with self._changed:
-                self._heard.pop(rank, None)
+                self._served.discard(rank)
                 self._changed.notify_all()
         except Exception as error:
             self._give_up(rank, pulse, pulse.reason(error))
@@ -360,40 +360,35 @@ class ServingCluster(MemberCluster):
         """Serve a rank no more; its thread and its pulse both come to it, and the first counts."""
         with self._changed:
             self._changed.notify_all()
-            if self._pulses[rank] is not pulse or rank not in self._heard:
+            if rank not in self._served:
                 return
-            self._heard.pop(rank, None)  # nobody waits for it any longer
-            for ranks in self._saving.values():
-                ranks.discard(rank)
+            self._served.discard(rank)  # nobody waits for it any longer
             left_out = self._lose(rank, reason)
         pulse.end(reason if left_out else "")  # it may still be there
 
     def _answer(self, rank: int, link: Channel, pulse: Pulse) -> bool:
         """Hear a message and do what it asks; False: it was the last."""
         worker = self._owners[rank]
-        kind, *_, text = hear(link.pair, Kind)
+        kind, text = hear(link.pair, Kind)
         if kind == Kind.PLAN:
-            tell(link.pair, Ending.GOES_ON, text=encode(self._begin(worker, pulse)))
+            tell(link.pair, Ending.GOES_ON, encode(self._begin(worker, pulse)))
         elif kind == Kind.PUSH:
             report = link.take_push(text)
             check_report(report, worker, *self._place(worker))
             self._merge(link.vector, report)
         elif kind == Kind.PULL:
-            with self._changed:
-                weights = self._pull(worker, pulse)
-                announced = self._tell(rank)
+            weights = self._pull(worker, pulse)
             if weights is not None:
-                tell(link.pair, Ending.GOES_ON, announced)
+                tell(link.pair, Ending.GOES_ON)
                 link.give_weights(weights)
             else:
-                tell(link.pair, self._ending, announced)
-        elif kind == Kind.LEAVE:  # this process is to stop as well, and says as what it saves
+                tell(link.pair, self._ending)
+        elif kind == Kind.LEAVE:  # this process is to stop as well
             with self._changed:
                 if not self._stopping:
                     self.interrupt()
                     self._wait_for(lambda: self._stopping)
-                announced = self._tell(rank)
-            tell(link.pair, Ending.STOPPED, announced)
+            tell(link.pair, Ending.STOPPED)
         return kind not in (Kind.LEAVE, Kind.DONE)
 
     # --- who is lost
@@ -418,31 +413,6 @@ class ServingCluster(MemberCluster):
 
     # --- saves
 
-    def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
-        """Return the save to take part in; every worker is asked to when it pulls next."""
-        self._announced = (sequence, epoch)
-        return self._announced
-
-    def saving(self, sequence: int) -> set[int]:
-        """Return the ranks to wait for: their shard of a save has come or may still come.
-
-        A worker hears of a save when it pulls. Those that finish before do not save it, nor does
-        one that heard of a newer save first. Nobody waits for a lost worker.
-        """
-        with self._changed:
-            ranks = set(self._saving.get(sequence, ()))
-            if sequence == self._announced[0]:
-                ranks |= {rank for rank, heard in self._heard.items() if heard < sequence}
-            return ranks
-
-    def _tell(self, rank: int) -> tuple[int, int]:
-        """Return the last save and note that a worker is told of it, with the lock held."""
-        sequence = self._announced[0]
-        if self._heard.get(rank, sequence) < sequence:
-            self._heard[rank] = sequence
-            self._saving.setdefault(sequence, set()).add(rank)
-        return self._announced
-
     def held(self) -> AbstractContextManager:
         return self._changed
 
@@ -450,44 +420,38 @@ class ServingCluster(MemberCluster):
         # There is none to go on from where something has failed in a thread, such as a merge rule.
         with self._changed:
             self._raise_failure()
-            return super().state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        # The others save later than the server, perhaps in a round that they have begun since.
-        members = self.server.members
-        members.inside |= members.active - members.newcomers
+            state = super().state_dict()
+        state["server"]["inside"] = []  # rounds that were not pushed are taken from their start
+        return state
 
     # --- the end
 
-    def leave(self, sequence: int) -> int:
-        """Stop serving; return the number of the save to take part in, which is `sequence`.
+    def leave(self) -> None:
+        """Stop serving.
 
         The others have until a time to leave as well: they do when they have heard of it, after a
         step or where they pull.
         """
-        self._stop_serving((sequence, -1))
+        self._stop_serving()
         patience_s = min(self._timeout_s, _STOP_PATIENCE_S)
         with self._changed:
             if all(thread.ident is not None for thread in self._threads):
-                self._changed.wait_for(lambda: not self._heard, patience_s)
-        return sequence
+                self._changed.wait_for(lambda: not self._served, patience_s)
 
     def finish(self) -> None:
         """Wait until every worker has heard of it, where it comes to pull."""
         self.finished_early = True
-        self._stop_serving(self._announced)
+        self._stop_serving()
         self.close()
         super().finish()
         self._interrupted = False
         self.server.finished.clear()
 
-    def _stop_serving(self, announced: tuple[int, int]) -> None:
+    def _stop_serving(self) -> None:
         with self._changed:
             self._stopping = self._interrupted = True
-            self._announced = announced
             self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._heard)  # silent workers are given up
+            self._changed.wait_for(lambda: not self._served)  # silent workers are given up

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -42,10 +42,10 @@ class Kind(IntEnum):
 
 
 class Ending(IntEnum):
-    """What the server answers, with number and epoch of the save to take part in, or a plan."""
+    """What the server answers, perhaps with a plan."""
 
     GOES_ON = 0
-    STOPPED = 1  # to be gone on with: workers save and stop
+    STOPPED = 1  # to be gone on with
     FINISHED = 2  # before its last epoch
 
 
@@ -54,29 +54,25 @@ _TEXT = 500  # bytes
 _LONGEST = 1 << 28  # bytes
 
 
-def tell(
-    pair: dist.ProcessGroup, what: Kind | Ending, numbers: Sequence[int] = (0, 0), text: str = ""
-) -> None:
-    """Send a question, or an answer, with two numbers and a text over a group of two."""
+def tell(pair: dist.ProcessGroup, what: Kind | Ending, text: str = "") -> None:
+    """Send a question, or an answer, with a text over a group of two."""
     letters = text_row(text, None)
-    isend(torch.tensor([what, *numbers, len(letters)]), pair).wait(EVER)
+    isend(torch.tensor([what, len(letters)]), pair).wait(EVER)
     if len(letters):
         isend(letters, pair).wait(EVER)
 
 
-def hear(
-    pair: dist.ProcessGroup, kinds: type[KindT], patience: timedelta | None = None
-) -> tuple[KindT, int, int, str]:
-    """Receive a message, which must be of these kinds; return it, its numbers and its text."""
-    head = torch.empty(4, dtype=torch.int64)
-    irecv(head, pair).wait(patience or EVER)
-    what, *numbers, length = head.tolist()
+def hear(pair: dist.ProcessGroup, kinds: type[KindT]) -> tuple[KindT, str]:
+    """Receive a message, which must be of these kinds; return it and its text."""
+    head = torch.empty(2, dtype=torch.int64)
+    irecv(head, pair).wait(EVER)
+    what, length = head.tolist()
     if what not in tuple(kinds) or not 0 <= length <= _LONGEST:
         raise SettingError(f"message must be of a known kind, got {what} and {length} bytes")
     letters = torch.empty(length, dtype=torch.uint8)
     if length:
         irecv(letters, pair).wait(EVER)
-    return kinds(what), *numbers, read_text(letters)
+    return kinds(what), read_text(letters)
 
 
 def text_row(text: str, room: int | None = _TEXT) -> Tensor:
@@ -188,7 +184,7 @@ class Channel:
         self._pending: list[dist.Work] = []
         self._sent: Tensor | None = None  # which is there until it has left
 
-    def ask(self, kind: Kind) -> tuple[Ending, int, int, str]:
+    def ask(self, kind: Kind) -> tuple[Ending, str]:
         """Ask the server; return its answer, as the last push has left this process."""
         tell(self.pair, kind)
         answer = hear(self.pair, Ending)
@@ -197,7 +193,7 @@ class Channel:
 
     def push(self, report: RoundReport, vector: Tensor) -> None:
         """Begin to push a vector, which is there before the next pull ends."""
-        tell(self.pair, Kind.PUSH, text=encode(report))
+        tell(self.pair, Kind.PUSH, encode(report))
         self.send(vector)
 
     def take_push(self, text: str) -> RoundReport:

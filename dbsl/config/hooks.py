@@ -101,7 +101,7 @@ class Extra:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same: bool) -> None:
-        """Go on from what `state_dict` returned; `same`: in the same workers and processes."""
+        """Go on from what `state_dict` returned; `same`: in the same workers, at their steps."""
 
     # --- on the main process
     def epoch(

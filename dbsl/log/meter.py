@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -27,7 +27,6 @@ from dbsl.profile.memory import GIB, memory_in_use
 from dbsl.run.session import Progress
 
 MEASURED = ("images_per_s", "memory_gib")  # in a line: these differ from run to run
-_KEPT_STARTS = 2  # rounds; a process that goes by itself may have saved one round late
 
 
 @dataclass
@@ -59,7 +58,6 @@ class StepMeter:
     def __init__(self, every: int, figures: Sequence[str] = ()) -> None:
         self._every, self._figures = every, tuple(figures)
         self._windows: defaultdict[int, _Window] = defaultdict(_Window)
-        self._starts: defaultdict[int, list[tuple[int, int, dict[str, Any]]]] = defaultdict(list)
         self._kept: defaultdict[int, list[StepLine]] = defaultdict(list)
         self._heard: defaultdict[int, int] = defaultdict(int)  # steps by worker, of reports
         self._due: list[int] = []  # workers for which the step under way makes a line
@@ -82,15 +80,6 @@ class StepMeter:
         """Begin a round, or, not anew, go on in the one that a stopped run was in."""
         self._turn, self._began = turn, time.perf_counter()
         for worker in turn.workers if anew else ():
-            starts = self._starts[worker]
-            for index, (epoch, round_, window) in enumerate(starts):
-                if (epoch, round_) == (turn.epoch, turn.round):  # this process was in it before
-                    self._windows[worker] = _Window(**window)
-                    del starts[index + 1 :]  # what follows now may begin otherwise
-                    break
-            else:
-                starts.append((turn.epoch, turn.round, asdict(self._windows[worker])))
-                del starts[:-_KEPT_STARTS]
             self._kept[worker].clear()
 
     @contextmanager
@@ -149,25 +138,38 @@ class StepMeter:
         return {
             "figures": self._figures,
             "windows": {worker: asdict(window) for worker, window in self._windows.items()},
-            "starts": {worker: list(starts) for worker, starts in self._starts.items()},
             "kept": {worker: [tuple(x) for x in lines] for worker, lines in self._kept.items()},
             "heard": dict(self._heard),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
+        self._check_figures(state)
+        self.take_over(state)
+        for worker, window in state["windows"].items():
+            self._windows[worker] = _Window(**window)
+        for worker, lines in state["kept"].items():
+            self._kept[worker] = [StepLine(*line) for line in lines]
+        self._heard.update(state["heard"])
+
+    def load_pushed(self, state: Mapping[str, Any], reports: Iterable[Mapping[str, Any]]) -> None:
+        """Go on from the main process's state: each worker from the steps that it has pushed.
+
+        The main process will hear of the last `reports`.
+        """
+        self._check_figures(state)
+        self._heard.update(state["heard"])
+        pushed = Counter(state["heard"])
+        for report in reports:
+            pushed[report["worker"]] += report["steps"]
+        for worker, window in self._windows.items():
+            window.steps = pushed[worker]
+
+    def _check_figures(self, state: Mapping[str, Any]) -> None:
         before, now = (", ".join(names) or "none" for names in (state["figures"], self._figures))
         if before != now:
             must = f"loss_function must return the same figures as before ({before})"
             raise SettingError(f"{must}, got {now}")
-        self.take_over(state)
-        for worker, window in state["windows"].items():
-            self._windows[worker] = _Window(**window)
-        for worker, starts in state["starts"].items():
-            self._starts[worker] = [tuple(start) for start in starts]
-        for worker, lines in state["kept"].items():
-            self._kept[worker] = [StepLine(*line) for line in lines]
-        self._heard.update(state["heard"])
 
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Count on from other workers' steps: all begin where the furthest of them was."""

@@ -73,12 +73,12 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_on
 ):
     write, count = checkpointer.write_shard, iter(range(9))
 
-    def full(folder, *rest, **late):
+    def full(folder, *rest):
         if next(count) == 1:
             folder.mkdir(exist_ok=True)
             (folder / "rank-00000.json").write_text("half a fi")
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(folder, *rest, **late)
+        return write(folder, *rest)
 
     monkeypatch.setattr(checkpointer, "write_shard", full)
     said = refused(capsys, lambda: run(tmp_path / "run", **ROUNDS, **SHORT))

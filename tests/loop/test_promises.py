@@ -6,8 +6,9 @@ Nothing here looks inside: a rewrite of plans, resuming or the cluster has to ke
 import json
 import os
 import signal
-from collections import Counter
+from collections import Counter, defaultdict
 from hashlib import sha256
+from itertools import chain
 
 import pytest
 import torch
@@ -53,6 +54,7 @@ def trained(tmp_path, monkeypatch, numbers):
     """Return ``trained()``: the images of each epoch that were trained on since the last call.
 
     Also by processes that were forked, and killed: each step is on the disk before the next one.
+    With ``by_rank`` the images of each process, by its rank.
     """
     loss_function, learning_rate, step = train.loss_function, train.learning_rate, []
 
@@ -61,18 +63,23 @@ def trained(tmp_path, monkeypatch, numbers):
         return loss_function(model, images, *rest)
 
     def noting_epoch(session, moment):
-        with open(tmp_path / f"trained-{os.getpid()}.jsonl", "a") as file:
+        rank = os.environ.get("RANK", "0")
+        with open(tmp_path / f"trained-{rank}-{os.getpid()}.jsonl", "a") as file:
             file.write(json.dumps([int(moment), step]) + "\n")
         step.clear()
         return learning_rate(session, moment)
 
-    def take():
-        epochs = [[] for _ in range(EPOCHS)]
+    def take(*, by_rank=False):
+        ranks = defaultdict(lambda: [[] for _ in range(EPOCHS)])
         for path in tmp_path.glob("trained-*.jsonl"):
             for epoch, images in map(json.loads, path.read_text().splitlines()):
-                epochs[epoch] += images
+                ranks[int(path.name.split("-")[1])][epoch] += images
             path.unlink()
-        return epochs
+        return (
+            ranks
+            if by_rank
+            else [[*chain(*of_all)] for of_all in zip(*ranks.values(), strict=True)]
+        )
 
     monkeypatch.setattr(train, "loss_function", noting_images)
     monkeypatch.setattr(train, "learning_rate", noting_epoch)
@@ -92,6 +99,26 @@ def check_each_once(phases, folder):
             missing -= {*phase[epoch]}
         assert not missing, f"images never came in epoch {epoch}"
     assert samples_by_epoch(folder, EPOCHS) == [N] * EPOCHS
+    assert helpers.summary_of(folder)["samples_seen"] == EPOCHS * N
+
+
+def check_merged_once(before, after, folder):
+    """Check that each image is in one round an epoch of those that were merged, and in no other.
+
+    What a process trained on `before` it was stopped counts as far as its rounds were saved: they
+    are those of metrics.jsonl that it has not trained `after` that.
+    """
+    for epoch in range(EPOCHS):
+        images = []
+        for worker in range(2):
+            told = [
+                r for r in rows(folder, "round") if (r["worker"], r["epoch"]) == (worker, epoch)
+            ]
+            later = after[worker][epoch]
+            count = sum(row["samples"] for row in told) - len(later)
+            assert 0 <= count <= len(before[worker][epoch])
+            images += before[worker][epoch][:count] + later
+        assert sorted(images) == [*range(N)], epoch
     assert helpers.summary_of(folder)["samples_seen"] == EPOCHS * N
 
 
@@ -177,6 +204,7 @@ REAL = {
     "step, the other": ({"sync": "step", "local_batch_sizes": (5, 3)}, 0),
     "asp": (ROUNDS | {"sync": "asp"}, 1),
     "ssp": (ROUNDS | {"sync": "ssp"}, 0),
+    "asp, gradients": ({"sync": "asp", "push": "gradients", "local_batch_sizes": (5, 3)}, 1),
 }
 
 
@@ -184,13 +212,21 @@ REAL = {
 def test_sigterm_in_any_process_ends_all_with_a_checkpoint_that_goes_on(tmp_path, trained, mode):
     folder, (settings, rank) = tmp_path / "run", REAL[mode]
     assert start_and_end(folder, 2, 8, rank, signal.SIGTERM, **settings) == [75, 75]
-    phases = [trained()]
+    before = trained(by_rank=True)
     assert not (folder / "summary.json").exists()
-    assert "resumed from" in helpers.end_ranks(start(folder, 2, **settings))
-    phases.append(trained())
-    check_each_once(phases, folder)
-    if settings.get("sync") not in ("asp", "ssp"):  # they have stopped at the same step
-        assert sum(len(images) for phase in phases for images in phase) == EPOCHS * N
+    shards = {path.stem for path in folder.glob("checkpoints/*/rank-*")}
+    said = helpers.end_ranks(start(folder, 2, **settings))
+    assert "resumed from" in said
+    after = trained(by_rank=True)
+    alone = settings.get("sync") in ("asp", "ssp")  # the server's state
+    assert shards == ({"rank-00000"} if alone else {"rank-00000", "rank-00001"})
+    assert ("optimizer states begin empty" in said) == (alone and "push" not in settings)
+    if alone:
+        check_merged_once(before, after, folder)
+    else:  # they have stopped at the same step
+        for epoch in range(EPOCHS):
+            images = [phase[rank][epoch] for phase in (before, after) for rank in range(2)]
+            assert sorted(chain(*images)) == [*range(N)]
         helpers.end_ranks(start(tmp_path / "whole", 2, **settings))
         assert fingerprint(folder) == fingerprint(tmp_path / "whole")
 
@@ -201,10 +237,9 @@ def test_a_run_whose_server_was_killed_goes_on_and_takes_each_image_once(tmp_pat
     statuses = start_and_end(folder, 2, 9, 0, signal.SIGKILL, **settings)
     assert statuses[0] == -signal.SIGKILL
     assert statuses[1] == 2 or sync == "asp"  # where the other one may have finished
-    phases = [trained()]
+    before = trained(by_rank=True)
     assert "resumed from" in helpers.end_ranks(start(folder, 2, **settings))
-    phases.append(trained())
-    check_each_once(phases, folder)
+    check_merged_once(before, trained(by_rank=True), folder)
 
 
 def test_without_a_lost_worker_the_others_take_each_image_once(tmp_path, trained):

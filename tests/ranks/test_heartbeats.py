@@ -1,7 +1,6 @@
 """Deaths that exchanges do not tell of: with NCCL the main thread waits on its device."""
 
 import os
-import threading
 import time
 
 import pytest
@@ -9,7 +8,7 @@ import torch.distributed as dist
 
 import dbsl.cluster.alive
 from dbsl.base.errors import ReadError, SyncError
-from dbsl.cluster.alive import Heartbeats, end_later
+from dbsl.cluster.alive import Heartbeats
 from tests.helpers import slow
 
 HANGS_S = 90.0  # beyond the test's own limit
@@ -152,15 +151,3 @@ def leaving_rank(rank):
 
 def test_ranks_that_leave_one_after_the_other_are_not_mourned_and_hear_of_no_late_error(run_ranks):
     assert run_ranks(leaving_rank, world_size=3) == ["left"] * 3
-
-
-def test_a_process_that_saves_in_its_own_time_ends_when_that_is_done(monkeypatch):
-    ended, saving = threading.Event(), threading.Lock()
-    monkeypatch.setattr(dbsl.cluster.alive, "_END_S", 0.0)
-    monkeypatch.setattr(os, "_exit", lambda status: ended.set())
-    monkeypatch.setattr(dbsl.cluster.alive, "SAVING", saving)
-    saving.acquire()
-    end_later("rank 1 was lost", threading.Event(), saves=True)
-    assert not ended.wait(0.2)
-    saving.release()
-    assert ended.wait(10)

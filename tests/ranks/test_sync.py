@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dbsl.base.errors import SyncError
-from dbsl.cluster import alive, serving, wire
+from dbsl.cluster import alive, wire
 from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.meeting import BarrierCluster
 from dbsl.cluster.merges import mean, ratio
@@ -180,32 +180,6 @@ def test_server_serves_every_round_of_every_worker(run_ranks, sync, staleness, s
         assert max(s for *_, s in reports) <= (workers - 1) * (2 * staleness + 1)
 
 
-def waiting_for_shards_rank(rank, epochs, server_only):
-    serving._LOOK_S = 0.1
-    still, (_, cluster, plan) = [], make(rank, "asp", epochs, server_only=server_only)
-    if rank:
-        train(cluster, plan, lambda turn: time.sleep((rank - 1) * 0.6))
-        return cluster.announced
-
-    def look():  # rank 0's worker, if it has one, has finished long before rank 2's has
-        if set(cluster._heard) == {2}:  # rank 1 has finished
-            cluster.announce(1, -1)
-            still.append(cluster.saving(1))
-
-    cluster.idle = look
-    train(cluster, plan)
-    return still[:1], cluster.saving(1), cluster.saving(7)
-
-
-@pytest.mark.parametrize(("epochs", "server_only"), [(1, True), (2, True), (2, False)])
-def test_rank_0_looks_whether_a_save_is_due_and_waits_for_the_shards_of_who_hears_of_it(
-    run_ranks, epochs, server_only
-):
-    waited, _, heard = run_ranks(waiting_for_shards_rank, epochs, server_only, world_size=3)
-    assert waited == ([{2}], {2} if heard else set(), set())  # meanwhile, at the end, of before
-    assert heard == epochs - 1  # in its last round it pulls no more
-
-
 def broken_rule_rank(rank):
     def rule(weights, pushed, factors):
         raise ZeroDivisionError("of the rule")
@@ -228,7 +202,7 @@ def asked_to_stop_rank(rank, stopped):
     _, cluster, plan = make(rank, "ssp", 3, staleness=0, server_only=True)
 
     def stop():
-        cluster.leave(1)
+        cluster.leave()
         stopped.set()
         raise KeyboardInterrupt
 
@@ -324,7 +298,7 @@ def dying_in_a_vector(rank, dies):
     large = torch.nn.Linear(3000, 2000)  # 24 MB
     _, cluster, plan = make(rank, "asp", 3, timeout_s=5.0, model=large)
 
-    def begin_and_die(vector):
+    def begin_and_die(vector, pair):
         time.sleep(0.3)  # the other one waits for it
         os.kill(int(ids[1 - rank]), signal.SIGSTOP)
         subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {int(ids[1 - rank])}"])
@@ -334,13 +308,10 @@ def dying_in_a_vector(rank, dies):
 
     def inside(turn):
         if rank == dies == 1 and turn.epoch == 1:
-            cluster._link.send = begin_and_die
+            cluster._link.send = partial(begin_and_die, pair=cluster._link.pair)
 
-    if rank == 1:
-        pair = cluster._link.pair
-    elif dies == 0:
-        pair = next(iter(cluster._pulses.values()))._pair
-        wire.Channel.give_weights = lambda link, weights: begin_and_die(weights)
+    if rank == dies == 0:
+        wire.Channel.give_weights = lambda link, weights: begin_and_die(weights, link.pair)
     train(cluster, plan, inside)
     return [loss.rank for loss in cluster.losses()]
 
@@ -377,14 +348,13 @@ def test_nobody_waits_for_a_process_that_is_lost_and_it_is_dropped_once():
     cluster = ServingCluster.__new__(ServingCluster)
     cluster._changed, cluster._owners = threading.Condition(), {1: 1, 2: 2}
     pulses = {rank: SimpleNamespace(end=partial(told.append)) for rank in (1, 2)}
-    cluster._pulses, cluster._heard = pulses, dict.fromkeys(pulses, 0)
-    cluster._saving, cluster._failure, cluster._stopping = {7: {1, 2}}, None, False
+    cluster._served, cluster._failure, cluster._stopping = {1, 2}, None, False
     members = SimpleNamespace(active={0, 1, 2})
     cluster.server, cluster._rounds = SimpleNamespace(members=members, clocks=[0] * 3), 4
     cluster._drop = lambda rank, worker, reason: members.active.discard(2)
     for _ in range(2):  # its thread and its pulse
         cluster._give_up(2, pulses[2], "Connection closed")
-    assert (cluster._heard, cluster._saving) == ({1: 0}, {7: {1}})
+    assert cluster._served == {1}
     assert told == ["Connection closed"]
 
 
@@ -422,14 +392,15 @@ def babbling_rank(rank):
 
     def babble(turn):
         if rank == 1 and turn.epoch == 1:
-            isend(torch.tensor([9, 0, 0, 0]), cluster._link.pair).wait()
+            isend(torch.tensor([9, 0]), cluster._link.pair).wait()
 
     with contextlib.nullcontext() if rank == 0 else pytest.raises(SyncError) as error:
         train(cluster, plan, babble)
     if rank:
         return str(error.value)
-    for pulse in cluster._pulses.values():  # until the other one is told
-        pulse.thread.join(10)
+    for thread in threading.enumerate():  # until the other one is told
+        if thread.name.startswith("pulse-"):
+            thread.join(10)
     return [loss.reason for loss in cluster.losses()]
 
 

@@ -5,14 +5,11 @@ import hashlib
 import json
 import os
 import threading
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from dbsl.base.errors import SaveError
 from dbsl.checkpoint import checkpointer, disk
 from dbsl.checkpoint.disk import CheckpointError, Found, Manifest, pack, write_manifest, write_shard
 
@@ -21,22 +18,19 @@ OF_DATA = {"classes": 10, "samples": 100}
 COUNTS = {"sequence": 1, "epoch": 0, "processes": 1, "workers": 1}
 
 
-def write(run_folder, sequence, *, ranks=1, late_ranks=()):
+def write(run_folder, sequence, *, ranks=1):
     folder = run_folder / "checkpoints" / f"save-{sequence:06d}"
     files = {}
     for rank in range(ranks):
         state = {"rank": rank, "weights": torch.full((4,), float(sequence))}
         files |= write_shard(folder, rank, *pack(state))
-    for rank in late_ranks:
-        write_shard(folder, rank, *pack({"rank": rank}), late=True)
-    counts = {"sequence": sequence, "epoch": 1, "workers": 4}
-    counts["processes"] = ranks + len(late_ranks)
+    counts = {"sequence": sequence, "epoch": 1, "workers": 4, "processes": ranks}
     write_manifest(folder, Manifest(files=files, config=CONFIG, **counts, **OF_DATA))
     return folder
 
 
 def test_every_process_reads_its_own_shard_back(tmp_path):
-    folder = write(tmp_path, 3, ranks=2, late_ranks=[2])
+    folder = write(tmp_path, 3, ranks=3)
     found = Found.at(folder)
     manifest = found.manifest
     assert (manifest.sequence, manifest.processes, manifest.config) == (3, 3, CONFIG)
@@ -92,24 +86,6 @@ def test_files_of_other_nodes_are_waited_for_but_not_for_ever(tmp_path, monkeypa
         checkpointer._wait_for([path, tmp_path / "rank-00002.json"])
 
 
-@pytest.mark.parametrize("pruned", [False, True])
-def test_a_worker_that_saves_late_fails_unless_its_folder_was_pruned(tmp_path, monkeypatch, pruned):
-    def fails(folder, *_, **__):
-        if pruned:
-            folder.rmdir()
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    if pruned:
-        monkeypatch.setattr(checkpointer, "write_shard", fails)
-    else:
-        (tmp_path / "checkpoints").touch()  # so that no folder can be made in it
-    accelerator, cluster = SimpleNamespace(process_index=1), SimpleNamespace(control=None)
-    session = SimpleNamespace(run=None, folder=tmp_path, accelerator=accelerator, cluster=cluster)
-    writer = checkpointer.Writer(session, None)
-    with nullcontext() if pruned else pytest.raises(SaveError, match="there is no checkpoint"):
-        writer.write(checkpointer.Copy("save-000001", None, pack({}), None))
-
-
 @pytest.mark.parametrize("name", ["rank-00000.json", "rank-00000.safetensors", "manifest.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "link", "remove"])
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, name, damage):
@@ -133,23 +109,6 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, name, dama
     unseen = name == "manifest.json" and damage in ("link", "remove")
     assert len(warnings) == (not unseen)
     assert all(line.startswith("skipped: ") and "save-000002" in line for line in warnings)
-
-
-@pytest.mark.parametrize("name", ["json", "safetensors", "sums.json"])
-def test_a_damaged_shard_that_the_manifest_lacks_is_not_taken_for_one_that_was_never_saved(
-    tmp_path, name
-):
-    write(tmp_path, 1, late_ranks=[1])
-    folder = write(tmp_path, 2, late_ranks=[1])
-    (folder / f"rank-00001.{name}").write_bytes(b"{}")
-    assert disk.newest(tmp_path).folder.name == "save-000001"
-    with pytest.raises(CheckpointError, match="damaged") as damaged:
-        Found.at(folder).shard(1)
-    assert not isinstance(damaged.value, disk.MissingShardError)
-    (folder / "rank-00001.sums.json").unlink()
-    assert disk.newest(tmp_path).folder == folder  # its worker was lost
-    with pytest.raises(disk.MissingShardError):
-        Found.at(folder).shard(1)
 
 
 def test_a_manifest_that_leads_out_of_its_folder_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """What a process takes from a checkpoint where workers go by themselves, at clocks of their own."""
 
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace as Bag
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from dbsl.checkpoint import resume
-from dbsl.checkpoint.disk import Found, MissingShardError
+from dbsl.checkpoint.disk import Found
 from dbsl.checkpoint.resume import Saved, make_handover, with_lost_workers
 from dbsl.cluster.server import Server
 from dbsl.plan.follow import Planner
@@ -54,34 +55,17 @@ def saved_as(state, config, run=None, **before):
     return Saved(state, asdict(config) | before, 60, run or run_of(config))
 
 
-@pytest.mark.parametrize("saved", [None, 2], ids=["lost", "a round late"])
-def test_a_round_that_is_trained_again_counts_no_time_of_the_first_time(
-    tmp_path, monkeypatch, saved
-):
-    def shard(found, rank):
-        if saved is None:
-            raise MissingShardError("no shard")
-        return {"cluster": {"clock": saved}, "progress": {"steps": 1}, "timer": {1: 0.2}}
-
-    monkeypatch.setattr(Found, "shard", shard)
-    found = Found(tmp_path, tmp_path, Bag(processes=2))
-    run = Bag(rounds=2, planner=Bag(members=Members(2)))
-    first = saved_as(state_of([1, 1]), Config(sync="asp", workers=2))
-    state = resume._own_shard(found, first, 1, run)
-    assert (state["cluster"]["clock"], state["progress"], state["timer"]) == (1, None, {})
-
-
-def test_other_workers_go_on_from_shards_each_of_which_is_read_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("sync", "expected"), [("bsp", {0: "own", 1: "own"}), ("asp", {})])
+def test_other_workers_go_on_from_shards_each_of_which_is_read_once(monkeypatch, sync, expected):
     def shard(found, rank):
         read.append(rank)
-        if rank == 1:
-            raise MissingShardError("no shard")
         return {"stepper": {"optimizers": {rank: "own"}}}
 
     monkeypatch.setattr(Found, "shard", shard)
-    read, found = [], Found(tmp_path, tmp_path, Bag(processes=4))
-    assert resume._of_all_shards(found, state_of([1]), 3) == {0: "own", 2: "own"}
-    assert read == [1, 2, 3]
+    read, found = [], Found(Path(), Path(), Bag(processes=3))
+    saved = saved_as(state_of([1]), Config(sync=sync))
+    assert resume._optimizers(found, saved, 2) == expected
+    assert read == ([1, 2] if expected else [])  # rank 0's is there; the server's has none
 
 
 @pytest.mark.parametrize(
@@ -90,7 +74,7 @@ def test_other_workers_go_on_from_shards_each_of_which_is_read_once(tmp_path, mo
         ([10, 10, 3], 8, 5),  # of 5 epochs of 2 rounds all are over: nobody has begun the sixth
         ([10, 9, 3], 8, 5),
         ([7, 6, 3], 8, 4),  # a leader in its fourth epoch's last round
-        ([8, 6, 3], 8, 5),  # that has begun the fifth
+        ([8, 6, 3], 8, 4),  # the fifth, if it has begun it, begins again
         ([8, 6, 3], 4, 4),  # as far as there are epochs
     ],
 )
@@ -116,9 +100,8 @@ SIMULATED = {"queue": [(0.5, 1)], "turn": None}
         ("bsp", [2, 1], False, SIMULATED, [0]),  # the first waits for the second
         ("bsp", [3, 3], True, SIMULATED | {"queue": []}, [1]),
         ("asp", [3, 2], True, SIMULATED, [1]),
-        ("asp", [2, 1], True, {}, [0, 1]),
+        ("asp", [2, 1], True, {}, [0]),  # what the first has begun of the next, it begins again
         ("ssp", [3, 1], False, {}, [0, 1]),
-        ("ssp", [4, 2], False, {}, [1]),  # two ahead: it has to wait
         ("asp", [6, 6], True, {}, []),  # the run is over
         ("asp", [6, 4], False, {}, [2]),
     ],

@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -94,28 +95,6 @@ def test_a_resumed_run_neither_repeats_a_line_nor_misses_one(stopped_after):
     assert without_measured(lines) == without_measured(whole)
 
 
-def test_a_round_that_is_begun_again_counts_from_its_start():
-    again, todo = [], [(0, 0), (0, 1), (0, 2)]
-    saved, stepper = make_meter([])
-    train(saved, stepper, list(todo), Progress(), 12)  # in the third round
-    resumed = make_meter(again, state=saved.state_dict())
-    train(*resumed, todo[1:], Progress())  # as the server has not had the second
-    whole = []
-    train(*make_meter(whole), todo, Progress())
-    assert without_measured(again) == without_measured(whole)[1:]
-
-
-def test_a_round_behind_one_that_is_begun_again_goes_on_from_what_that_came_to():
-    saved, stepper = make_meter([])
-    train(saved, stepper, [(0, 0), (0, 1)], Progress(), 7)  # in the second round
-    again = []
-    meter, stepper = make_meter(again, state=saved.state_dict())
-    meter.begin(Turn((0,), 0, 0), anew=True)  # as the server has not had the first
-    meter.end({0: [10 * BATCH]}, {0: BATCH})  # whose weights were others: so is its loss
-    train(meter, stepper, [(0, 1)], Progress())
-    assert [(line.step, line.loss) for line in again] == [(3, (10 + 6 + 7 + 8) / 4)]
-
-
 def test_lines_for_another_process_are_kept_for_the_report():
     meter, stepper = make_meter([], tell=False)
     train(meter, stepper, rounds()[:WORKERS], Progress())
@@ -173,11 +152,14 @@ def test_a_server_without_steps_of_its_own_keeps_how_far_its_workers_are():
     server.hear(replace(report, worker=1))
     server.hear(replace(report, worker=1, round=1))
     state = unpack(*pack(server.state_dict()))
-    for load in (StepMeter.take_over, StepMeter.load_state_dict):  # other workers; a lost one's
-        train(*make_meter(lines, state=state, load=load), [(0, 2)], Progress())
-        assert [line.step for line in lines] == [12, 15]
-        lines.clear()
-    server.load_state_dict(state)
+    train(*make_meter(lines, state=state, load=StepMeter.take_over), [(0, 2)], Progress())
+    assert [line.step for line in lines] == [12, 15]
+    lines.clear()
+    load = partial(StepMeter.load_pushed, reports=[{"worker": 1, "steps": 4}])  # not yet heard
+    train(*make_meter(lines, state=state, load=load), [(0, 2), (1, 2)], Progress())
+    assert [(line.worker, line.step) for line in lines] == [(0, 6), (0, 9), (1, 15), (1, 18)]
+    lines.clear()
+    server.load_pushed(state, ())
     line = StepLine(0, 0, 2, 15, 0.6, 1.0, 0.1, 1.0, 1.0, 1.0)
     server.hear(replace(report, lines=(line,)))  # back, it counts from the furthest
     others = make_meter(lines, state=server.state_dict(), load=StepMeter.take_over)
