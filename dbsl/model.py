@@ -356,29 +356,18 @@ def set_dropout(model: nn.Module, probability: float) -> None:
         module.p = probability
 
 
-def copy_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a copy of the model's state in host memory."""
-    # Clone: the model's tensors are views into one vector, and safetensors refuses views.
-    return {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
-
-
 def save_model(
-    model: nn.Module,
-    folder: Path,
-    resolution: int,
-    data: Data,
-    *,
-    state: Mapping[str, torch.Tensor] | None = None,
-    name: str = FINAL,
+    model: nn.Module, folder: Path, resolution: int, data: Data, *, name: str = FINAL
 ) -> None:
     """Write ``model.safetensors`` and timm's ``config.json``, each whole or not at all.
 
     Your own model has its weights alone. `resolution` is the image side, in pixels, that it is
-    meant for. `state` is what `copy_model_state` returned earlier; None: the model's.
+    meant for.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    state = copy_model_state(model) if state is None else state
-    weights = save(dict(state), metadata={"format": "pt"})
+    # Clone: the model's tensors are views into one vector, and safetensors refuses views.
+    tensors = {n: t.detach().cpu().contiguous().clone() for n, t in model.state_dict().items()}
+    weights = save(tensors, metadata={"format": "pt"})
     # Not with save_file, whose errors do not tell a full disk from others.
     write_weights = partial(write_bytes, folder / f"{name}.safetensors", weights)
     if model.created_with is None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,22 +37,13 @@ from dbsl.checkpoint.disk import (
 from dbsl.checkpoint.resume import Resumed
 from dbsl.cluster.wire import SERVER_RANK
 from dbsl.config.settings import CHECKPOINTS, parse_interval
-from dbsl.model import BEST, FINAL, copy_model_state, save_model
+from dbsl.model import BEST, FINAL, save_model
 from dbsl.optimizer import load_optimizer
 from dbsl.plan.types import Action, EpochEnd, Handover
 from dbsl.run.session import Session
 
 _BEST_FILE = f"{BEST}.safetensors"
 _SEEN_S = 30.0  # that a shared disk may take to show rank 0 what another node has written
-
-
-class Copy(NamedTuple):
-    """State in host memory, on its way to the disk."""
-
-    name: str
-    manifest: Manifest  # without its files
-    packed: tuple[Any, dict[str, Tensor]]
-    model: dict[str, Tensor] | None  # at an epoch's end: the merged model
 
 
 def _wait_for(paths: Iterable[Path]) -> None:
@@ -63,71 +54,6 @@ def _wait_for(paths: Iterable[Path]) -> None:
             if time.monotonic() > deadline:
                 raise FileNotFoundError(f"all nodes must see it, but rank 0 sees no {path.name}")
             time.sleep(0.1)
-
-
-class Writer:
-    """Writes checkpoints; `last_good` names the last one that is whole."""
-
-    def __init__(self, session: Session, last_good: str | None) -> None:
-        self._session, self.last_good = session, last_good
-        self._run, self._folder = session.run, session.folder / CHECKPOINTS
-        self._rank = session.accelerator.process_index
-        self._control = session.cluster.control
-
-    def good(self) -> str:
-        """Return in words which checkpoint there is."""
-        if self.last_good is None:
-            return "there is no checkpoint"
-        return f"the last good checkpoint is {self._folder / self.last_good}"
-
-    def write(self, copy: Copy) -> None:
-        """Write this process's shard and, on rank 0, what makes it a checkpoint (a collective).
-
-        `SaveError`, in all processes that wait for each other, if it could not be written in any.
-        """
-        target, files, error = self._folder / copy.name, {}, None
-        try:
-            files = self._write_own(target, copy)
-        except Exception as reason:
-            error = reason
-        if self._control is not None:  # what every process has written, once all have
-            text = json.dumps([files, _reason(error) if error else ""])
-            written = list(map(json.loads, self._control.gather_texts(text)))
-            files = {name: about for own, _ in written for name, about in own.items()}
-            others = next((said for _, said in written if said), "")
-            error = error or (OSError(others) if others else None)
-        if error is None and self._rank == SERVER_RANK:
-            try:
-                _wait_for(target / name for name in files)
-                sync_file(self._session.folder / "metrics.jsonl")  # as long as the shard says
-                write_manifest(target, replace(copy.manifest, files=files))
-            except Exception as reason:
-                error = reason
-        if error is not None:
-            if self._rank == SERVER_RANK:
-                remove(target)
-            raise SaveError(
-                f"a checkpoint could not be written to {self._session.folder} "
-                f"({_reason(error)}); {self.good()}"
-            ) from error
-        self.last_good = copy.name  # it is whole: whatever fails from here on, it stays
-        if self._rank == SERVER_RANK:
-            prune(self._session.folder, max(1, self._run.config.keep_checkpoints))
-
-    def _write_own(self, target: Path, copy: Copy) -> dict[str, dict[str, Any]]:
-        """Write this process's files; return what the manifest says of them."""
-        target.mkdir(parents=True, exist_ok=True)
-        files = write_shard(target, self._rank, *copy.packed)
-        if self._rank != SERVER_RANK:
-            return files
-        if copy.model is not None:
-            data, resolution = self._run.data, self._run.config.resolutions[-1]
-            save_model(self._run.model, target, resolution, data, state=copy.model)
-        if (best := self._session.folder / _BEST_FILE).exists():
-            link_or_copy(best, target / _BEST_FILE)
-        paths = (target / name for name in (MODEL_FILE, "config.json", _BEST_FILE))
-        # Your own model has no config.json.
-        return files | {path.name: describe(path) for path in paths if path.exists()}
 
 
 def _reason(error: Exception) -> str:
@@ -157,7 +83,7 @@ class Checkpointer:
         self._saved_epoch = -1  # the last whose end was saved
         self._random: dict[str, Any] | None = None  # to go on with in the middle of a round
         self._saved_at = time.monotonic()
-        self._writer = Writer(session, resumed.folder.name if resumed else None)
+        self._last_good = resumed.folder if resumed else None  # the last one that is whole
         if resumed:
             self._load_all(resumed)
 
@@ -244,7 +170,7 @@ class Checkpointer:
             remedy = steadier(config.lr, config.optimizer, precision, finite_loss=True)
             raise BadRoundsError(
                 f"max_bad_rounds must be at least the {self._cluster.refused} rounds whose loss or "
-                f"weights were not finite, got {most}: {remedy}; {self._writer.good()}"
+                f"weights were not finite, got {most}: {remedy}; {self._good()}"
             )
 
     def _due(self) -> Action:
@@ -257,31 +183,87 @@ class Checkpointer:
     def _save(self, *, end: EpochEnd | None = None) -> None:
         self._sequence += 1
         name = f"save-{self._sequence:06d}" if end is None else f"epoch-{end.epoch + 1:04d}"
-        self._writer.write(self._copy(name, with_model=end is not None))
+        self._write(name, with_model=end is not None)
         self._saved_at = time.monotonic()
         if end is not None:
             self._saved_epoch = end.epoch
 
+    def _good(self) -> str:
+        """Return in words which checkpoint there is."""
+        if self._last_good is None:
+            return "there is no checkpoint"
+        return f"the last good checkpoint is {self._last_good}"
+
+    def _write(self, name: str, *, with_model: bool) -> None:
+        """Write this process's shard and, on rank 0, what makes it a checkpoint (a collective).
+
+        `SaveError`, in all processes that wait for each other, if it could not be written in any.
+        """
+        target, files, error = self._session.folder / CHECKPOINTS / name, {}, None
+        control, (manifest, packed) = self._cluster.control, self._copy()
+        try:
+            files = self._write_own(target, packed, with_model=with_model)
+        except Exception as reason:
+            error = reason
+        if control is not None:  # what every process has written, once all have
+            text = json.dumps([files, _reason(error) if error else ""])
+            written = list(map(json.loads, control.gather_texts(text)))
+            files = {name: about for own, _ in written for name, about in own.items()}
+            others = next((said for _, said in written if said), "")
+            error = error or (OSError(others) if others else None)
+        if error is None and self._rank == SERVER_RANK:
+            try:
+                _wait_for(target / name for name in files)
+                sync_file(self._session.folder / "metrics.jsonl")  # as long as the shard says
+                write_manifest(target, replace(manifest, files=files))
+            except Exception as reason:
+                error = reason
+        if error is not None:
+            if self._rank == SERVER_RANK:
+                remove(target)
+            raise SaveError(
+                f"a checkpoint could not be written to {self._session.folder} "
+                f"({_reason(error)}); {self._good()}"
+            ) from error
+        self._last_good = target  # it is whole: whatever fails from here on, it stays
+        if self._rank == SERVER_RANK:
+            prune(self._session.folder, max(1, self._keep))
+
+    def _write_own(
+        self, target: Path, packed: tuple[Any, dict[str, Tensor]], *, with_model: bool
+    ) -> dict[str, dict[str, Any]]:
+        """Write this process's files; return what the manifest says of them."""
+        target.mkdir(parents=True, exist_ok=True)
+        files, session = write_shard(target, self._rank, *packed), self._session
+        if self._rank != SERVER_RANK:
+            return files
+        if with_model:
+            save_model(session.model, target, session.side, session.data)
+        if (best := session.folder / _BEST_FILE).exists():
+            link_or_copy(best, target / _BEST_FILE)
+        paths = (target / name for name in (MODEL_FILE, "config.json", _BEST_FILE))
+        # Your own model has no config.json.
+        return files | {path.name: describe(path) for path in paths if path.exists()}
+
     def _stop(self) -> None:
         why = self._stopping.reason or "another process was asked to stop"
-        folder = self._session.folder
+        resume = f"to go on: --resume {self._session.folder}"
         self._cluster.leave()
         if self._served:
-            raise RunStopped(f"stopped ({why}); rank 0 saves; to go on: --resume {folder}")
+            raise RunStopped(f"stopped ({why}), and rank 0 saves; {resume}")
         self._save()
-        raise RunStopped(
-            f"stopped ({why}) and saved as {folder / CHECKPOINTS / self._writer.last_good}; "
-            f"to go on: --resume {folder}"
-        )
+        raise RunStopped(f"stopped ({why}) and saved as {self._last_good}; {resume}")
 
-    def _copy(self, name: str, *, with_model: bool) -> Copy:
+    def _copy(self) -> tuple[Manifest, tuple[Any, dict[str, Tensor]]]:
+        """Return a manifest without files, and the state of one moment in host memory."""
         session, log, cluster = self._session, self._session.log, self._cluster
         scaler, rounds = self._accelerator.scaler, []
         with cluster.held():  # copied, too, in one moment: other threads push meanwhile
             log.hear(cluster)  # who was lost in that moment
             if cluster.saves_workers:
-                inside = self._progress.steps or cluster.holds_weights
-                vector, of_workers = cluster.weights.vector if inside else None, self._of_workers()
+                counts = self._progress.steps or cluster.holds_weights
+                vector = cluster.weights.vector if counts else None
+                of_workers = self._of_workers()
             else:
                 vector, of_workers = cluster.server.snapshot(), {}
                 rounds = list(cluster.server.clocks)
@@ -298,8 +280,6 @@ class Checkpointer:
                 "planner": self._run.planner.state_dict(),
             }
             packed = pack(state)
-        merged = with_model and self._rank == SERVER_RANK
-        model = copy_model_state(self._run.model) if merged else None
         config, data = session.config, session.data
         manifest = Manifest(
             sequence=self._sequence,
@@ -313,7 +293,7 @@ class Checkpointer:
             held_out=getattr(data, "held_out", ""),
             files={},
         )
-        return Copy(name, manifest, packed, model)
+        return manifest, packed
 
     def _of_workers(self) -> dict[str, Any]:
         """Return what this process's workers have, to go on at their steps."""
