@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from dbsl.base.errors import SettingError
 from dbsl.base.files import save_figure, write_table, write_text
-from dbsl.config.fields import refuse
 from dbsl.tools.study import scaling
 from dbsl.tools.study.scaling import Result, Study
 
@@ -27,33 +25,21 @@ _REGIONS = (
     ("diminishing returns", "#e69f00"),
     ("no gain", "#999999"),
 )
-Budgets = tuple[int | None, int | None]  # steps, examples
 Results = Mapping[str, Sequence[Result]]  # by workload, batch sizes ascending; none is empty
 
 
-def write_report(
-    workloads: Mapping[str, Sequence[Study]],
-    folder: Path,
-    goal: float | None,
-    objective: str = scaling.OBJECTIVE,
-    budgets: Budgets = (None, None),
-) -> str:
+def write_report(workloads: Mapping[str, Sequence[Study]], folder: Path, goal: float | None) -> str:
     """Write ``report.json``, ``results.csv`` and the picture; return the report for people.
 
-    `goal` is the value of `objective` to fall under; None, or where trials ended at it: each
-    study's own. Measurements after the budgets do not count.
+    `goal` is the error to fall under; None, or where trials ended at it: each study's own.
     """
-    limits = [math.inf if budget is None else budget for budget in budgets]
     lines, rows, report, results = [], [], {}, {}
     for name, studies in workloads.items():
-        own = _goal_of(name, studies, goal, objective)
-        found = {
-            study.batch_size: scaling.steps_to_result(study, own, objective, *limits)
-            for study in studies
-        }
+        own = _goal_of(name, studies, goal)
+        found = {study.batch_size: scaling.steps_to_result(study, own) for study in studies}
         results[name] = [result for result in found.values() if result is not None]
         table = [_row(study, found[study.batch_size], own) for study in studies]
-        report[name] = {"goal": own, "objective": objective, **_knees(found)}
+        report[name] = {"goal": own, "objective": scaling.OBJECTIVE, **_knees(found)}
         lines += _describe(name, table, report[name])
         if goal not in (None, own):
             lines.append(
@@ -91,12 +77,8 @@ def _knees(found: Mapping[int, Result | None]) -> dict[str, Any]:
     }
 
 
-def _goal_of(name: str, studies: Sequence[Study], goal: float | None, objective: str) -> float:
-    ended, other = any(study.ends_at_goal for study in studies), objective != scaling.OBJECTIVE
-    left = f"objective must be left out, since trials of {name} ended at their goal"
-    given = f"goal_error must be given with objective {objective}"
-    refuse([(other and ended, left, objective), (other and goal is None, given, goal)])
-    if goal is not None and not ended:
+def _goal_of(name: str, studies: Sequence[Study], goal: float | None) -> float:
+    if goal is not None and not any(study.ends_at_goal for study in studies):
         return goal
     goals = {study.goal for study in studies}
     if len(goals) > 1 or None in goals:
@@ -118,7 +100,6 @@ def _row(study: Study, result: Result | None, goal: float) -> dict[str, Any]:
         "trial_id": result.trial.trial_id if result else "",
         "learning_rate": f"{parameters['learning_rate']:.6g}" if result else "",
         "momentum": f"{parameters.get('momentum', 0.0):.6g}" if result else "",
-        "at_edge": " ".join(result.at_edge) if result else "",
         **{status.lower(): endings.count(status) for status in scaling.STATUSES},
     }
 
@@ -133,11 +114,6 @@ def _describe(name: str, rows: Sequence[Mapping[str, Any]], report: Mapping[str,
         shown.to_string(index=False),
         "infeasible: diverged; incomplete: cut short, a better one was there before",
     ]
-    if any(row["at_edge"] for row in rows):
-        lines.append(
-            f"at_edge: the best trial's value lies {scaling.EDGE_RULE}: a wider range may give "
-            "fewer steps"
-        )
     if not report["steps_to_result"]:
         return [*lines, "no batch size reached the goal: a longer budget, or an easier goal"]
     more = "" if report["useful_is_seen"] else "; the largest tried: more may still be useful"

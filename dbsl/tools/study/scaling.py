@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from dbsl.base.errors import SettingError
-from dbsl.config.fields import refuse
 
 # INCOMPLETE: cut short, says nothing; INFEASIBLE: diverged.
 Status = Literal["COMPLETE", "INCOMPLETE", "INFEASIBLE"]
@@ -27,14 +26,6 @@ PERFECT, USEFUL = 1.2, 1.1  # factors of the two rules
 PERFECT_RULE = f"the largest b with steps(b) <= {PERFECT} * steps(b0) * b0 / b"
 USEFUL_RULE = f"the smallest b with steps(b) <= {USEFUL} * min steps"
 CRITICAL_RULE = "B of the fit steps(b) = S_min * (1 + B / b): there twice S_min, twice the samples"
-EDGE = 0.05  # share of a search range, on its own scale
-EDGE_RULE = f"in the outermost {EDGE:.0%} of the range searched".replace("%", " %")
-# To a scale on which a range is searched evenly, and back.
-SCALES = {
-    "LINEAR_SCALE": (float, float),
-    "LOG_SCALE": (math.log, math.exp),
-    "REVERSE_LOG_SCALE": (lambda value: math.log(1 - value), lambda place: 1 - math.exp(place)),
-}
 
 
 @dataclass(frozen=True)
@@ -58,8 +49,6 @@ class Study:
     optimizer: str
     batch_size: int
     trials: tuple[Trial, ...]  # by ascending number
-    # The range of each metaparameter that was searched, as in ``study.json``.
-    search: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     goal: float | None = None  # error that its trials were to fall under, if the study says so
     # Whether trials ended there, or where they could not be the first any more. They then say
     # nothing about another goal, be it easier or harder.
@@ -77,7 +66,6 @@ class Result(NamedTuple):
     batch_size: int
     steps: int  # to the goal
     trial: Trial
-    at_edge: tuple[str, ...] = ()  # metaparameters on the edge of what was searched (`edges`)
 
     @property
     def examples(self) -> int:
@@ -93,41 +81,26 @@ class Knees(NamedTuple):
     is_seen: bool  # a larger batch was tried: `useful` is not only the last one
 
 
-def steps_to_result(
-    study: Study,
-    goal: float,
-    objective: str = OBJECTIVE,
-    step_budget: float = math.inf,
-    example_budget: float = math.inf,
-) -> Result | None:
+def steps_to_result(study: Study, goal: float) -> Result | None:
     """Return the first measurement strictly under the goal, the least over complete trials.
 
     Between equal ones the trial with the lower number counts. Trials that diverged or were cut
-    short do not count, nor do measurements after a budget (steps, samples). None: no trial got
-    there.
+    short do not count. None: no trial got there.
     """
-    budget = min(step_budget, example_budget / study.batch_size)
     complete = [trial for trial in study.trials if trial.status == "COMPLETE"]
-    reached = [reached_at(trial, goal, objective, budget) for trial in complete]
+    reached = [reached_at(trial, goal) for trial in complete]
     steps = min(reached, default=math.inf)
     if math.isinf(steps):
         return None
-    best = complete[reached.index(steps)]
-    return Result(study.batch_size, int(steps), best, edges(best.parameters, study.search))
+    return Result(study.batch_size, int(steps), complete[reached.index(steps)])
 
 
-def reached_at(
-    trial: Trial, goal: float, objective: str = OBJECTIVE, budget: float = math.inf
-) -> float:
-    """Return the first step, up to a budget, at which a trial was measured under the goal, or inf.
+def reached_at(trial: Trial, goal: float) -> float:
+    """Return the first step at which a trial was measured under the goal, or inf.
 
     A measurement that is not a number is not under it.
     """
-    columns = ", ".join(sorted(trial.measurements.keys() - {"step"}))
-    text = f"objective must be a column of the measurements ({columns})"
-    refuse([(objective not in trial.measurements, text, objective)])
-    steps = trial.measurements["step"]
-    good = steps[(trial.measurements[objective] < goal) & (steps <= budget)]
+    good = trial.measurements["step"][trial.measurements[OBJECTIVE] < goal]
     return float(good.min()) if len(good) else math.inf
 
 
@@ -157,27 +130,6 @@ def critical_batch(steps: Mapping[int, int]) -> float | None:
     columns = np.stack([1 / counts, 1 / (sizes * counts)], axis=1)
     (fewest, slope), *_ = np.linalg.lstsq(columns, np.ones(len(sizes)), rcond=None)
     return float(slope / fewest) if fewest > 0 and slope > 0 else None
-
-
-def edges(
-    parameters: Mapping[str, Any], search: Mapping[str, Mapping[str, Any]]
-) -> tuple[str, ...]:
-    """Return which values lie in the outermost 5 % of their range, on the scale it was searched.
-
-    A bound that cannot be moved (a factor of 1, a momentum of 0) is no edge, nor is there one among
-    listed values.
-    """
-    found = []
-    for name, entry in search.items():
-        if name not in parameters or entry.get("type") == "DISCRETE":
-            continue
-        to_scale, _ = SCALES.get(entry.get("scale"), SCALES["LINEAR_SCALE"])
-        low, high = to_scale(entry["min_value"]), to_scale(entry["max_value"])
-        place = (to_scale(parameters[name]) - low) / (high - low) if high != low else 0.5
-        fixed = entry.get("fixed_bounds", ())
-        if (place < EDGE and "min" not in fixed) or (place > 1 - EDGE and "max" not in fixed):
-            found.append(name)
-    return tuple(found)
 
 
 def effective_rate(parameters: Mapping[str, Any]) -> float:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import csv
 import json
-import tarfile
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ import numpy as np
 from dbsl.base.errors import SettingError, in_line
 from dbsl.base.files import write_table, write_text
 from dbsl.config.fields import refuse
-from dbsl.tools.study.scaling import STATUSES, Study, Trial
+from dbsl.tools.study.scaling import OBJECTIVE, STATUSES, Study, Trial
 
 STUDY, METADATA, MEASUREMENTS = "study.json", "metadata.json", "measurements.csv"
 COLUMNS = ("step", "train/cross_entropy_error", "val/cross_entropy_error")
@@ -57,34 +55,18 @@ def is_written(folder: Path, trial_id: int) -> bool:
 
 
 def read_workloads(roots: Iterable[Path]) -> dict[str, list[Study]]:
-    """Return all studies under some folders or in tar archives, by workload, sizes ascending."""
+    """Return all studies under some folders, by workload, sizes ascending."""
     workloads: dict[str, dict[int, Study]] = {}
     for root in roots:
-        for study in _read_root(root):
+        folders = sorted(path.parent for path in root.rglob(STUDY)) if root.is_dir() else []
+        refuse([(not folders, f"folder must have a {STUDY} in it or below", str(root))])
+        for study in map(read_study, folders):
             sizes = workloads.setdefault(study.workload, {})
             shown = f"{study.workload} at {study.batch_size} a second time in {root}"
             text = "a workload must have one study of each batch size"
             refuse([(study.batch_size in sizes, text, shown)])
             sizes[study.batch_size] = study
     return {name: [sizes[b] for b in sorted(sizes)] for name, sizes in sorted(workloads.items())}
-
-
-def _read_root(root: Path) -> list[Study]:
-    if not root.is_file():
-        folders = sorted(path.parent for path in root.rglob(STUDY)) if root.is_dir() else []
-        refuse([(not folders, f"folder must have a {STUDY} in it or below", str(root))])
-        return [read_study(folder) for folder in folders]
-    # The published measurements are such an archive.
-    with tempfile.TemporaryDirectory() as scratch:
-        try:
-            with tarfile.open(root) as archive:
-                archive.extractall(scratch, filter="data")
-        except (tarfile.TarError, OSError, EOFError, TypeError) as error:  # an old Python's: filter
-            reason = str(error).partition(":")[0]
-            raise SettingError(
-                f"an archive must be a readable tar, got {root} ({reason})"
-            ) from None
-        return _read_root(Path(scratch))
 
 
 def read_study(folder: Path) -> Study:
@@ -94,10 +76,6 @@ def read_study(folder: Path) -> Study:
         values = json.loads(path.read_text(encoding="utf-8"))
         batch_size = int(values["batch_size"])
         refuse([(batch_size < 1, "batch_size must be at least 1", batch_size)])
-        search = values["parameter_configs"]
-        for entry in search.values():
-            if entry.get("type") != "DISCRETE":
-                _ = float(entry["min_value"]), float(entry["max_value"])
         goal = None if values.get("goal_error") is None else float(values["goal_error"])
         names = (str(values[name]) for name in ("dataset", "model", "optimizer"))
         trials = []
@@ -106,7 +84,7 @@ def read_study(folder: Path) -> Study:
             if is_written(folder, number):
                 trials.append(_read_trial(path))
         ends = goal is not None and bool(values.get("early_stopping"))
-        return Study(*names, batch_size, tuple(trials), search, goal, ends)
+        return Study(*names, batch_size, tuple(trials), goal, ends)
     except KeyError as error:
         reason = f"no entry {error}"
     except (AttributeError, OSError, TypeError, ValueError) as error:
@@ -120,7 +98,8 @@ def _read_trial(folder: Path) -> Trial:
     refuse([(status not in STATUSES, f"status must be one of {', '.join(STATUSES)}", status)])
     with open(folder / MEASUREMENTS, encoding="utf-8", newline="") as file:
         header, *rows = list(csv.reader(file)) or [[]]
-    refuse([("step" not in header, "measurements must have a column step", header)])
+    missing = [name for name in ("step", OBJECTIVE) if name not in header]
+    refuse([(missing, f"measurements must have the columns step and {OBJECTIVE}", header)])
     table = np.array([[float(v or "nan") for v in row] for row in rows], dtype=np.float64)
     columns = dict(zip(header, table.reshape(len(rows), len(header)).T, strict=True))
     return Trial(

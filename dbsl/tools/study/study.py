@@ -107,21 +107,17 @@ class StudyConfig(
     output_dir: Annotated[str | None, Role.FREE] = None
     # processes that run trials at a time on this machine; several GPUs are dealt out to them
     processes: Annotated[Count, Role.FREE] = 1
-    # studies to read and draw instead of training: folders or tar archives, published ones too
+    # folders of studies to read and draw instead of training, published ones too
     plot: Annotated[tuple[str, ...] | None, Role.FREE] = None
-    # column of the measurements that the goal is about, with --plot
-    objective: str = OBJECTIVE
 
     def __post_init__(self) -> None:
-        if self.goal_error is not None and self.objective == OBJECTIVE:
+        if self.goal_error is not None:
             Within(0, 1, open_low=True, open_high=True).check("goal_error", self.goal_error)
         missing = self.plot is None and self.goal_error is None
-        other = self.plot is None and self.objective != OBJECTIVE
         refuse(
             [
-                (self.plot in ((), ("",)), "plot must name a folder or an archive", "none"),
+                (self.plot in ((), ("",)), "plot must name a folder", "none"),
                 (missing, "goal_error must be given, in (0, 1)", "none"),
-                (other, f"objective must be {OBJECTIVE} except with plot", self.objective),
             ]
         )
         for name in ("batch_sizes", "optimizers"):
@@ -193,11 +189,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _plot(config: StudyConfig) -> None:
     workloads = store.read_workloads([Path(folder) for folder in config.plot])
     folder = Path(config.output_dir or config.plot[0])
-    alone = config.output_dir is None and folder.is_file()
-    refuse([(alone, "output_dir must be given with an archive", f"{folder} alone")])
     check_folder("output_dir", folder)
-    budgets = (config.max_steps, config.max_examples)
-    print(write_report(workloads, folder, config.goal_error, config.objective, budgets))
+    print(write_report(workloads, folder, config.goal_error))
 
 
 @dataclass(frozen=True)
@@ -358,6 +351,6 @@ def _keep_settings(config: StudyConfig, folder: Path) -> None:
             write_text(path, text)
             return
     before, now = read_settings(path), yaml.safe_load(text)
-    for name in sorted({*before, *now}):
+    for name in sorted(settings.keys() - free):  # an older study may have more
         text = f"{name} must be {as_given(before.get(name))} as in {path}, or output_dir another"
         refuse([(before.get(name) != now.get(name), text, now.get(name))])

@@ -28,7 +28,7 @@ from dbsl.data.transforms import Transform
 from dbsl.model import build_model, set_dropout
 from dbsl.optimizer import build_optimizer
 from dbsl.plan.sampler import StepSampler, evaluation_batch_size, evaluation_batches
-from dbsl.tools.study.scaling import SCALES, Trial
+from dbsl.tools.study.scaling import Trial
 from dbsl.tools.study.store import COLUMNS
 
 if TYPE_CHECKING:
@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 
 qmc = lazy_import("scipy.stats.qmc")
 
+# To a scale on which a range is searched evenly, and back.
+_SCALES = {
+    "LINEAR_SCALE": (float, float),
+    "LOG_SCALE": (math.log, math.exp),
+    "REVERSE_LOG_SCALE": (lambda value: math.log(1 - value), lambda place: 1 - math.exp(place)),
+}
 _KEPT = 2**30  # bytes of evaluation images that are kept as they go into the model
 # Optimizers as Shallue et al. call them, by timm's names; sgd is momentum with none.
 TIMM_NAMES = {"sgd": "momentum", "momentum": "momentum", "nesterov": "sgd"}
@@ -206,11 +212,11 @@ class Range:
 
     low: float
     high: float
-    scale: str  # one of `SCALES`
+    scale: str  # one of `_SCALES`
 
     def value(self, share: float) -> float:
         """Return the value at a share, in [0, 1), of the range on its scale."""
-        to_scale, from_scale = SCALES[self.scale]
+        to_scale, from_scale = _SCALES[self.scale]
         low, high = sorted(map(to_scale, (self.low, self.high)))
         return min(max(from_scale(low + share * (high - low)), self.low), self.high)
 
@@ -240,14 +246,7 @@ def trial_parameters(point: Mapping[str, float], steps: int) -> dict[str, float]
 def search_entries(ranges: Mapping[str, Range]) -> dict[str, dict[str, Any]]:
     """Return the entries of ``parameter_configs`` in ``study.json``."""
     return {
-        name: {
-            "type": "DOUBLE",
-            "scale": own.scale,
-            "min_value": own.low,
-            "max_value": own.high,
-            # No value lies beyond such a bound, so a best value there is not on an edge.
-            "fixed_bounds": ["min"] * (own.low == 0) + ["max"] * (own.high == 1),
-        }
+        name: {"type": "DOUBLE", "scale": own.scale, "min_value": own.low, "max_value": own.high}
         for name, own in ranges.items()
         if own.low < own.high
     }
