@@ -26,7 +26,7 @@ PAUSES_S = (1.0, 5.0)  # before a file is tried again
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # not the source's fault: trying again is no help
 _STRIPES = 64  # locks of files that are being written, by name
 _LOCKED_WITHIN_S = 600.0  # for what others look at the files, or write one, for
-_AHEAD_S = 1e9  # the time of a file that is needed
+_AHEAD_S = 1e8  # the time of a file that is needed; file systems may end in 2038
 _FILE = ".arrow"
 
 
@@ -95,10 +95,11 @@ class GroupCache:
         self._make_room(weight, temporary)
         try:
             write(temporary)
+            larger = temporary.stat().st_size > weight
             put_in_place(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        if path.stat().st_size > weight:
+        if larger:
             self._make_room(0)
 
     @contextmanager
@@ -120,9 +121,10 @@ class GroupCache:
             with os.scandir(self.folder) as entries:
                 for entry in entries:
                     _, ending, more = entry.name.partition(_FILE)
-                    if ending:
-                        size, used[entry.name] = entry.stat().st_size, entry.stat().st_mtime
-                        sizes[entry.name] = max(size, int(more.rpartition(".")[2] or 0))
+                    with suppress(FileNotFoundError):  # it has just got its name
+                        if ending:
+                            size, used[entry.name] = entry.stat().st_size, entry.stat().st_mtime
+                            sizes[entry.name] = max(size, int(more.rpartition(".")[2] or 0))
             total, now = weight + sum(sizes.values()), time.time()
             half = {name for name in sizes if not name.endswith(_FILE)}
 
