@@ -129,8 +129,7 @@ class StepMeter:
 
     def hear(self, report: RoundReport) -> None:
         """Count the steps of a report: its worker may be lost, or leave the run to others."""
-        last = max((line.step for line in report.lines), default=0)  # more if it was lost before
-        self._heard[report.worker] = max(self._heard[report.worker] + report.steps, last)
+        self._heard[report.worker] += report.steps
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` goes on from, also in the middle of a round."""

@@ -12,7 +12,7 @@ from dbsl.checkpoint.disk import pack, unpack
 from dbsl.cluster.wire import encode, read_report
 from dbsl.log.meter import MEASURED, StepMeter, gradient_square
 from dbsl.plan.sampler import Part, Step
-from dbsl.plan.types import RoundReport, StepLine, Turn
+from dbsl.plan.types import RoundReport, Turn
 from dbsl.run.session import Progress
 from experiments.benchmarks.operators import Operators
 
@@ -158,13 +158,6 @@ def test_a_server_without_steps_of_its_own_keeps_how_far_its_workers_are():
     load = partial(StepMeter.load_pushed, reports=[{"worker": 1, "steps": 4}])  # not yet heard
     train(*make_meter(lines, state=state, load=load), [(0, 2), (1, 2)], Progress())
     assert [(line.worker, line.step) for line in lines] == [(0, 6), (0, 9), (1, 15), (1, 18)]
-    lines.clear()
-    server.load_pushed(state, ())
-    line = StepLine(0, 0, 2, 15, 0.6, 1.0, 0.1, 1.0, 1.0, 1.0)
-    server.hear(replace(report, lines=(line,)))  # back, it counts from the furthest
-    others = make_meter(lines, state=server.state_dict(), load=StepMeter.take_over)
-    train(*others, [(1, 3)], Progress())
-    assert [line.step for line in lines] == [18]
 
 
 def test_steps_without_a_line_add_no_operator():
