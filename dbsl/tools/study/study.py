@@ -10,14 +10,10 @@ killed; repeat it in a second shell to share the work.
 from __future__ import annotations
 
 import dataclasses
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context, parent_process
 from operator import le
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,11 +24,9 @@ import yaml
 from filelock import FileLock
 
 from dbsl.base.errors import (
-    EXIT_STOPPED,
     RunStopped,
     SettingError,
     as_given,
-    one_line_errors,
     plural,
 )
 from dbsl.base.files import check_folder, write_text
@@ -105,8 +99,6 @@ class StudyConfig(
     # --- the launch
     # folder of the study; unset: studies/<dataset>-<model>
     output_dir: Annotated[str | None, Role.FREE] = None
-    # processes that run trials at a time on this machine; several GPUs are dealt out to them
-    processes: Annotated[Count, Role.FREE] = 1
     # folders of studies to read and draw instead of training, published ones too
     plot: Annotated[tuple[str, ...] | None, Role.FREE] = None
 
@@ -157,7 +149,6 @@ class StudyConfig(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a study, or go on with one; with ``--plot`` read and draw finished ones."""
-    argv = sys.argv[1:] if argv is None else list(argv)
     config = parse_flags(StudyConfig, argv, prog="python -m dbsl.study")
     if config.plot is not None:
         _plot(config)
@@ -165,13 +156,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for optimizer in config.optimizers:
         if optimizer not in trials.TIMM_NAMES:
             check_optimizer(optimizer)
-    threads = config.cpu_threads or threads_of_process(config.processes)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(config.cpu_threads or threads_of_process())
     accelerator = start_accelerator(config.mixed_precision, 60.0)
     if accelerator.num_processes > 1:
         raise SettingError(
-            "processes must set the number of trials at a time, without a launcher of several "
-            f"processes, got {accelerator.num_processes} launched"
+            "a study must be launched once for each process, without a launcher of several, "
+            f"got {accelerator.num_processes} processes"
         )
     config = replace(config, mixed_precision=accelerator.mixed_precision)
     images = _load(config, accelerator)
@@ -179,11 +169,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     work = _Work(config, images, Queue(folder, searches))
     deadline = config.max_minutes and time.monotonic() + 60 * config.max_minutes
     stopping = Stopping(deadline, then="giving its trial back")
-    with stopping, _others(config.processes - 1, argv, threads):
+    with stopping:
         work.run_all(stopping)
-    if parent_process() is None:  # none of another one's --processes
-        workloads = store.read_workloads([folder / store.dataset_name(config.dataset)])
-        print(write_report(workloads, folder, config.goal_error))
+    workloads = store.read_workloads([folder / store.dataset_name(config.dataset)])
+    print(write_report(workloads, folder, config.goal_error))
 
 
 def _plot(config: StudyConfig) -> None:
@@ -203,10 +192,10 @@ class _Work:
 
     def run_all(self, stopping: Stopping) -> None:
         """Run trials until all are done; wait for those of other processes, which may die."""
-        waits, parent = False, parent_process()
+        waits = False
 
         def may_go_on() -> None:
-            if stopping.reason or (parent and not parent.is_alive()):
+            if stopping.reason:
                 raise RunStopped("stopped; repeat the command to continue")
 
         while True:
@@ -216,7 +205,7 @@ class _Work:
                 continue
             if not (running := self.queue.running()):
                 return
-            if not waits and parent is None:
+            if not waits:
                 print(f"waiting for {plural(running, 'trial')} of other processes", flush=True)
             waits = True
             time.sleep(_LOOK_S)
@@ -258,39 +247,6 @@ class _Work:
             f"(lr {parameters['learning_rate']:.3g}, {time.perf_counter() - began:.1f} s)",
             flush=True,
         )
-
-
-@contextmanager
-def _others(count: int, argv: Sequence[str], threads: int) -> Iterator[None]:
-    """Have more processes run trials, on the CUDA devices in turn; they end with this one."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # a scheduler's choice, say
-    devices = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
-    argv, spawn = [*argv, "--processes", "1", "--cpu-threads", str(threads)], get_context("spawn")
-    others = [
-        spawn.Process(target=_run_other, args=(argv, devices[number % (len(devices) or 1) :][:1]))
-        for number in range(1, count + 1)  # this one has the first device
-    ]
-    try:
-        for other in others:
-            other.start()
-        yield
-        for other in others:
-            other.join()
-    finally:
-        for other in others:
-            if other.is_alive():
-                other.terminate()
-
-
-def _run_other(argv: Sequence[str], devices: Sequence[str]) -> None:
-    os.setsid()  # Ctrl-C reaches the first process alone, which asks the others to stop
-    for device in devices:
-        os.environ["CUDA_VISIBLE_DEVICES"] = device
-    with one_line_errors():
-        try:
-            main(argv)
-        except RunStopped:  # the first process says so for all
-            raise SystemExit(EXIT_STOPPED) from None
 
 
 def _load(config: StudyConfig, accelerator: Any) -> Images:
