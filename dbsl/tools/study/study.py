@@ -64,7 +64,8 @@ class StudyConfig(
     """Count steps to a goal at every batch size; a range takes two values; one value is fixed."""
 
     # --- the study
-    goal_error: float | None = None  # classification error to fall under, in (0, 1); required
+    # classification error to fall under, in (0, 1); required
+    goal_error: Annotated[float | None, Within(0, 1, open_low=True, open_high=True)] = None
     # samples per step
     batch_sizes: Annotated[tuple[Count, ...], Role.FREE] = (16, 32, 64, 128, 256, 512, 1024)
     trials: Annotated[Count, Role.FREE] = 16  # trials at every batch size
@@ -103,8 +104,6 @@ class StudyConfig(
     plot: Annotated[tuple[str, ...] | None, Role.FREE] = None
 
     def __post_init__(self) -> None:
-        if self.goal_error is not None:
-            Within(0, 1, open_low=True, open_high=True).check("goal_error", self.goal_error)
         missing = self.plot is None and self.goal_error is None
         refuse(
             [
