@@ -6,6 +6,7 @@ Nothing here looks inside: a rewrite of plans, resuming or the cluster has to ke
 import json
 import os
 import signal
+import time
 from collections import Counter, defaultdict
 from hashlib import sha256
 from itertools import chain
@@ -54,7 +55,7 @@ def trained(tmp_path, monkeypatch, numbers):
     """Return ``trained()``: the images of each epoch that were trained on since the last call.
 
     Also by processes that were forked, and killed: each step is on the disk before the next one.
-    With ``by_rank`` the images of each process, by its rank.
+    With ``by_rank`` the images of each process, by its rank. ``pause_s`` is added to each step.
     """
     loss_function, learning_rate, step = train.loss_function, train.learning_rate, []
 
@@ -67,6 +68,7 @@ def trained(tmp_path, monkeypatch, numbers):
         with open(tmp_path / f"trained-{rank}-{os.getpid()}.jsonl", "a") as file:
             file.write(json.dumps([int(moment), step]) + "\n")
         step.clear()
+        time.sleep(take.pause_s)
         return learning_rate(session, moment)
 
     def take(*, by_rank=False):
@@ -81,6 +83,7 @@ def trained(tmp_path, monkeypatch, numbers):
             else [[*chain(*of_all)] for of_all in zip(*ranks.values(), strict=True)]
         )
 
+    take.pause_s = 0.0
     monkeypatch.setattr(train, "loss_function", noting_images)
     monkeypatch.setattr(train, "learning_rate", noting_epoch)
     return take
@@ -211,6 +214,7 @@ REAL = {
 @pytest.mark.parametrize("mode", short(REAL, "bsp, the other", "step", "asp"))
 def test_sigterm_in_any_process_ends_all_with_a_checkpoint_that_goes_on(tmp_path, trained, mode):
     folder, (settings, rank) = tmp_path / "run", REAL[mode]
+    trained.pause_s = 0.06  # processes tell each other once a second, and some take joint steps
     assert start_and_end(folder, 2, 8, rank, signal.SIGTERM, **settings) == [75, 75]
     before = trained(by_rank=True)
     assert not (folder / "summary.json").exists()
