@@ -6,29 +6,22 @@
     accelerate launch train.py --config runs/first/config.yaml --output-dir runs/again
     accelerate launch train.py --resume runs/first            # after it was stopped
 
-The first takes about two minutes on two CPU cores and ends above 95 % test accuracy. With one
-process all workers live in it (a simulated cluster); with several, each process is one worker.
+The first takes about two minutes on two CPU cores and ends above 95 % test accuracy.
 
-`open_session` loads the data, plans every worker's batches, and builds the model, the optimizers
-and the cluster. Then workers take rounds. A round is a worker's pass over its share of an epoch, or
-a part of that (`--rounds-per-epoch`; 4 steps with `--push gradients:4`). What it does depends on
-how they meet:
+A worker is a trainer with its own batch size, its own share of each epoch and its own optimizer.
+Of several processes, each is one worker. One process alone holds all workers and simulates them:
+they take turns on one model, in the order in which machines of their own would be ready.
 
-    setting            in a round, a worker          what is merged, and when
-    --sync bsp         pulls, takes steps, pushes    weights: a weighted mean, once all have pushed
-    --sync ssp, asp    pulls, takes steps, pushes    weights: each push as it comes
-    --sync step        takes joint steps             gradients, at every step: all stay equal
-    --push gradients   pulls, adds gradients up,     gradients: the server's optimizer takes a step
-                       pushes                        with them
+    setting            a turn of a worker                    what meets, and when
+    --sync bsp         pulls weights, trains, pushes them    weights: weighted mean, at a barrier
+    --sync ssp, asp    the same                              weights: each push, as it comes
+    --sync step        steps together with all others        gradients: weighted mean, at each step
+    --push gradients   pulls weights, pushes gradients       gradients: the server's optimizer steps
 
-In a joint step every worker computes its part of one global batch. Losses are weighted by samples:
-the gradient is that of the whole batch (but for batch norm, which takes each part by itself). A
-round whose loss or weights are not finite is refused, and a line says why: weights stay, and the
-worker's optimizer state is cleared. More than `--max-bad-rounds` of them end the run.
-
-How much each gets: dbsl/plan/solve.py, and as times change dbsl/plan/follow.py. Which samples:
-dbsl/plan/sampler.py. Steps: dbsl/cluster/steps.py. Merges: dbsl/cluster/merges.py. Saving and
-resuming: dbsl/checkpoint/checkpointer.py. `# dbsl:` marks what a plain loop does not have.
+This file is a template: copy it and change it. "dbsl:" marks what a plain loop does not have.
+Behind it: batch sizes are planned in dbsl/plan/solve.py and follow measured times in
+dbsl/plan/follow.py, samples are dealt out in dbsl/plan/sampler.py, weights meet in
+dbsl/cluster/merges.py, and a run is saved in dbsl/checkpoint/checkpoint.py.
 """
 
 if __name__ == "__main__":
@@ -36,29 +29,31 @@ if __name__ == "__main__":
 
     quiet_interrupts()  # Ctrl-C during the imports, which take seconds, ends without traceback
 
-from dataclasses import dataclass, replace
-from typing import Annotated
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch import Tensor, nn
 
+from dbsl.checkpoint.checkpoint import Checkpoint
 from dbsl.config.fields import Role, Within
-from dbsl.config.hooks import settings_of_extras
-from dbsl.config.parse import parse_config
-from dbsl.config.settings import RunConfig
-from dbsl.data.sources import Source
-from dbsl.loss import Loss, with_figures
-from dbsl.model import BEST, FINAL
-from dbsl.open import open_session
-from dbsl.plan.stages import learning_rate_at
-from dbsl.plan.types import EpochEnd, Turn
-from dbsl.run.evaluation import Evaluation
-from dbsl.run.session import Session
+from dbsl.model import create_model, train_mode
+from dbsl.optimizer import create_optimizer
+from dbsl.plan.stages import Stages
+from dbsl.run.plans import Plans
+from dbsl.run.times import step_times
+from dbsl.run.workers import Workers
+from dbsl.runs import RunFolder, load_images, start_accelerator
+from dbsl.settings import Settings
 
 
 @dataclass(frozen=True)
-class Config(*settings_of_extras(), RunConfig):
+class Config(Settings):
     """Dual-batch learning with cyclic progressive resizing.
 
     Lists take commas or spaces. The value unset removes what a file or a resumed run sets.
@@ -75,129 +70,180 @@ class Config(*settings_of_extras(), RunConfig):
     save_best: Annotated[bool, Role.FREE] = True
 
 
-def loss_function(model: nn.Module, images: Tensor, labels: Tensor, config: Config) -> Loss:
-    """Return the mean loss of images [B, 3, R, R] and labels, [B] or shares of classes [B, C].
+def build_model(config: Config, num_classes: int, resolutions: tuple[int, ...]) -> nn.Module:
+    """Return the model, with the same weights in every process."""
+    torch.manual_seed(config.stream("initial weights"))
+    # timm.create_model; images of up to 64 px get a 3x3 stem, or patches that suit them.
+    return create_model(config, num_classes, resolutions)
 
-    It may return (loss, figures): {"penalty": tensor, ...} is logged wherever the loss is (steps:
-    --log-every). Measured step times and the noise scale call it, too. A teacher is built at the
-    first call, by a function with @cache. Call `model(...)`, not its layers: DDP may be around it.
+
+def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Return an optimizer: each worker has its own, or with pushed gradients the server has one."""
+    rates = {"lr": config.lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
+    return create_optimizer(config.optimizer, model, **rates, **config.optimizer_settings)
+
+
+def loss_function(
+    model: nn.Module, images: Tensor, labels: Tensor, config: Config
+) -> tuple[Tensor, Mapping[str, Any]]:
+    """Return the mean loss of images [B, 3, R, R] and labels [B], and figures to log beside it.
+
+    With mixup and CutMix labels are shares of the classes, [B, C]. Figures are means over the
+    batch. Step times are measured with this function, too.
     """
     logits = model(images)
-    return F.cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
+    return F.cross_entropy(logits, labels, label_smoothing=config.label_smoothing), {}
 
 
-def learning_rate(session: Session[Config], moment: float) -> float:
-    """Return the learning rate at a moment, in epochs since the start."""
-    config, stages = session.config, session.run.stages
-    curve = {"warmup_epochs": config.warmup_epochs, "min_lr": config.min_lr}
-    return learning_rate_at(moment, stages, base=config.lr, schedule=config.lr_schedule, **curve)
+def learning_rate(progress: float, config: Config, stages: Stages) -> float:
+    """Return the learning rate, `progress` epochs after the start."""
+    if progress < stages.warmup_epochs:
+        return config.lr * max(progress / stages.warmup_epochs, 0.01)
+    if config.lr_schedule == "step":
+        return stages.at(int(progress)).learning_rate
+    share = (progress - stages.warmup_epochs) / max(config.epochs - stages.warmup_epochs, 1e-9)
+    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1.0 + math.cos(math.pi * share))
 
 
-def train_round(session: Session[Config], turn: Turn) -> None:
-    """Train one round: of one worker, or, in joint steps, of all workers of this process."""
-    config, stepper, accelerator = session.config, session.stepper, session.accelerator
-    with session.round(turn) as work:  # dbsl: pulls weights (not in joint steps); at its end pushes
-        for step in work.steps():
-            # dbsl: This worker's batch; for a joint step in one process one of every worker. With
-            # --micro-batch-size each comes in several parts.
-            for part, images, labels in work.parts(step):
-                # images [b, 3, R, R]: b is the worker's batch size at most, R the stage's side
-                # labels [b], or with mixup and CutMix shares of the classes [b, C]
-                # dbsl: The weight is 1, or b / B where all workers' parts make one batch of B, or
-                # n * b / B where DDP averages over n processes; of a micro-batch its share of that.
-                with stepper.micro_batch(step, part) as weight:
-                    with accelerator.autocast():
-                        found = loss_function(stepper.model, images, labels, config)
-                    loss, figures = with_figures(found)
-                    accelerator.backward(loss * weight)  # once: add further losses up before
-                work.add(part, len(labels), loss, figures)  # dbsl: without waiting for the device
-            # dbsl: each worker is at its own place in the epoch, and may have its --lr-scaling
-            lr = work.lr_factor * learning_rate(session, turn.epoch + step.progress)
-            with work.stepping(step, lr):  # dbsl: counts the step; measures gradients if it is time
-                stepper.step(step, lr)  # clips, steps, clears; --push gradients: the server steps
-            # dbsl: Saves if it is time. If the run is to stop it raises RunStopped, so that nothing
-            # is pushed, and a resumed run takes the steps that are left of the round.
-            session.checkpointer.after_step(round_over=work.over)
+@dataclass
+class Training:
+    """What the loop works with; a fork adds its own."""
+
+    config: Config
+    accelerator: Accelerator
+    data: Any  # data.train and data.evaluation: samples by number
+    augment: Mapping[int, Any]  # at random, by resolution
+    stages: Stages  # which epoch has which resolution, dropout and learning rate
+    model: nn.Module
+    workers: Workers
+    checkpoint: Checkpoint
+    run: RunFolder
+
+
+def train_turn(turn: Any, training: Training) -> None:
+    """Train one round: of one worker, or in joint steps of all workers of this process."""
+    config, accelerator, workers = training.config, training.accelerator, training.workers
+    model, checkpoint, stage = training.model, training.checkpoint, training.stages.at(turn.epoch)
+    training.run.plan(turn)  # dbsl: says so where batch sizes are not those of the round before
+    # Stands for a DataLoader: this worker's samples in batches of its size, in an order that
+    # depends on seed and epoch alone. Loader processes begin here, while the weights come.
+    steps = turn.steps(training.data.train, training.augment[stage.resolution])
+    workers.pull(turn)  # dbsl: the global weights; in joint steps they are here
+    train_mode(model, stage.dropout)
+    if turn.is_over:  # dbsl: it has no samples in this round, but others save while they train
+        checkpoint.after_step(turn)
+    for step in steps:
+        # One batch, or micro-batches. A joint step in one process has a batch of every worker.
+        for images, labels, part in step:
+            workers.model.require_backward_grad_sync = part.syncs  # DDP, in real joint steps
+            with accelerator.autocast():
+                loss, figures = loss_function(workers.model, images, labels, config)
+            # dbsl: The weight is 1, or b / B where all workers' batches of b make one of B, or
+            # n * b / B where DDP averages over n processes; of a micro-batch its share of that.
+            accelerator.backward(loss * part.weight)  # once: add further losses up before
+            step.add(part, loss, figures)  # on the device: .item() would wait for it
+        # dbsl: Each worker is at its own place in the epoch, and may have its --lr-scaling.
+        lr = turn.lr_factor * learning_rate(turn.epoch + step.progress, config, training.stages)
+        if config.push == "weights":  # else gradients add up, and the server's optimizer steps
+            optimizer = workers.optimizers[turn.worker]
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group["lr_scale"]
+            if config.clip_grad is not None:
+                accelerator.unscale_gradients(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        step.done(lr)
+        # Saves if it is time. If the run is to stop this raises, so that nothing is pushed, and
+        # a resumed run takes the steps that are left.
+        checkpoint.after_step(turn)
+    # dbsl: Weights or gradients, merged by --sync and --merge. A round whose loss or weights are
+    # not finite is refused: the global weights stay, and the worker's optimizer begins anew.
+    workers.push(turn)
 
 
 @torch.no_grad()
-def evaluate(session: Session, source: Source | None = None) -> Evaluation:
-    """Return accuracy, cross-entropy and top-5 accuracy (None below 6 classes) on a source.
+def evaluate(training: Training, source: Any = None) -> dict[str, Any]:
+    """Return metrics of the weights that are in the model, on the evaluation images or a source.
 
-    Without a source: of the evaluation images. Own metrics: `Evaluation(..., more={"name": 1.0})`.
+    Any name works: metrics go to metrics.jsonl, the tracker and, of the last epoch, summary.json.
     """
-    model, accelerator = session.model, session.accelerator
+    model, workers, accelerator = training.model, training.workers, training.accelerator
+    source = training.data.evaluation if source is None else source
     model.eval()
     totals = torch.zeros(4, device=accelerator.device)  # correct, loss, samples, in the first 5
-    for images, labels in session.evaluation_images(source):
+    for images, labels in workers.evaluation_batches(source):  # dbsl: a part in each process
         with accelerator.autocast():
             logits = model(images).float()
         loss = F.cross_entropy(logits, labels, reduction="sum")
         correct = (logits.argmax(1) == labels).sum()
-        first5 = (logits.topk(min(5, session.num_classes)).indices == labels[:, None]).sum()
+        first5 = (logits.topk(min(5, logits.shape[1])).indices == labels[:, None]).sum()
         totals += torch.stack([correct, loss, torch.full_like(loss, len(labels)), first5])
-    if session.shares_evaluation:  # each process has evaluated a part of the images
-        totals = accelerator.reduce(totals)
-    correct, loss, samples, first5 = totals.tolist()
-    top5 = first5 / samples if session.num_classes > 5 else None
-    return Evaluation(correct / samples, loss / samples, round(samples), session.side, top5)
+    correct, loss, samples, first5 = workers.sum_of_processes(totals).tolist()
+    metrics = {"accuracy": correct / samples, "loss": loss / samples, "samples": round(samples)}
+    return metrics | ({"top5_accuracy": first5 / samples} if training.data.num_classes > 5 else {})
 
 
-def end_epoch(session: Session[Config], end: EpochEnd) -> None:
+def end_epoch(end: Any, training: Training) -> None:
     """Evaluate the merged weights, save what is to be kept of them, and log the epoch."""
-    config, cluster, log = session.config, session.cluster, session.log
-    train_time_s, result = session.train_time_s(end), None
-    last = session.is_last(end)
-    due = last or (end.epoch + 1) % config.eval_every == 0
-    with session.evaluating() as spent:
-        cluster.load(end)  # the merged weights into the model
+    config, workers, run = training.config, training.workers, training.run
+    last = workers.is_last(end)
+    due, metrics = last or (end.epoch + 1) % config.eval_every == 0, None
+    with workers.merged(end) as seconds:  # dbsl: the merged weights are in the model
         if due:
-            result = evaluate(session)
-            for name, source in session.also.items():  # from open_session(evaluate_also=...)
-                result = result.also(name, evaluate(session, source))
-            result = replace(result, time_s=spent())  # here session.finish() makes this the last
+            metrics = evaluate(training)
+            metrics["time_s"] = seconds()
         if config.eval_train and last:
-            result = result.also("train", evaluate(session, session.run.data.train))
+            found = evaluate(training, training.data.train)
+            metrics |= {f"train_{name}": found[name] for name in ("accuracy", "loss")}
         if last:
-            session.save_model(FINAL)
-        if config.save_best and due and log.is_best(result):
-            session.save_model(BEST)
-        # Such as averaged weights, by --ema-decay; a file of yours in dbsl/extras may add more.
-        result = session.run.extras.evaluated(session, end, result, evaluate)
-    log.epoch_end(end.epoch, result, train_time_s=train_time_s, virtual_time_s=cluster.time_s)
-
-
-def train(session: Session[Config]) -> None:
-    """Train from the start, or from where the run was saved, to the end."""
-    cluster, log = session.cluster, session.log
-    for turn in cluster.turns():  # rounds of this process's workers, and ends of epochs
-        if isinstance(turn, Turn):
-            train_round(session, turn)
-        for report in cluster.reports():  # all workers' rounds; none but on the main process
-            log.round(report, virtual_time_s=cluster.time_s)
-        log.hear(cluster)  # which workers were lost, or have come back
-        if isinstance(turn, EpochEnd):  # all workers have pushed the epoch's last round
-            end_epoch(session, turn)
-            session.checkpointer.after_epoch(turn)
+            run.save_model("model")
+        if config.save_best and due and run.is_best(metrics):
+            run.save_model("model_best")
+        # dbsl: Averaged weights, by --ema-decay; a file of yours in dbsl/extras may add more.
+        metrics = run.evaluate_more(end, metrics, partial(evaluate, training))
+    run.epoch(end, metrics)
 
 
 def main(config: Config) -> None:
     """Train, evaluate and save one run, or go on with one."""
-    with open_session(
-        config,
-        loss_function,
-        data=None,  # TensorData(train, evaluation, classes), else the images of --dataset
-        model=None,  # a module, or a function that builds one: without --model; else timm's
-        # (model, config) -> one or several of torch, else timm's --optimizer. It needs --lr, and
-        optimizer=None,  # each group keeps its proportion to it under the schedule.
-        merge=None,  # (global_ [P], pushed [n, P], factors [n], by samples) -> [P], else --merge
-        evaluate_also=None,  # {name: data, source, dataset of tensors, or name of a dataset}
-        figures=None,  # names of those that train_round gives work.add besides loss_function's
-    ) as session:
-        if session is not None:  # a finished run, or --plan-only: nothing is to be trained
-            train(session)
+    accelerator = start_accelerator(config)  # dbsl: all processes, with the same settings and code
+    with RunFolder(config, accelerator) as run:  # dbsl: locked; written from run.begin on
+        if run.is_finished:
+            return
+        data = load_images(run.config, accelerator)
+        stages = Stages(run.config, data.resolutions, accelerator.print)
+        config = stages.config  # what was left open is settled
+        model = build_model(config, data.num_classes, stages.resolutions)
+        model.to(accelerator.device, memory_format=torch.channels_last)
+        data = data.normalised_for(model)  # pretrained weights have their own mean and deviation
+        augment = {
+            r: data.transform(r, config.augmentation, config.seed) for r in stages.resolutions
+        }
+        new_optimizer = partial(build_optimizer, config=config)
+
+        # dbsl: Seconds of a step with x samples, a * x + b: given, or measured with this loss.
+        times = step_times(config, accelerator, model, data, loss_function, new_optimizer)
+        plans = Plans(times, stages, accelerator)
+        if config.plan_only:
+            run.tell(plans, data, model)
+            return
+        workers = Workers(plans, accelerator, model, data, loss_function, new_optimizer)
+        checkpoint = Checkpoint(run, workers)  # --resume: brings everything back
+        training = Training(
+            config, accelerator, data, augment, stages, model, workers, checkpoint, run
+        )
+        run.begin(workers, checkpoint)  # config.yaml, plan.json, W&B, the printed plan
+        with workers, checkpoint:  # dbsl: a lost process is named; SIGTERM saves, then ends
+            for turn in workers.turns():  # rounds of this process's workers, and ends of epochs
+                if not turn.ends_epoch:
+                    train_turn(turn, training)
+                run.rounds()  # dbsl: what the workers say of their rounds
+                if turn.ends_epoch:
+                    end_epoch(turn, training)
+                    checkpoint.after_epoch(turn)
 
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(parse_config(Config))
+        main(Config.from_flags())

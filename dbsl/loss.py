@@ -6,7 +6,8 @@ import copy
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from numbers import Real
 from types import MappingProxyType
 from typing import Any
@@ -19,60 +20,57 @@ from dbsl.data.transforms import global_streams
 from dbsl.plan.types import RESERVED
 
 Figures = Mapping[str, Tensor | float]  # means over the batch, as the loss
-Loss = Tensor | tuple[Tensor, Figures]  # the mean loss of a batch, or it and figures
+Loss = tuple[Tensor, Figures]  # the mean loss of a batch, and figures
 # Takes a model, its inputs, their labels and the settings.
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Any], Loss]
 LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]  # the same for one run, without figures
 
 
-def with_figures(found: Loss) -> tuple[Tensor, Figures]:
-    """Return what a loss function gave as a pair, also where it gave the loss alone."""
-    return found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+def bind_loss(
+    loss_function: LossFunction, config: Any, autocast: Callable[[], AbstractContextManager]
+) -> LossOf:
+    """Return a loss function for measuring: with its settings, in training's precision."""
+
+    @wraps(loss_function)  # whose text step times are kept by
+    def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        with autocast():
+            return loss_function(model, images, labels, config)[0]
+
+    return loss_of
 
 
-def figure_names(
-    found: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Figures]],
-    model: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    more: Sequence[str] = (),
-    *,
-    joint: bool = False,
-) -> tuple[str, ...]:
-    """Return the names of a run's figures: a loss function's, from one call, and `more`.
+def check_loss(
+    loss_function: LossFunction, model: nn.Module, batch: tuple[Tensor, Tensor], config: Any
+) -> list[str]:
+    """Return which trained parameters a loss function leaves out; refuse one that gives no mean.
 
-    Processes that take `joint` steps need a loss of all parameters that are trained.
+    One call tells, whose faults show here and not in the first step. Its mean over the batch twice
+    is that over the batch.
     """
     model = copy.deepcopy(model)  # it may keep tensors of a pass
     with without_trace(model):
-        loss, figures = found(model.train(), images, labels)
-        good = isinstance(loss, Tensor) and not loss.dim()
-        if not good or not isinstance(figures, Mapping):
-            got = f"{type(figures).__name__} for figures" if good else _kind(loss)
+        found = loss_function(model.train(), *batch, config)
+        right = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
+        loss = found[0] if right else found
+        if not (right and isinstance(loss, Tensor) and not loss.dim()):
+            got = _kind(loss) if not right or isinstance(loss, Tensor) else type(loss).__name__
             raise SettingError(
-                f"loss_function must return a mean loss, a tensor [], or (loss, figures), got {got}"
+                "loss_function must return a pair, the mean loss as a tensor [] and a dict of "
+                f"figures, got {got}"
             )
-        for name, value in figures.items():
-            check_free(name, "a figure of loss_function")
-            if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)):
-                raise SettingError(
-                    f"figure {name!r} of loss_function must be a mean, a number or a tensor [], "
-                    f"got {_kind(value)}"
-                )
-        loss.backward()  # a fault in it shows itself here, not in the first step
-    unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    if joint and unused:
-        raise SettingError(
-            "loss_function must use every parameter that is trained, where several processes take "
-            f"joint steps, got no gradient of {unused[0]}: requires_grad_(False) freezes it"
-        )
-    if isinstance(more, str):
-        raise SettingError(f"figures must be a list of names, got {more!r}")
-    names = [*figures]
-    for name in more:
-        check_free(name, "one of figures", dict.fromkeys(names, "another figure"))
-        names.append(name)
-    return tuple(names)
+        check_figures(found[1])
+        loss.backward()
+    return [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+
+
+def check_figures(figures: Figures) -> None:
+    """Refuse figures that are no numbers, or whose names others have."""
+    for name, value in figures.items():
+        check_free(name, "a figure")
+        if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)):
+            raise SettingError(
+                f"figure {name!r} must be a mean, a number or a tensor [], got {_kind(value)}"
+            )
 
 
 def check_free(name: Any, whose: str, taken: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -99,22 +97,21 @@ def without_trace(model: nn.Module) -> Iterator[None]:
             buffer.copy_(before)
 
 
-def digest_of(loss_of: LossOf) -> str | None:
-    """Return what tells a loss function's text from others; None: it has none that can be read."""
+def digest_of(*functions: Callable[..., Any]) -> str | None:
+    """Return what tells these functions' text from others; None: one has none that can be read."""
     try:
-        return hashlib.sha256(inspect.getsource(loss_of).encode()).hexdigest()[:16]
+        texts = [inspect.getsource(getattr(one, "func", one)) for one in functions]  # of a partial
     except (OSError, TypeError):  # it was typed at a prompt, or is no plain function
         return None
+    return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
 
 
-def scalars(loss: Tensor, figures: Figures, names: tuple[str, ...]) -> Tensor:
+def scalars(loss: Tensor, figures: Figures, names: Sequence[str]) -> Tensor:
     """Return the loss and the figures of these names on the device, [1 + F], without waiting."""
     if {*figures} != {*names}:
-        every = f"the figures {', '.join(names)} in every step"
-        must = every if names else "no figures, since none are named"
-        new = ", ".join(repr(name) for name in figures if name not in names)
-        way = f": pass open_session(figures=[{'..., ' * bool(names)}{new}])" if new else ""
-        raise SettingError(f"work.add must get {must}, got {', '.join(figures) or 'none'}{way}")
+        must, got = (", ".join(each) or "none" for each in (names, figures))
+        text = f"step.add must get the same figures each time, {must}"
+        raise SettingError(f"{text}, got {got}")
     kind = {"dtype": torch.float32, "device": loss.device}
     values = [
         value.detach().to(**kind, non_blocking=True).reshape(())

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
@@ -20,7 +21,8 @@ from dbsl.base.errors import SettingError, words_of
 from dbsl.base.files import write_bytes, write_with
 from dbsl.base.machine import hub_or_cache, lazy_import
 from dbsl.base.seeds import stream_seed
-from dbsl.config.fields import arguments, check_names
+from dbsl.config.fields import arguments, check_names, refuse
+from dbsl.config.settings import RunConfig
 from dbsl.data.dataset import Data, Statistics
 from dbsl.data.sources import TrainingData
 
@@ -89,6 +91,30 @@ def build_model(
             module.__class__ = StridedConv2d
     model.head_dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p == _MARK]
     set_dropout(model, 0.0)
+    return model
+
+
+def create_model(config: RunConfig, num_classes: int, resolutions: Sequence[int]) -> nn.Module:
+    """Return the model that the settings describe, with its initial weights; see `build_model`."""
+    model = build_model(
+        config.model,
+        num_classes,
+        resolutions,
+        pretrained=config.pretrained,
+        seed=config.seed,
+        say=PartialState().print,
+        settings=config.model_settings,
+    )
+    if config.initial_checkpoint is not None:
+        load_initial(model, config.initial_checkpoint, PartialState().print)
+    if config.grad_checkpointing:
+        try:
+            model.set_grad_checkpointing()
+            count_once(model)
+        except (AttributeError, AssertionError) as error:
+            raise SettingError(
+                f"grad_checkpointing must be false with {config.model}, which does not know it"
+            ) from error
     return model
 
 
@@ -237,18 +263,26 @@ def _reading_weights(name: str, pretrained: bool) -> Iterator[None]:
             ) from None
 
 
-def check_sides(name: str, model: nn.Module, data: TrainingData, resolutions: Sequence[int]) -> int:
-    """Return the fewest samples that a model of timm's trains on; see `try_out`.
+def check_model(model: nn.Module, data: TrainingData, name: str, sides: Sequence[int]) -> int:
+    """Return the fewest samples that a model trains on; refuse one that cannot be trained here.
 
-    Images of each resolution must be whole patches of a transformer's, and fit into memory.
+    Images of each side must be whole patches of a transformer's, and fit into memory.
     """
-    least = 1
-    for side in resolutions:
+    trained = any(parameter.requires_grad for parameter in model.parameters())
+    refuse([(not trained, "model must have parameters to train", f"{name} without any")])
+    cumulative = any(n.momentum is None and n.track_running_stats for n in batch_norms(model))
+    text = "model must have batch norm whose statistics have a momentum, and can be merged"
+    refuse([(cumulative, text, "momentum=None")])
+    least, several = 1, not hasattr(model, "created_with")
+    for side in sides:
         try:
-            found = try_out(model, data.example(2, side)[0], name, data.num_classes)
+            inputs, _ = data.example(2, side)
+            found = try_out(model, inputs, name, data.num_classes, several=several)
         except SettingError:
             raise
         except Exception as error:  # any code of timm's may raise
+            if several:  # a module of your own: its fault shows where it is
+                raise
             raise SettingError(
                 f"model must take images of {side} px, got {name} ({words_of(error)})"
             ) from None
@@ -322,6 +356,16 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(all(p.requires_grad for p in norm.parameters()) for norm in batch_norms(model))
 
 
+def train_mode(model: nn.Module, dropout: float) -> None:
+    """Put a model into training mode, with this dropout before the classifier.
+
+    Modules whose parameters are all frozen stay in evaluation mode; a model that `create_model` has
+    not made keeps its own dropout.
+    """
+    set_dropout(model, dropout)
+    set_training(model)
+
+
 def set_training(model: nn.Module) -> None:
     """Put a model into training mode, but for the modules whose parameters are all frozen.
 
@@ -349,7 +393,7 @@ def kept_modes(model: nn.Module) -> Iterator[None]:
 
 def set_dropout(model: nn.Module, probability: float) -> None:
     """Set the dropout before the classifier; a model that was not built here keeps its own."""
-    if model.head_dropouts is None:
+    if not hasattr(model, "head_dropouts"):
         return
     model.drop_rate = probability  # read at every forward pass where timm applies it as a function
     for module in model.head_dropouts:
@@ -370,7 +414,7 @@ def save_model(
     weights = save(tensors, metadata={"format": "pt"})
     # Not with save_file, whose errors do not tell a full disk from others.
     write_weights = partial(write_bytes, folder / f"{name}.safetensors", weights)
-    if model.created_with is None:
+    if not hasattr(model, "created_with"):
         write_weights()
         return
     size = (3, resolution, resolution)

@@ -45,7 +45,7 @@ def check_optimizer(
             model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         # Layers are distinguished as in timm's models.
         model.group_matcher = lambda coarse: {"stem": "^0", "blocks": "^1"}
-        optimizer = build_optimizer(name, model, 1e-3, momentum, weight_decay, **settings)
+        optimizer = create_optimizer(name, model, 1e-3, momentum, weight_decay, **settings)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         if not name.startswith(("bnb", "fused")):  # these step on CUDA alone
@@ -79,7 +79,7 @@ def default_learning_rate(optimizer: str) -> float:
     return float(default) if isinstance(default, int | float) else 0.001
 
 
-def build_optimizer(
+def create_optimizer(
     name: str, model: nn.Module, lr: float, momentum: float, weight_decay: float, **settings: Any
 ) -> torch.optim.Optimizer:
     """Return a timm optimizer; biases and norms are left out of weight decay, as timm does.
@@ -156,6 +156,21 @@ def join_optimizers(
         return JoinedOptimizer(built)
     except ValueError as error:  # a parameter in two of them
         raise SettingError(f"optimizer must have each parameter once ({error})") from None
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, name: str) -> None:
+    """Refuse an optimizer without parameters, or without one of those that are trained."""
+    frozen = not any(p.requires_grad for p in model.parameters())
+    text = "optimizer must leave parameters that are trained"
+    refuse([(frozen, text, f"all frozen by {name}")])
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+    if left:
+        more = f" and {len(left) - 1} more" if left[1:] else ""
+        raise SettingError(
+            "optimizer must have all parameters that are trained (requires_grad_(False) "
+            f"freezes others), got none for {left[0]}{more}"
+        )
 
 
 def keep_ratios(optimizer: torch.optim.Optimizer, lr: float) -> torch.optim.Optimizer:

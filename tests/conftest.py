@@ -90,7 +90,7 @@ def quick_runs():
             return digits() if config.dataset == "digits" else whole(config)
 
         patches.setattr(dbsl.data.dataset, "open_labelled", opened)
-        patches.setattr("dbsl.open.read_code", cache(read_code))
+        patches.setattr("dbsl.runs.read_code", cache(read_code))
         patches.setattr("dbsl.log.log.commit_of", lambda script: "")
         yield
 

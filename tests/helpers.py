@@ -12,7 +12,9 @@ import tempfile
 import time
 import traceback
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,13 +22,18 @@ import torch
 from accelerate.state import AcceleratorState
 from PIL import Image
 
+import train
+from dbsl import runs
 from dbsl.base.errors import RunStopped, one_line_errors
-from dbsl.checkpoint.checkpointer import Checkpointer
+from dbsl.checkpoint.checkpoint import Checkpoint
 from dbsl.config.parse import parse_config, yaml_to_argv
 from dbsl.data.transforms import Transform
-from dbsl.log.meter import MEASURED
 from dbsl.log.rows import read_metrics, round_row
+from dbsl.plan.stages import Stages
 from dbsl.plan.types import RoundReport
+from dbsl.run.meter import MEASURED
+from dbsl.run.plans import Plans, count_workers
+from dbsl.run.times import step_times
 from train import Config, main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,6 +104,35 @@ def run(folder, **settings):
     return config
 
 
+def own(patch, data=None, model=None, loss=None, **parts):
+    """Have train.py take these parts, as a fork of it would."""
+    if data is not None:
+        patch.setattr(train, "load_images", lambda config, accelerator: data.on(accelerator.device))
+    if model is not None:
+
+        def seeded(config, *_):
+            torch.manual_seed(config.stream("initial weights"))
+            return model()
+
+        patch.setattr(train, "build_model", seeded)
+    for name, part in {**parts, **({"loss_function": loss} if loss else {})}.items():
+        patch.setattr(train, name, part)
+
+
+def planned(config, accelerator, loss=train.loss_function):
+    """Return what main of train.py makes before its workers: data, model and plans."""
+    config = count_workers(config, accelerator.num_processes)
+    data = runs.load_images(config, accelerator)
+    stages = Stages(config, data.resolutions)
+    model = train.build_model(stages.config, data.num_classes, stages.resolutions)
+    model.to(accelerator.device, memory_format=torch.channels_last)
+    data = data.normalised_for(model)
+    build = partial(train.build_optimizer, config=stages.config)
+    times = step_times(stages.config, accelerator, model, data, loss, build)
+    plans = Plans(times, stages, accelerator)
+    return SimpleNamespace(data=data, model=model, plans=plans, build_optimizer=build)
+
+
 def train_by(*flags):
     """Train in this process by flags."""
     AcceleratorState._reset_state(True)
@@ -155,15 +191,15 @@ def short(cases, *first):
 
 @contextmanager
 def each_step(act):
-    """Call ``act(checkpointer, round_over)`` after each step of the run in here."""
-    after_step = Checkpointer.after_step
+    """Call ``act(checkpoint, round_over)`` after each step of the run in here."""
+    after_step = Checkpoint._after_step
 
     def acts(self, *, round_over):
         act(self, round_over)
         after_step(self, round_over=round_over)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpointer, "after_step", acts)
+        patch.setattr(Checkpoint, "_after_step", acts)
         yield
 
 
@@ -175,7 +211,7 @@ def at_step(number, act):
 
 @contextmanager
 def stopped_when(due):
-    """Have SIGTERM come after the step at which ``due(checkpointer)``, and the run in here end."""
+    """Have SIGTERM come after the step at which ``due(checkpoint)``, and the run in here end."""
     with (
         pytest.raises(RunStopped),
         each_step(lambda saver, _: due(saver) and os.kill(os.getpid(), signal.SIGTERM)),

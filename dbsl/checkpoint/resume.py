@@ -52,7 +52,7 @@ from dbsl.model import BEST, EMA
 from dbsl.optimizer import optimizer_class
 from dbsl.plan.ledger import Ledger, Members, left_of_epochs
 from dbsl.plan.types import EpochEnd, Handover, Segment, Turn, report_from_plain
-from dbsl.run.training import Run
+from dbsl.run.workers import Workers
 
 Changes = dict[str, tuple[Any, Any]]  # settings that are not what they were: before, now
 _TIMES = with_role(RunConfig, Role.TIMES)
@@ -293,12 +293,13 @@ def _is_as_before(name: str, now: RunConfig, before: Mapping[str, Any]) -> bool:
 # --- what it takes over
 
 
-def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | None:
+def read_resumed(found: Found, workers: Workers, config: RunConfig) -> Resumed | None:
     """Read a checkpoint for this process; None: there is none yet, and the run starts again."""
+    accelerator = workers.accelerator
     if found.folder is None:
         accelerator.print(f"{found.run_folder} has no checkpoint yet: the run starts again")
         return None
-    manifest, config, classes = found.manifest, run.config, run.data.num_classes
+    manifest, classes = found.manifest, workers.data.num_classes
     processes, rank = accelerator.num_processes, accelerator.process_index
     text = "dataset must have the classes that the run began with"
     shown = f"{manifest.classes} classes in the checkpoint, {classes} in the data"
@@ -306,17 +307,17 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
     with reading_checkpoint(found.folder):
         state, handover = found.shard(SERVER_RANK), None
         changed = changed_settings(manifest.config, config)
-        _check_state(changed, state, run)
+        _check_state(changed, state, workers)
         check_changes(found, config, processes, accelerator.print)
-        saved = Saved(state, _complete(manifest.config, config), manifest.samples, run)
+        saved = Saved(state, _complete(manifest.config, config), manifest.samples, workers)
         orders = _draw_another_order(changed, type(config))
         at_epoch_end = MODEL_FILE in manifest.files
-        check_epochs_under_way(saved, orders, run, at_epoch_end=at_epoch_end)
-        for name in ("seed", "holdout") if getattr(run.data, "held_out", "") else ():
+        check_epochs_under_way(saved, orders, workers, at_epoch_end=at_epoch_end)
+        for name in ("seed", "holdout") if getattr(workers.data, "held_out", "") else ():
             if name in changed:
                 why = ", which has drawn the evaluation images from those to train on"
                 raise must_stay(name, *changed[name], why)
-        check_held_out(manifest.held_out, run.data, config.dataset)
+        check_held_out(manifest.held_out, workers.data, config.dataset)
         if accelerator.is_main_process:
             path, keep = found.run_folder / "metrics.jsonl", state["log"]["metrics_bytes"]
             size = path.stat().st_size if path.exists() else 0
@@ -326,13 +327,14 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
         anew = {*with_role(type(config), Role.MEETING | Role.PLAN)}
         if at_epoch_end and manifest.processes > 1 and config.sync == "bsp":
             anew |= {"wire", "merge"}  # which decide what a barrier keeps of a round
-        if before == (processes, config.workers, len(run.data.train)) and not changed.keys() & anew:
+        now = processes, config.workers, len(workers.data.train)
+        if before == now and not changed.keys() & anew:
             if saved.server_alone:
-                state = with_lost_workers(state, run, saved.settings["epochs"])
+                state = with_lost_workers(state, workers, saved.settings["epochs"])
             else:
                 state = found.shard(rank) if rank else state
         else:
-            handover = make_handover(saved, _optimizers(found, saved, config.workers), run)
+            handover = make_handover(saved, _optimizers(found, saved, config.workers), workers)
             if takes_joint_steps(config) and not (saved.joint or saved.pushes):
                 accelerator.print("warning: optimizers of workers are dropped: all share one now")
         if saved.server_alone and not saved.pushes:
@@ -371,7 +373,7 @@ def _drops_remainders(before: Mapping[str, Any], now: RunConfig, *, kept: bool) 
     return bool(left) and not (kept and new != FLOAT32 and new.rank == old.rank)
 
 
-def _check_state(changed: Changes, state: Mapping[str, Any], run: Run) -> None:
+def _check_state(changed: Changes, state: Mapping[str, Any], workers: Workers) -> None:
     old, new = changed.get("optimizer", ("sgd", "sgd"))
     more, now_more = map(without_rates, changed.get("opt_kwargs", ((), ())))
     # Other arguments may need more state (amsgrad).
@@ -382,11 +384,11 @@ def _check_state(changed: Changes, state: Mapping[str, Any], run: Run) -> None:
     weights = state["model"]["weights"]
     if weights is None:  # between rounds the server has them
         weights = state["cluster"]["server"]["weights"]
-    if name and len(weights) != vector_length(run.model):
+    if name and len(weights) != vector_length(workers.raw_model):
         raise must_stay(name, *changed[name], ", whose weights the run has")
 
 
-def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:
+def take_over_folder(found: Found, config: RunConfig, accelerator: Accelerator) -> None:
     """Make the run folder what it was at the checkpoint; all has been read, and fits."""
     manifest, best = found.manifest, f"{BEST}.safetensors"
     if not accelerator.is_main_process:
@@ -397,15 +399,15 @@ def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:
         (found.run_folder / best).unlink(missing_ok=True)
     if manifest is None:
         return
-    if manifest.epoch < run.config.epochs:  # the next evaluation writes it, if it still has one
+    if manifest.epoch < config.epochs:  # the next evaluation writes it, if it still has one
         (found.run_folder / f"{EMA}.safetensors").unlink(missing_ok=True)
     # A finished run that is made longer has no summary until it ends again.
     (found.run_folder / "summary.json").unlink(missing_ok=True)
     for folder in set_aside_after(found.run_folder, manifest.sequence):
         accelerator.print(f"a later checkpoint is set aside: {folder}")
-    if is_checkpoint(run.config.resume):  # processes that are restarted go on from later ones
+    if is_checkpoint(config.resume):  # processes that are restarted go on from later ones
         remember(RUN_FOLDER, str(found.run_folder))
-    epochs = f"{manifest.epoch} of {run.config.epochs} epochs complete"
+    epochs = f"{manifest.epoch} of {config.epochs} epochs complete"
     accelerator.print(f"resumed from {found.folder} ({epochs}, saved {manifest.saved_at})")
     for name, version in manifest.versions.items():
         if versions()[name] != version:
@@ -443,10 +445,10 @@ class Saved:
     """
 
     def __init__(
-        self, state: Mapping[str, Any], settings: Mapping[str, Any], samples: int, run: Run
+        self, state: Mapping[str, Any], settings: Mapping[str, Any], samples: int, workers: Workers
     ) -> None:
         self.state, self.settings, self.samples = state, settings, samples
-        self.ledger = Ledger({}, lambda epoch: run.stage_at(epoch).resolution)
+        self.ledger = Ledger({}, lambda epoch: workers.plans.stage_at(epoch).resolution)
         self.ledger.load_state_dict(state["planner"])
         self.joint, self.pushes = settings["sync"] == "step", settings["push"] != "weights"
         # When a change may be made that is refused inside an epoch.
@@ -493,30 +495,30 @@ class Saved:
         return self.ledger.under_way(members, self.settings["epochs"] * self.rounds)
 
 
-def make_handover(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Handover:
+def make_handover(saved: Saved, optimizers: Mapping[int, Any], workers: Workers) -> Handover:
     """Return what a run takes over from one whose workers had `optimizers`; refuse what is lost."""
     if saved.joint:
-        return _joint_handover(saved, optimizers, run)
+        return _joint_handover(saved, optimizers, workers)
     cluster, members, rounds = saved.state["cluster"], saved.members, saved.rounds
     server = cluster["server"]
     at_barrier = saved.settings["sync"] == "bsp"  # what it has collected is not merged
     ahead = list(saved.ledger.ahead(members, again=at_barrier))
     if ahead:
-        _check_inside_epoch({turn.epoch for turn, _ in ahead}, saved, run)
+        _check_inside_epoch({turn.epoch for turn, _ in ahead}, saved, workers)
     epoch, round_ = lowest = divmod(members.slowest(), rounds)
     again = [w for w in members.active if at_barrier and members.clocks[w] > members.slowest()]
     if saved.pushes:
-        _check_whole_steps(ahead, saved, run, inside_epoch=round_ > 0)
-        more = _optimizer_of_all(server["optimizer"], run)
+        _check_whole_steps(ahead, saved, workers, inside_epoch=round_ > 0)
+        more = _optimizer_of_all(server["optimizer"], workers)
     else:
-        left = left_of_epochs(ahead, replace(run.sampler, rounds=rounds))
-        if takes_joint_steps(run.config):  # whose optimizers must be alike in all processes
+        left = left_of_epochs(ahead, replace(workers.plans.sampler, rounds=rounds))
+        if takes_joint_steps(workers.config):  # whose optimizers must be alike in all processes
             optimizers = {}
         more = {"left": left, "optimizers": optimizers, "outer": server["outer"]}
     return Handover(
         weights=server["weights"],
         refused=cluster["refused"],
-        clock=epoch * run.rounds + (round_ if rounds == run.rounds else 0),
+        clock=epoch * workers.plans.rounds + (round_ if rounds == workers.plans.rounds else 0),
         time_s=cluster["time_s"] or 0.0,
         reports=tuple(
             report
@@ -529,7 +531,7 @@ def make_handover(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Hand
     )
 
 
-def _joint_handover(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Handover:
+def _joint_handover(saved: Saved, optimizers: Mapping[int, Any], workers: Workers) -> Handover:
     cluster, progress = saved.state["cluster"], saved.state["progress"] or {}
     steps, counted = progress.get("steps", 0), progress.get("counted", 0)
     handover = Handover(
@@ -537,14 +539,15 @@ def _joint_handover(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Ha
         refused=cluster["refused"],
         clock=cluster["clock"],
         time_s=cluster["time_s"] or 0.0,
-        **_optimizer_of_all(next(iter(optimizers.values()), None), run),
+        **_optimizer_of_all(next(iter(optimizers.values()), None), workers),
     )
     epoch, round_ = divmod(cluster["clock"], saved.rounds)
     if not round_ and not steps:
-        return replace(handover, clock=epoch * run.rounds)
-    _check_inside_epoch({epoch}, saved, run)
-    turn = Turn(tuple(range(run.config.workers)), epoch, round_)
-    ahead = run.sampler.steps(Segment(run.plans[run.stage_at(epoch).resolution]), turn)
+        return replace(handover, clock=epoch * workers.plans.rounds)
+    _check_inside_epoch({epoch}, saved, workers)
+    turn, plans = Turn(tuple(range(workers.config.workers)), epoch, round_), workers.plans
+    segment = Segment(plans.first[plans.stage_at(epoch).resolution])
+    ahead = plans.sampler.steps(segment, turn)
     return replace(
         handover,
         steps=steps,
@@ -556,23 +559,23 @@ def _joint_handover(saved: Saved, optimizers: Mapping[int, Any], run: Run) -> Ha
     )
 
 
-def _optimizer_of_all(state: Mapping[str, Any] | None, run: Run) -> dict[str, Any]:
-    if run.config.push != "weights":
+def _optimizer_of_all(state: Mapping[str, Any] | None, workers: Workers) -> dict[str, Any]:
+    if workers.config.push != "weights":
         return {"server_optimizer": state}
-    return {"optimizers": {w: state for w in range(run.config.workers) if state}}
+    return {"optimizers": {w: state for w in range(workers.config.workers) if state}}
 
 
-def _check_inside_epoch(epochs: Collection[int], saved: Saved, run: Run) -> None:
+def _check_inside_epoch(epochs: Collection[int], saved: Saved, workers: Workers) -> None:
     """Refuse changes after which nobody could tell which samples of these epochs are left."""
-    config, kept = run.config, {"training images": (saved.samples, len(run.data.train))}
+    config, kept = workers.config, {"training images": (saved.samples, len(workers.data.train))}
     # Joint steps count the place in an epoch in steps; rounds count it in samples of each worker.
     names = ["sync", "rounds_per_epoch"] if saved.joint or config.sync == "step" else []
     if saved.joint or saved.pushes or takes_joint_steps(config):
         names += ["push", "drop_last"]
     kept |= {name: (saved.settings[name], getattr(config, name)) for name in names}
     if saved.joint or saved.pushes:
-        for resolution in sorted({run.stage_at(epoch).resolution for epoch in epochs}):
-            plans = saved.ledger.current[resolution], run.plans[resolution]
+        for resolution in sorted({workers.plans.stage_at(epoch).resolution for epoch in epochs}):
+            plans = saved.ledger.current[resolution], workers.plans.first[resolution]
             what = f"global_batch_size{px(resolution, ' at ')}"
             kept[what] = tuple(plan.global_batch_size for plan in plans)
     for what, (old, new) in kept.items():
@@ -581,10 +584,10 @@ def _check_inside_epoch(epochs: Collection[int], saved: Saved, run: Run) -> None
 
 
 def _check_whole_steps(
-    ahead: Iterable[tuple[Turn, Segment]], saved: Saved, run: Run, *, inside_epoch: bool
+    ahead: Iterable[tuple[Turn, Segment]], saved: Saved, workers: Workers, *, inside_epoch: bool
 ) -> None:
     """Refuse to go on inside an epoch of which more is gone than the pushes of all workers."""
-    before, config = saved.settings, run.config
+    before, config = saved.settings, workers.config
     if any(
         share.samples and worker not in turn.workers
         for turn, segment in ahead
@@ -601,7 +604,7 @@ def _check_whole_steps(
 
 
 def check_epochs_under_way(
-    saved: Saved, orders: Collection[str], run: Run, *, at_epoch_end: bool
+    saved: Saved, orders: Collection[str], workers: Workers, *, at_epoch_end: bool
 ) -> None:
     """Refuse what epochs that are under way cannot go on with.
 
@@ -609,7 +612,7 @@ def check_epochs_under_way(
     they began with. A run must have the epochs that any worker has begun. `orders` are changed
     settings that draw another order.
     """
-    config, before = run.config, saved.settings
+    config, before = workers.config, saved.settings
     under_way = saved.under_way(at_epoch_end=at_epoch_end)
     text = f"epochs must be at least {under_way.stop}, as many as workers may have begun"
     refuse([(under_way and config.epochs < under_way.stop, text, config.epochs)])
@@ -619,7 +622,7 @@ def check_epochs_under_way(
     stages = saved.state["log"]["stages"]
     was = {e: s["resolution"] for s in stages for e in range(s["first_epoch"], s["end_epoch"])}
     for epoch in under_way:
-        if was[epoch] == (now := run.stage_at(epoch).resolution):
+        if was[epoch] == (now := workers.plans.stage_at(epoch).resolution):
             continue
         advice, epochs = saved.advice, before["epochs"]
         if config.epochs > epochs:
@@ -631,20 +634,21 @@ def check_epochs_under_way(
         raise must_stay(what, px(was[epoch]), px(now), "", advice)
 
 
-def with_lost_workers(state: Mapping[str, Any], run: Run, epochs: int) -> Mapping[str, Any]:
+def with_lost_workers(state: Mapping[str, Any], workers: Workers, epochs: int) -> Mapping[str, Any]:
     """Return rank 0's state with the workers back that were lost.
 
     They begin with the first epoch that nobody has begun, when another worker has come as far.
     Epochs under way keep the plans that were made without them.
     The run's planner takes the state; `epochs` the run was to have when it was saved.
     """
-    server, planner, members = state["cluster"]["server"], run.planner, run.planner.members
+    server, planner = state["cluster"]["server"], workers.plans.planner
+    members = planner.members
     if len(server["active"]) == len(server["clocks"]):
         return state
     members.load_state_dict(server)
     planner.load_state_dict(state["planner"])
-    begin = planner.bring_back(min(epochs, run.config.epochs) * run.rounds)
+    begin = planner.bring_back(min(epochs, workers.config.epochs) * workers.plans.rounds)
     for worker in members.lost:
-        members.join(worker, begin * run.rounds)
+        members.join(worker, begin * workers.plans.rounds)
     cluster = state["cluster"] | {"server": server | members.state_dict()}
     return {**state, "cluster": cluster, "planner": planner.state_dict()}

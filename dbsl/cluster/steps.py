@@ -1,7 +1,8 @@
 """What an optimizer step is: a worker's own, one of all workers together, or the server's.
 
-First what steppers are made of: a timer of computation, and a step. Each stepper then has the model
-to call, `micro_batch` around a forward and backward pass, and `step`.
+First a timer of computation. Each stepper then has the model to call, `micro_batch` around a
+forward and backward pass, `complete`, after which gradients are those of the step, and `stepping`
+around the optimizer's step.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import inspect
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from dbsl.cluster.weights import FlatWeights, uncompiled
 from dbsl.config.hooks import Machine
 from dbsl.config.settings import FLOAT32, Wire
 from dbsl.data.transforms import global_streams
-from dbsl.optimizer import Clip, begin_again, first_state, keep_whole, load_optimizer
+from dbsl.optimizer import begin_again, first_state, load_optimizer
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.types import Turn
 
@@ -147,12 +148,7 @@ class Stepper:
     Joint gradients become what real processes would receive by `wire`: each of these rounds its own
     to 16 bits, here it is done once, to the sum.
 
-    While gradients are whole, `step` calls `on_gradients` with the weight of their loss, and then,
-    right before an optimizer of this process steps, `clip`.
     """
-
-    clip: Clip = staticmethod(keep_whole)
-    on_gradients: Callable[[float], object] = staticmethod(lambda weight: None)
 
     def __init__(
         self,
@@ -184,8 +180,11 @@ class Stepper:
             self._places = self._weights.attach_gradients(self.vector)  # of what is trained now
 
     @contextmanager
-    def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
-        """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
+    def micro_batch(self, step: Step, part: Part) -> Iterator[tuple[float, bool]]:
+        """Enclose a worker's forward and backward pass.
+
+        It gives the factor on its mean loss, and whether DDP sums gradients in it.
+        """
         self._put_in_place(lambda place: place)
         several = self._together or not (part.begins and part.ends)
         if several and self._mean is None:
@@ -193,7 +192,7 @@ class Stepper:
         elif several:
             self._buffers.copy_(self._start)
         with self.timer.running((part.worker,)):
-            yield part.weight
+            yield part.weight, False
         if several:
             self._mean.add_(self._buffers, alpha=part.weight if self._together else part.share)
             if part.ends and not self._together:
@@ -203,22 +202,22 @@ class Stepper:
         self._buffers.copy_(self._mean)
         self._mean = None
 
-    def step(self, step: Step, learning_rate: float) -> None:
-        """Take the optimizer step, or leave it to the server."""
+    def complete(self, step: Step) -> float:
+        """Have gradients be those of the whole step; return the weight of the loss behind them."""
         self._put_in_place(torch.Tensor.zero_)
         if self._together:
             self._end_passes()
             if self._dtype is not None:
                 self.vector.copy_(self.vector.to(self._dtype))
-        self.on_gradients(1.0)
+        return 1.0
+
+    @contextmanager
+    def stepping(self, step: Step) -> Iterator[None]:
+        """Enclose an optimizer step, after which gradients are cleared."""
         workers = tuple(part.worker for part in step.parts)
-        optimizer = self.optimizers[workers[0]]
         with self.timer.running(workers):  # in real processes each of them takes a joint step
-            self.clip(optimizer)
-            take_step(optimizer, learning_rate)
-            if self.vector is None:
-                optimizer.zero_grad(set_to_none=True)
-            else:
+            yield
+            if self.vector is not None:
                 self.vector.zero_()
 
     @torch.no_grad()
@@ -309,17 +308,17 @@ class DistributedSteps(Stepper):
             self._wrap()
 
     @contextmanager
-    def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
+    def micro_batch(self, step: Step, part: Part) -> Iterator[tuple[float, bool]]:
         if (step.odd or step.reweighted) and part.begins:
             self.average_buffers()
         self._weight = step.parts[0].weight  # all its micro-batches have the same
         # What is computed without DDP stays here until its last micro-batch sums it all.
-        no_sync = self.model.no_sync() if step.odd or not part.ends else nullcontext()
-        with no_sync, super().micro_batch(step, part) as weight:
-            yield weight if step.odd else weight * self._world_size
+        syncs = part.ends and not step.odd
+        with super().micro_batch(step, part) as (weight, _):
+            yield (weight if step.odd else weight * self._world_size), syncs
 
-    def step(self, step: Step, learning_rate: float) -> None:
-        """Take the optimizer step, the same in every process."""
+    def complete(self, step: Step) -> float:
+        """Have gradients be the same in every process."""
         if step.odd:
             if not len(step.parts[0].indices):  # nothing was computed here
                 self.average_buffers()
@@ -329,7 +328,7 @@ class DistributedSteps(Stepper):
                         scaler.scale(torch.zeros((), device=self._weights.vector.device))
             self._sum_gradients()
             self.average_buffers()
-        super().step(step, learning_rate)
+        return super().complete(step)
 
     def state_dict(self) -> dict[str, Any]:
         kept = self._low_rank and self._low_rank.state_dict()
@@ -450,20 +449,23 @@ class PushedGradients(Stepper):
             self._weight = 0.0
 
     @contextmanager
-    def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
+    def micro_batch(self, step: Step, part: Part) -> Iterator[tuple[float, bool]]:
         if part.begins:
             self._before = self._buffers.clone()
-        with super().micro_batch(step, part) as weight:
-            yield weight
+        with super().micro_batch(step, part) as found:
+            yield found
         if part.ends:
             self._changes.add_(self._buffers - self._before, alpha=part.weight / part.share)
         self._weight += part.weight
 
-    def step(self, step: Step, learning_rate: float) -> None:
-        """Leave the step to the server."""
+    def complete(self, step: Step) -> float:
+        """Return the weight of the losses so far; the step is left to the server."""
         self._put_in_place(torch.Tensor.zero_)
-        if self._weight:
-            self.on_gradients(self._weight)
+        return self._weight
+
+    def stepping(self, step: Step) -> AbstractContextManager:
+        """Enclose nothing: gradients add up until they are pushed."""
+        return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"gradients": self.vector}

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
     from dbsl.plan.sampler import Step
     from dbsl.plan.types import EpochEnd, Plan, RoundReport, Turn
-    from dbsl.run.evaluation import Evaluation
-    from dbsl.run.session import Session
-    from dbsl.run.training import SimulatedTimes
+    from dbsl.run.plans import SimulatedTimes
+    from dbsl.run.workers import Workers
+    from dbsl.runs import RunFolder
 
-    Result, Evaluate = Evaluation | None, Callable[[Session], Evaluation]
+    Metrics = Mapping[str, Any] | None
+    Evaluate = Callable[[], Mapping[str, Any]]
 
 T = TypeVar("T")
 Row = Mapping[str, Any]  # a line of metrics.jsonl, as `dbsl.log.rows.read_metrics` returns it
@@ -76,7 +77,7 @@ class Extra:
         """Return what stands for the machines; of several extras the first counts."""
 
     # --- while it trains, on every process
-    def begin(self, session: Session) -> None:
+    def begin(self, workers: Workers) -> None:
         """All is built; what was saved is not brought back yet."""
 
     def measure(
@@ -88,13 +89,13 @@ class Extra:
         """
 
     def evaluated(
-        self, session: Session, end: EpochEnd, result: Result, evaluate: Evaluate
-    ) -> Result:
-        """The merged weights of an epoch are in the model: return their result, with more of it.
+        self, run: RunFolder, end: EpochEnd, metrics: Metrics, evaluate: Evaluate
+    ) -> Metrics:
+        """Called with the merged weights loaded: return their metrics, with yours added.
 
-        `result` is None where the epoch is not evaluated.
+        `metrics` is None where the epoch is not evaluated.
         """
-        return result
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on from."""
@@ -152,13 +153,13 @@ class Extras(dict[str, Extra]):
         return next((one for one in self.each(moment, *given) if one is not None), None)
 
     def evaluated(
-        self, session: Session, end: EpochEnd, result: Result, evaluate: Evaluate
-    ) -> Result:
-        """Hand an epoch's result from one to the next."""
+        self, run: RunFolder, end: EpochEnd, metrics: Metrics, evaluate: Evaluate
+    ) -> Metrics:
+        """Hand an epoch's metrics from one to the next."""
         for extra in self.values():
-            found = extra.evaluated(session, end, result, evaluate)
-            result = result if found is None else found
-        return result
+            found = extra.evaluated(run, end, metrics, evaluate)
+            metrics = metrics if found is None else found
+        return metrics
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return each one's state, by name."""

@@ -118,6 +118,11 @@ class Data:
         look = (self.mirror, self.mean, self.std, seed, self.crop_pct, self.interpolation)
         return Transform(resolution, augment, *look, self.config.aa)
 
+    def normalised_for(self, model: Any) -> Data:
+        """Return the data normalised as a model's pretrained weights want it, if it has some."""
+        statistics = getattr(model, "input_statistics", None)
+        return self.normalised_as(statistics) if statistics else self
+
     def normalised_as(self, statistics: Statistics) -> Data:
         """Return the data normalised as weights want it, but for what the settings give."""
         return replace(self, statistics=statistics.unless_given(self.config))

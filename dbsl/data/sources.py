@@ -55,6 +55,9 @@ class TrainingData(Protocol):
     def on(self, device: torch.device) -> TrainingData:
         """Return the data with batches on a device."""
 
+    def normalised_for(self, model: Any) -> TrainingData:
+        """Return the data with inputs as a model's pretrained weights want them."""
+
     def transform(self, resolution: int, augment: str, seed: int) -> Any:
         """Return what `Source.batches` takes: at random as `augment` says, or not at all."""
 
@@ -121,6 +124,10 @@ class TensorData:
     def on(self, device: torch.device) -> TensorData:
         """See `TrainingData.on`."""
         return replace(self, train=self.train.on(device), evaluation=self.evaluation.on(device))
+
+    def normalised_for(self, model: Any) -> TensorData:
+        """Return the data as they are."""
+        return self
 
     def transform(self, resolution: int, augment: str, seed: int) -> None:
         """Return None: samples are as they are."""

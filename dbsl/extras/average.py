@@ -12,20 +12,18 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from dbsl.base.seeds import generator, stream_seed
-from dbsl.cluster.weights import FlatWeights, uncompiled
+from dbsl.cluster.weights import uncompiled
 from dbsl.config.fields import Within
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import RunConfig
 from dbsl.model import EMA, batch_norms, set_training
 from dbsl.plan.sampler import Order
 from dbsl.plan.types import EpochEnd
-from dbsl.run.evaluation import Evaluation
-from dbsl.run.session import Session
-from dbsl.run.training import Run
+from dbsl.run.workers import Workers
+from dbsl.runs import RunFolder
 
 _STATISTICS_SAMPLES = 8192  # at most: running statistics remember fewer (19 batches of 128)
 
@@ -66,27 +64,27 @@ class Average(Extra):
         else:
             self.vector.lerp_(weights, 1 - self.decay)
 
-    def begin(self, session: Session) -> None:
-        self._device = session.cluster.weights.vector.device
+    def begin(self, workers: Workers) -> None:
+        self._device = workers.cluster.weights.vector.device
 
     def evaluated(
         self,
-        session: Session,
+        run: RunFolder,
         end: EpochEnd,
-        result: Evaluation | None,
-        evaluate: Callable[[Session], Evaluation],
-    ) -> Evaluation | None:
+        metrics: Mapping[str, Any] | None,
+        evaluate: Callable[[], Mapping[str, Any]],
+    ) -> Mapping[str, Any] | None:
         """Take in the merged weights, and evaluate the average, too."""
-        self.add(session.cluster.weights.vector)
-        if result is None:
+        weights = run.workers.cluster.weights
+        self.add(weights.vector)
+        if metrics is None:
             return None
-        weights, together = session.cluster.weights, session.shares_evaluation
         with weights.kept():
             weights.load(self.vector)
-            recompute_statistics(session.run, weights, session.accelerator, together=together)
-            result = result.also("ema", evaluate(session))
-            session.save_model(EMA)  # the run may end here: that is known later
-        return result
+            recompute_statistics(run.workers)
+            found = evaluate()
+            run.save_model(EMA)  # the run may end here: that is known later
+        return {**metrics, "ema_accuracy": found["accuracy"], "ema_loss": found["loss"]}
 
     def state_dict(self) -> dict[str, Any]:
         return {"vector": self.vector}
@@ -118,9 +116,7 @@ def statistics_batches(
 
 
 @torch.no_grad()
-def recompute_statistics(
-    run: Run, weights: FlatWeights, accelerator: Accelerator, *, together: bool
-) -> None:
+def recompute_statistics(workers: Workers) -> None:
     """Set batch norm's running statistics to those of the model's present weights, one vector.
 
     The cost is a forward pass over at most 8,192 training images, transformed as evaluation does,
@@ -128,7 +124,9 @@ def recompute_statistics(
     is read. `together` all processes call this: each passes a part of the images, and all get the
     mean. Else this process passes all of them.
     """
-    model, images, seed = run.model, run.data.train, run.config.seed
+    model, images, seed = workers.raw_model, workers.data.train, workers.config.seed
+    weights, accelerator = workers.cluster.weights, workers.accelerator
+    together = workers.shares_evaluation
     before = model.training
     set_training(model)  # statistics of frozen layers stay
     norms = [own for own in batch_norms(model) if own.training and own.track_running_stats]
@@ -137,7 +135,7 @@ def recompute_statistics(
         return
     place = (accelerator.process_index, accelerator.num_processes) if together else (0, 1)
     blocks = getattr(images, "blocks", None)
-    batches = statistics_batches(len(images), run.statistics_batch, seed, *place, blocks)
+    batches = statistics_batches(len(images), workers.plans.statistics_batch, seed, *place, blocks)
     device = weights.vector.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         # Some models drop layers at random in training mode.
@@ -148,7 +146,7 @@ def recompute_statistics(
             norm.momentum = None  # a plain mean over the batches
         set_training(model)
         with accelerator.autocast(), uncompiled(model):
-            transform = run.data.transform(run.config.resolutions[-1], "none", seed)
+            transform = workers.data.transform(workers.side, "none", seed)
             for inputs, _ in images.batches(batches, transform):
                 model(inputs)
         model.train(before)

@@ -24,7 +24,7 @@ from dbsl.cluster.formats import joint_messages, message_bytes
 from dbsl.config.fields import Needs, Within, refuse
 from dbsl.config.hooks import Extra, Machine
 from dbsl.config.settings import RunConfig, wire_of
-from dbsl.run.training import SimulatedTimes
+from dbsl.run.plans import SimulatedTimes
 
 _COUNT, _NUMBER = r"(\d{1,9})", r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|inf)"
 
@@ -117,7 +117,7 @@ class Emulation(Machine):
 
         The server is with worker 0, unless it has a process of its own.
         """
-        config, link = times.run.config, self.link
+        config, link = times.plans.config, self.link
         if link is None:
             return 0.0
         if config.sync == "step":

@@ -34,8 +34,7 @@ from dbsl.loss import LossOf, without_trace
 from dbsl.plan.sampler import Step
 from dbsl.plan.types import Plan, RoundReport, TimeModel, Turn
 from dbsl.profile.memory import without_trials
-from dbsl.run.session import Session
-from dbsl.run.training import Run
+from dbsl.run.workers import Workers
 
 special = lazy_import("scipy.special")
 
@@ -96,12 +95,11 @@ class Noise(Extra):
         # Images of a mixed batch are not independent.
         return cls() if config.noise_scale and not config.mixes else None
 
-    def begin(self, session: Session) -> None:
+    def begin(self, workers: Workers) -> None:
         """Choose how to measure; not at all with fp16, which scales gradients."""
-        run, accelerator = session.run, session.accelerator
-        self.mean, self._samples = NoiseAverage(), len(run.data.train)
-        self._joint, self._loss_of = session.stepper.joint, run.loss_of
-        self.probe = None if accelerator.scaler else choose_probe(run, accelerator.num_processes)
+        self.mean, self._samples = NoiseAverage(), len(workers.data.train)
+        self._joint, self._loss_of = workers.stepper.joint, workers.loss_of
+        self.probe = None if workers.accelerator.scaler else choose_probe(workers)
 
     def measure(self, turn: Turn, step: Step, images: Tensor, labels: Tensor) -> dict[str, Any]:
         if self.probe is None or not self.probe.due(turn):
@@ -286,16 +284,16 @@ class NoiseProbe:
             return _named("micro", batch, square) | _named("gradient", total, joined)
         return _named("gradient", whole, square)
 
-    def launch_s(self, run: Run) -> float:
+    def launch_s(self, workers: Workers) -> float:
         """Return the seconds of a pass of very few images: those of its launches.
 
         Steps that are compiled, or recorded as CUDA graphs, do not tell them: a pass is neither.
         """
-        batch = run.data.example(self._least, min(run.plans))
+        batch = workers.data.example(self._least, min(workers.plans.first))
         for _ in range(2):  # the first one loads what it needs
             torch.cuda.synchronize()
             began = time.perf_counter()
-            self._pass(*batch, run.loss_of)
+            self._pass(*batch, workers.loss_of)
             torch.cuda.synchronize()
             seconds = time.perf_counter() - began
         return seconds
@@ -331,28 +329,30 @@ class NoiseProbe:
         return _square(gradient for gradient in gradients if gradient is not None)
 
 
-def choose_probe(run: Run, processes: int) -> NoiseProbe | None:
+def choose_probe(workers: Workers) -> NoiseProbe | None:
     """Return the probe for a run: joined where its workers allow it, else micro.
 
     None: gradients are of low rank before they can be measured, as PowerSGD sends them.
     """
-    if wire_of(run.config).rank:
+    plans, model = workers.plans, workers.raw_model
+    if wire_of(plans.config).rank:
         return None
-    workers, rounds = len(next(iter(run.plans.values())).workers), run.rounds
-    least = run.sampler.least
-    together = run.config.sync == "bsp" and processes == 1 and workers > 1
+    count, rounds = plans.config.workers, plans.rounds
+    least = plans.sampler.least
+    alone = workers.accelerator.num_processes == 1
+    together = plans.config.sync == "bsp" and alone and count > 1
     kind: Kind = "joined" if together else "micro"
-    probe = NoiseProbe(kind, every=1, workers=workers, rounds=rounds, least=least, model=run.model)
-    is_cuda = next(run.model.parameters()).is_cuda
+    probe = NoiseProbe(kind, every=1, workers=count, rounds=rounds, least=least, model=model)
+    is_cuda = next(model.parameters()).is_cuda
     # To join gradients is a sum in the CPU's memory. A fast GPU waits for its launches, which cost
     # less than a pass, but not nothing where rounds are short.
     if kind == "joined" and not is_cuda:
         return probe
-    launch_s = probe.launch_s(run) if is_cuda and kind == "micro" else 0.0
+    launch_s = probe.launch_s(workers) if is_cuda and kind == "micro" else 0.0
     probe.every = max(
         probe_interval(own, worker.local_batch_size, worker.steps // rounds, least, launch_s)
-        for resolution, plan in run.plans.items()
-        for own, worker in zip(run.known.models[resolution], plan.workers, strict=True)
+        for resolution, plan in plans.first.items()
+        for own, worker in zip(plans.known.models[resolution], plan.workers, strict=True)
     )
     return probe
 

@@ -11,19 +11,21 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 from tqdm import tqdm
 
 from dbsl.base.errors import duration, plural, px, short_loss, steadier
 from dbsl.cluster.formats import joint_messages, message_bytes, numbers_of, trained_shapes
 from dbsl.cluster.wire import all_reduce_time_s
 from dbsl.config.settings import FLOAT32, RunConfig, Wire, takes_joint_steps, wire_of
+from dbsl.data.sources import TrainingData
+from dbsl.log.evaluation import Evaluation, further_sets, more_in_words
 from dbsl.plan.alone import epoch_times
 from dbsl.plan.stages import Stage, learning_rate_at
 from dbsl.plan.text import format_run, nodes_in_words, sizes_in_words
 from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, LostWorker, Plan, RoundReport
 from dbsl.run.accelerator import describe_precision
-from dbsl.run.evaluation import Evaluation, further_sets, more_in_words
-from dbsl.run.training import Run
+from dbsl.run.plans import Plans
 
 _BAR = "{percentage:3.0f} %|{bar}| {n_fmt}/{total_fmt} [<{remaining}{postfix}]"  # fits 80 columns
 _BAR_EVERY_S, _LINE_EVERY_S = 0.5, 60.0
@@ -34,19 +36,28 @@ _TOLERANCE = 0.50  # relative, of a worker's time in an epoch
 # --- before it begins
 
 
-def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin: int = 0) -> None:
+def print_run(
+    plans: Plans,
+    data: TrainingData,
+    model: nn.Module,
+    accelerator: Accelerator,
+    folder: Path | None = None,
+    *,
+    begin: int = 0,
+    unset: bool = False,
+) -> None:
     """Print what the run will do: the device, the data, each stage and each resolution's plan.
 
     Without a folder it is the plan alone that was asked for: then with timelines. `begin` is the
-    epoch that a resumed run goes on with.
+    epoch that a resumed run goes on with; `unset`: nobody has said how many workers there are.
     """
-    config, data, processes = run.config, run.data, accelerator.num_processes
+    config, processes = plans.config, accelerator.num_processes
     where = f"in {processes} processes"
     if processes == 1:
         where = "simulated in one process" if config.workers > 1 else "in one process"
-    elif run.nodes[-1]:
-        where += f" on {nodes_in_words(run.nodes)}"
-    islands = run.islands
+    elif plans.nodes[-1]:
+        where += f" on {nodes_in_words(plans.nodes)}"
+    islands = plans.islands
     if islands.several:
         where = f"(processes: {sizes_in_words(islands.sizes)}) {where}"
     small = f", {config.small_workers} on small batches" if config.workers > 1 else ""
@@ -54,12 +65,12 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
     threads = plural(torch.get_num_threads(), "CPU thread")
     if config.cpu_threads is None:
         threads += " on the first node, others by their cores"
-    unset = " (--workers is unset)" if run.default_workers else ""
-    of_processes = run.nodes[config.dedicated_server :]  # one that joins knows of its own
+    unset = " (--workers is unset)" * unset
+    of_processes = plans.nodes[config.dedicated_server :]  # one that joins knows of its own
     nodes = [of_processes[own.start] for own in islands.processes if own.stop <= len(of_processes)]
-    plans = format_run(
-        *(run.stages, run.plans, config.rounds_per_epoch),
-        rates=lambda stage: _rates(run, stage),
+    text = format_run(
+        *(plans.stages, plans.first, config.rounds_per_epoch),
+        rates=lambda stage: _rates(plans, stage),
         timelines=folder is None,
         nodes=nodes if processes > 1 else (),
         processes=islands.sizes,
@@ -75,9 +86,9 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
         *([data.train.described(config.seed)] if hasattr(data.train, "described") else []),
         f"run folder {folder}" if folder else "plan only: nothing is trained or written",
         "",
-        plans,
-        *_on_wire(run),
-        *(_on_ways(run, accelerator) if folder is None else []),
+        text,
+        *_on_wire(plans, model),
+        *(_on_ways(plans, model, accelerator) if folder is None else []),
         "",
     ]
     accelerator.print("\n".join(lines))
@@ -93,59 +104,59 @@ def _on_ratio(config: RunConfig) -> list[str]:
     return [f"small_ratio {ratio:g} of {plural(workers, 'worker')} makes {small} small: {share}"]
 
 
-def _on_wire(run: Run) -> list[str]:
+def _on_wire(plans: Plans, model: nn.Module) -> list[str]:
     """Return a line on how much workers send, where it is not float32."""
-    wire, joint = wire_of(run.config), run.config.sync == "step"
+    wire, joint = wire_of(plans.config), plans.config.sync == "step"
     if wire == FLOAT32:
         return []
-    sent, whole = (_sent_bytes(run, one) for one in (wire, FLOAT32))
+    sent, whole = (_sent_bytes(plans.config, model, one) for one in (wire, FLOAT32))
     after = f", after {plural(wire.steps, 'step')} in float32" if wire.steps else ""
-    pushed = "a push is" if run.config.push != "weights" else "a round's weights are"
+    pushed = "a push is" if plans.config.push != "weights" else "a round's weights are"
     what = "a joint step's gradients are" if joint else pushed
     return [f"{what} {sent / 1e6:.3g} MB as sent (float32: {whole / 1e6:.3g} MB){after}"]
 
 
-def _sent_bytes(run: Run, wire: Wire) -> int:
-    if run.config.sync == "step":
-        return sum(joint_messages(wire, trained_shapes(run.model)))
-    return message_bytes(wire.name, *numbers_of(run.model))
+def _sent_bytes(config: RunConfig, model: nn.Module, wire: Wire) -> int:
+    if config.sync == "step":
+        return sum(joint_messages(wire, trained_shapes(model)))
+    return message_bytes(wire.name, *numbers_of(model))
 
 
-def _on_ways(run: Run, accelerator: Accelerator) -> list[str]:
+def _on_ways(plans: Plans, model: nn.Module, accelerator: Accelerator) -> list[str]:
     """Return for each resolution what an epoch takes with all workers and with the fastest alone.
 
     Real processes that wait for each other measure what one sum over them takes (a collective).
     """
-    config, known = run.config, run.known
+    config, known = plans.config, plans.known
     if config.workers == 1:
         return []
     joint, lines, exchange_s = takes_joint_steps(config), [], 0.0
     if accelerator.num_processes > 1 and config.sync in ("bsp", "step"):
-        size = _sent_bytes(run, wire_of(config))
+        size = _sent_bytes(config, model, wire_of(config))
         exchange_s = all_reduce_time_s(size, accelerator.device)
         lines.append(
             f"one all-reduce of {size / 1e6:.3g} MB over these processes takes "
             f"{duration(exchange_s)} (measured); the first two times below have one a "
             f"{'step' if joint else 'round'}"
         )
-    for resolution, plan in run.plans.items():
+    for resolution, plan in plans.first.items():
         bounds = (known.limits or known.fits) if joint else known.large_batch_sizes
         most = bounds[resolution] if bounds else [None] * config.workers
-        model, least = known.models[resolution], run.sampler.least
-        times = epoch_times(plan, model, most, run.rounds, least).with_exchanges(exchange_s)
+        model, least = known.models[resolution], plans.sampler.least
+        times = epoch_times(plan, model, most, plans.rounds, least).with_exchanges(exchange_s)
         lines.append(f"{px(resolution, after=': ')}{times.describe()}")
     return lines
 
 
-def _rates(run: Run, stage: Stage) -> str:
+def _rates(plans: Plans, stage: Stage) -> str:
     """Return a stage's learning rate in words; one that falls inside it, from where to where."""
-    config = run.config
+    config = plans.config
     if config.lr_schedule == "step":
         return f"{stage.learning_rate:g}"
     moments = [stage.first_epoch, stage.end_epoch]
     if stage.first_epoch < config.warmup_epochs < stage.end_epoch:
         moments.insert(1, config.warmup_epochs)  # its highest
-    how = {"stages": run.stages, "base": config.lr, "schedule": config.lr_schedule}
+    how = {"stages": plans.stages, "base": config.lr, "schedule": config.lr_schedule}
     how |= {"warmup_epochs": config.warmup_epochs, "min_lr": config.min_lr}
     return " to ".join(f"{learning_rate_at(moment, **how):.3g}" for moment in moments)
 

@@ -28,6 +28,7 @@ from dbsl.cluster.weights import names_of
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import RunConfig
 from dbsl.log import lines, rows
+from dbsl.log.evaluation import Evaluation
 from dbsl.model import has_batch_norm
 from dbsl.plan.types import (
     NO_FAULT,
@@ -39,9 +40,8 @@ from dbsl.plan.types import (
     report_from_plain,
 )
 from dbsl.profile.timing import device_name
-from dbsl.run.evaluation import Evaluation
 from dbsl.run.folder import commit_of, started_script
-from dbsl.run.session import Session
+from dbsl.run.workers import Workers
 
 timm = lazy_import("timm")
 
@@ -67,15 +67,6 @@ class _SoFar:
     last_events: dict[str, Any] = field(default_factory=dict)  # of extras, by name
 
 
-def start_log(
-    session: Session, state: Mapping[str, Any] | None = None, handover: Handover | None = None
-) -> RunLog:
-    """Print what the run will do, and return its log; see `RunLog`."""
-    begin = min(state["so_far"]["epochs"] if state else 0, session.config.epochs - 1)
-    lines.print_run(session.run, session.folder, session.accelerator, begin=begin)
-    return RunLog(session, state, handover)
-
-
 class RunLog:
     """Writes a run's files, moves its progress bar and prints its epochs; extras get every row.
 
@@ -85,26 +76,27 @@ class RunLog:
 
     def __init__(
         self,
-        session: Session,
+        folder: Path,
+        workers: Workers,
         state: Mapping[str, Any] | None = None,
         handover: Handover | None = None,
     ) -> None:
-        self._session, self._run, self.meter = session, session.run, session.meter
-        self._config = config = session.run.config
-        self.folder, self.enabled = session.folder, session.accelerator.is_main_process
+        self._workers, self.meter = workers, workers.meter
+        self._all_plans = plans = workers.plans
+        self._config = config = plans.config
+        self.folder, self.enabled = folder, workers.accelerator.is_main_process
         self.evaluated_epoch = -1  # the last that was, in this session and on the main process
         if not self.enabled:
             return
-        run = session.run
         self._reports = False  # whether extras get rows
-        simulated = session.accelerator.num_processes == 1 and config.sync != "step"
+        simulated = workers.accelerator.num_processes == 1 and config.sync != "step"
         all_count = config.dedicated_server or simulated
         self._counted = range(config.workers) if all_count else (0,)  # a joint step is counted once
-        self._plans = dict(run.plans)  # in force, by resolution, as far as the log has been told
-        self._since = dict.fromkeys(run.plans, (0, 0))  # epoch and round of the last change
-        self._unit = "images" if run.stages[-1].resolution else "samples"
-        self._evaluated = len(run.data.evaluation)  # that were told
-        self._normalises = config.local_batch_sizes is None and has_batch_norm(run.model)
+        self._plans = dict(plans.first)  # in force, by resolution, as far as the log has been told
+        self._since = dict.fromkeys(plans.first, (0, 0))  # epoch and round of the last change
+        self._unit = "images" if plans.stages[-1].resolution else "samples"
+        self._evaluated = len(workers.data.evaluation)  # that were told
+        self._normalises = config.local_batch_sizes is None and has_batch_norm(workers.raw_model)
         self._rounds: defaultdict[int, list[RoundReport]] = defaultdict(list)  # by epoch
         self._so_far = _SoFar()
         self._evaluations: list[Evaluation] = []
@@ -122,20 +114,20 @@ class RunLog:
             self.meter.tell = self.step
         if handover is not None:
             self._recount(handover)
-        for stage in run.stages:  # a resumed run's that are not over and are new
+        for stage in plans.stages:  # a resumed run's that are not over and are new
             known = state and handover is None and asdict(stage) in state["stages"]
             if not known and (state is None or stage.end_epoch > done):
                 row = rows.plan_row(stage, self._plans[stage.resolution])
                 self.write("plan", row | ({"from_epoch": done} if state else {}))
 
     def _plan_at(self, epoch: int) -> Plan:
-        return self._plans[self._run.stage_at(epoch).resolution]
+        return self._plans[self._all_plans.stage_at(epoch).resolution]
 
     def _steps_of(self, plan: Plan) -> int:
         return sum(plan.workers[worker].steps for worker in self._counted)
 
     def _begin_display(self) -> lines.Display:
-        config, done = self._config, self._session.progress.steps
+        config, done = self._config, self._workers.progress.steps
         steps = [self._steps_of(self._plan_at(epoch)) for epoch in range(config.epochs)]
         under_way = chain(*self._rounds.values())
         done += sum(report.steps for report in under_way if report.worker in self._counted)
@@ -153,12 +145,12 @@ class RunLog:
             what = f"metrics.jsonl could not be written in {self.folder} ({error.strerror})"
             raise SaveError(f"{what}; the checkpoints in it are as they were") from error
         if self._reports:
-            self._run.extras.each(Extra.row, row)
+            self._all_plans.extras.each(Extra.row, row)
 
     def __enter__(self) -> RunLog:
         if self.enabled:
             before = rows.read_metrics(self.folder / "metrics.jsonl")
-            self._run.extras.each(Extra.report, self.folder, before)
+            self._all_plans.extras.each(Extra.report, self.folder, before)
             self._reports = True
         return self
 
@@ -175,7 +167,7 @@ class RunLog:
             "metrics_bytes": os.path.getsize(self._file.name),
             "planned_since": dict(self._since),
             "plans": {resolution: asdict(plan) for resolution, plan in self._plans.items()},
-            "stages": [asdict(stage) for stage in self._run.stages],
+            "stages": [asdict(stage) for stage in self._all_plans.stages],
             "rounds": {e: [asdict(r) for r in reports] for e, reports in self._rounds.items()},
             "evaluations": [asdict(evaluation) for evaluation in self._evaluations],
             "so_far": asdict(self._so_far),
@@ -233,8 +225,10 @@ class RunLog:
             self.step(line)
         self.meter.hear(report)
         if report.fault != NO_FAULT:  # without: another report of the joint steps says why
-            precision = str(self._session.accelerator.mixed_precision)
-            self._say(lines.refusal(report, self._config, precision, names_of(self._run.model)))
+            precision = str(self._workers.accelerator.mixed_precision)
+            self._say(
+                lines.refusal(report, self._config, precision, names_of(self._workers.raw_model))
+            )
         report = replace(report, lines=())
         if self._config.push == "weights":  # else by epoch and worker, at its end
             clock = rows.given_values({"virtual_time_s": virtual_time_s})
@@ -244,7 +238,7 @@ class RunLog:
         self._display.loss = report.loss
         # A dedicated server takes no steps: they are counted, and new plans told, here.
         if self._config.dedicated_server:
-            plan = self._run.planner.decided(report.epoch, report.round)
+            plan = self._all_plans.planner.decided(report.epoch, report.round)
             if plan is not None:
                 self.plan(report.epoch, report.round, plan)
             self._display.step(
@@ -271,7 +265,7 @@ class RunLog:
                 f"warning: worker {sizes.index(least)} has batches of {least}, too few for batch "
                 "norm's statistics; --min-batch-size 8 makes planned ones larger"
             )
-        stage, before = self._run.stage_at(epoch), self._plan_at(epoch)
+        stage, before = self._all_plans.stage_at(epoch), self._plan_at(epoch)
         resolution = stage.resolution
         # Without a barrier, a slow worker may still be in a round with an earlier plan.
         if plan is before or (epoch, round_) < self._since[resolution]:
@@ -279,7 +273,7 @@ class RunLog:
         self._plans[resolution], self._since[resolution] = plan, (epoch, round_)
         if plan.workers == before.workers:
             return
-        later = (self._run.stage_at(other) for other in range(epoch, self._config.epochs))
+        later = (self._all_plans.stage_at(other) for other in range(epoch, self._config.epochs))
         epochs = sum(other.resolution == resolution for other in later)
         self._display.expect(epochs * (self._steps_of(plan) - self._steps_of(before)))
         self.write("plan", rows.plan_row(stage, plan) | {"from_epoch": epoch})
@@ -309,7 +303,7 @@ class RunLog:
         speed = samples / max(train_time_s - self._so_far.train_time_s, 1e-9)
         self._so_far.all_refused = bool(reports) and all(report.refused for report in reports)
         self._so_far.train_time_s, self._so_far.epochs = train_time_s, epoch + 1
-        config, resolution = self._config, self._run.stage_at(epoch).resolution
+        config, resolution = self._config, self._all_plans.stage_at(epoch).resolution
         place = {"epoch": epoch, "resolution": resolution}
         # A worker's pushes of an epoch are one round: its last report, with their sums.
         for worker, values in workers.items() if config.push != "weights" else ():
@@ -327,7 +321,7 @@ class RunLog:
             row = {"epoch": epoch} | rows.given_values(asdict(evaluation))
             row |= row.pop("more") | clocks
             self.write("eval", row | {"learning_rate": rate, "train_resolution": resolution})
-        for event, values in chain(*self._run.extras.each(Extra.epoch, epoch, plan, reports)):
+        for event, values in chain(*self._all_plans.extras.each(Extra.epoch, epoch, plan, reports)):
             self.write(event, place | values)
             self._so_far.last_events[event] = dict(values)
         # Other workers may have taken all of its steps: their losses are not known.
@@ -350,9 +344,9 @@ class RunLog:
         evaluation: Evaluation | None,
         loss: float,
     ) -> None:
-        run, config, so_far = self._run, self._config, self._so_far
+        plans, config, so_far = self._all_plans, self._config, self._so_far
         # Plans that follow measured times, and workers slowed on purpose, are not warned of.
-        expected = run.known.measured and config.balance == "none" and not run.machine.slows
+        expected = plans.known.measured and config.balance == "none" and not plans.machine.slows
         if expected and epoch == _JUDGED_EPOCH and (warning := lines.missed_times(workers)):
             self._say(warning)
         if evaluation is not None and evaluation.samples < self._evaluated:
@@ -372,15 +366,15 @@ class RunLog:
             )
             so_far.first_loss = math.inf  # said once
 
-    def is_best(self, evaluation: Evaluation) -> bool:
+    def is_best(self, accuracy: float, loss: float) -> bool:
         """Whether an evaluation that is not recorded yet is the best; only the main process knows.
 
         The others say yes: who asks for an early end leaves it to the main process.
         """
         if not self.enabled:
             return True
-        better = all(evaluation.accuracy > other.accuracy for other in self._evaluations)
-        return better and math.isfinite(evaluation.loss)
+        better = all(accuracy > other.accuracy for other in self._evaluations)
+        return better and math.isfinite(loss)
 
     def results(self) -> dict[str, Any]:
         """Return what the run came to so far: accuracies, loss, time, samples."""
@@ -402,25 +396,25 @@ class RunLog:
         """Write summary.json in one go, print the result, and have extras report on the run."""
         if not self.enabled:
             return
-        session, config, data = self._session, self._config, self._run.data
-        simulated_s = session.cluster.time_s
+        workers, config, data = self._workers, self._config, self._workers.data
+        simulated_s = workers.cluster.time_s
         sources = (("train", data.train), ("evaluation", data.evaluation))
         mishaps = {
-            "refused_rounds": session.cluster.refused,
+            "refused_rounds": workers.cluster.refused,
             **{name: v for name, v in vars(self._so_far).items() if name.startswith(_MISHAPS)},
             "bad_images": {name: sorted(each.bad) for name, each in sources if each.bad},
         }
         values = {
             **self.results(),
             **({"virtual_time_s": simulated_s} if simulated_s and config.workers > 1 else {}),
-            "start_up_time_s": session.stopwatch.start_up_s,
-            "total_time_s": session.stopwatch.total_s,
+            "start_up_time_s": workers.stopwatch.start_up_s,
+            "total_time_s": workers.stopwatch.total_s,
             "epochs": self._so_far.epochs,
             **{n: getattr(config, n) for n in ("seed", "workers", "small_workers", "sync")},
             "classes": data.num_classes,
             "held_out": getattr(data, "held_out", ""),  # which images; see `dbsl.data.dataset.Data`
-            "device": device_name(session.accelerator.device),
-            "precision": str(session.accelerator.mixed_precision),
+            "device": device_name(workers.accelerator.device),
+            "precision": str(workers.accelerator.mixed_precision),
             "torch": torch.__version__,
             "timm": timm.__version__,
             **{name: value for name, value in mishaps.items() if value},

@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from dbsl.config.fields import refuse
-from dbsl.config.settings import LrSchedule, Schedule
+from dbsl.config.settings import NO_SIDE, LrSchedule, RunConfig, Schedule
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,60 @@ class Stage:
     def epochs(self) -> range:
         """The epochs that the stage covers."""
         return range(self.first_epoch, self.end_epoch)
+
+
+class Stages(Sequence[Stage]):
+    """The stages of a run, in order, and the settings by which they were made.
+
+    `resolutions` are those of the data, for a run that names none; `say` takes a warning.
+    """
+
+    def __init__(
+        self, config: RunConfig, resolutions: Sequence[int], say: Callable[[str], object] = print
+    ) -> None:
+        asked_for = config.resolutions is not None and "resolutions" not in config.resolved
+        given = tuple(config.resolutions or resolutions)
+        unlike = (given == (NO_SIDE,)) != (tuple(resolutions) == (NO_SIDE,))
+        must = "resolutions must be left out with inputs that have no side"
+        must = "resolutions must be positive for images" if given == (NO_SIDE,) else must
+        refuse([(unlike, must, given)])
+        epochs, milestones, warmup = config.epochs, config.lr_milestones, config.warmup_epochs
+        # What is left open is settled here; the rest of the run has it from this config.
+        self.config = config = replace(
+            config,
+            resolutions=given,
+            lr_milestones=tuple(default_milestones(epochs) if milestones is None else milestones),
+            warmup_epochs=min(epochs / 10, 2.0) if warmup is None else warmup,
+        )
+        self.resolutions, self.warmup_epochs = config.resolutions, config.warmup_epochs
+        self._stages = make_stages(
+            epochs,
+            config.resolutions,
+            schedule=config.schedule,
+            dropout=config.dropout,
+            learning_rate=config.lr,
+            milestones=config.lr_milestones,
+            gamma=config.lr_gamma if config.lr_schedule == "step" else 1.0,
+        )
+        unused = unused_resolutions(self._stages, config.resolutions, config.schedule)
+        if unused and asked_for:
+            # With more epochs a resumed run has some there, and goes by what was measured at the
+            # start.
+            more = "; measured all the same, for a resume with more epochs"
+            say(f"warning: {unused}{more * (config.slope is None)}")
+
+    def at(self, epoch: int) -> Stage:
+        """Return the stage that covers an epoch."""
+        return stage_at(self._stages, epoch)
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    def __getitem__(self, number: int) -> Stage:
+        return self._stages[number]
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self._stages)
 
 
 def default_resolutions(image_side: int | None) -> tuple[int, ...]:

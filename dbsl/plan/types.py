@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -276,6 +276,7 @@ class Turn:
     It is one worker's turn, or, where all take joint steps, that of every worker in the process.
     """
 
+    ends_epoch: ClassVar[bool] = False
     workers: tuple[int, ...]
     epoch: int
     round: int
@@ -285,6 +286,7 @@ class Turn:
 class EpochEnd:
     """Every worker has pushed the epoch's last round: time to evaluate and to save."""
 
+    ends_epoch: ClassVar[bool] = True
     epoch: int
     weights: Any = field(repr=False)  # global weights at that moment: a tensor
     ended_at: float  # the moment, by time.perf_counter()

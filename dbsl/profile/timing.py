@@ -29,7 +29,7 @@ from dbsl.cluster.wire import wait_for_all
 from dbsl.data.sources import Batch, image_batch
 from dbsl.loss import LossOf
 from dbsl.model import set_training
-from dbsl.optimizer import BuildOptimizer, build_optimizer, make_clip
+from dbsl.optimizer import BuildOptimizer, create_optimizer, make_clip
 from dbsl.plan.sampler import Part, micro_parts
 from dbsl.plan.types import TimeModel
 from dbsl.profile.fit import TOLERANCE, fit_time_model, measure_step_times
@@ -184,7 +184,7 @@ class TrainingStep:
         self._optimizer: torch.optim.Optimizer | None = None
         if setup.optimizer != NO_OPTIMIZER:
             build = spec.build_optimizer or partial(
-                build_optimizer,
+                create_optimizer,
                 setup.optimizer,
                 lr=_LR,
                 momentum=0.9 * setup.momentum,

@@ -1,14 +1,16 @@
-"""The cluster and the stepper that a run's processes, `--sync` and `--push` ask for."""
+"""The cluster and the stepper that processes, `--sync` and `--push` ask for."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch import nn
 
 from dbsl.base.errors import one_of_several
 from dbsl.cluster.alive import ControlGroup, Heartbeats
@@ -23,9 +25,12 @@ from dbsl.cluster.steps import ComputeTimer, DistributedSteps, PushedGradients, 
 from dbsl.cluster.weights import FlatWeights, compile_in_place
 from dbsl.cluster.wire import CPU, SERVER_RANK
 from dbsl.config.settings import FLOAT32, meets_at_server, wire_of
-from dbsl.model import set_dropout, set_training
-from dbsl.optimizer import make_clip
-from dbsl.run.training import Run, SimulatedTimes
+from dbsl.model import train_mode
+from dbsl.optimizer import BuildOptimizer, make_clip
+from dbsl.run.plans import Plans, SimulatedTimes
+
+if TYPE_CHECKING:
+    from dbsl.run.workers import Workers
 
 # Calls of each graph before training. CUDA graphs warm up in the first and are recorded in the
 # second; the third shows that the recording runs.
@@ -33,34 +38,37 @@ _CALLS = 3
 
 
 def connect(
-    run: Run, accelerator: Accelerator, merge: MergeRule | None = None
+    parts: Workers, build_optimizer: BuildOptimizer, merge: MergeRule | None = None
 ) -> tuple[Cluster, Stepper]:
     """Build this process's cluster (how weights move) and stepper (what a step is).
 
-    From here on the model's state is one vector, which workers push and pull.
+    From here on the model's state is one vector, which workers push and pull. Of `parts` are the
+    plans, the model, the data and the loss.
     """
-    config, timeout_s = run.config, run.config.worker_timeout
+    plans, model, accelerator = parts.plans, parts.raw_model, parts.accelerator
+    config, timeout_s = plans.config, plans.config.worker_timeout
     alone = not one_of_several()
     rank = 0 if alone else dist.get_rank()
     own = rank - config.dedicated_server
-    workers = tuple(range(config.workers) if alone else run.islands.owners[own : own + 1])
+    workers = tuple(range(config.workers) if alone else plans.islands.owners[own : own + 1])
     meets = not (alone or meets_at_server(config.sync))
-    control, island = _meet(run, accelerator) if meets else (None, Island())
-    weights, server = FlatWeights(run.model), None
+    control, island = _meet(plans, accelerator) if meets else (None, Island())
+    weights, server = FlatWeights(model), None
     if rank == SERVER_RANK and config.sync != "step":
-        server = _server(run, weights, accelerator.device if alone or meets else CPU, merge, alone)
+        device = accelerator.device if alone or meets else CPU
+        server = _server(plans, model, weights, device, build_optimizer, merge, alone)
     if config.compile or torch.backends.cudnn.benchmark:  # only now: graphs keep weights' addresses
-        make_ready(run, weights, workers, accelerator)
-    stepper = _stepper(run, weights, workers, accelerator, control, island)
+        make_ready(parts, weights, workers)
+    stepper = _stepper(parts, build_optimizer, weights, workers, control, island)
     common = {
-        "planner": run.planner,
+        "planner": plans.planner,
         "epochs": config.epochs,
         "workers": workers,
         "outgoing": stepper.vector if config.push != "weights" else None,
         "control": control,
         "island": island,
         "wire": config.wire,
-        "times": SimulatedTimes(run) if alone else None,
+        "times": SimulatedTimes(plans, model) if alone else None,
     }
     if config.sync == "step":
         cluster = JointCluster(weights, **common)
@@ -78,15 +86,15 @@ def connect(
     return cluster, stepper
 
 
-def _meet(run: Run, accelerator: Accelerator) -> tuple[ControlGroup, Island]:
+def _meet(plans: Plans, accelerator: Accelerator) -> tuple[ControlGroup, Island]:
     """Return what all processes agree on, and this one's place in its worker (a collective).
 
     Not by a device mesh: workers may be of unlike sizes, and a dedicated server is of none.
     """
-    config, timeout_s = run.config, run.config.worker_timeout
-    if not run.islands.several:
+    config, timeout_s = plans.config, plans.config.worker_timeout
+    if not plans.islands.several:
         return ControlGroup(timeout_s, Heartbeats(timeout_s)), Island()
-    owners = {p + config.dedicated_server: w for p, w in enumerate(run.islands.owners)}
+    owners = {p + config.dedicated_server: w for p, w in enumerate(plans.islands.owners)}
     heartbeats = Heartbeats(timeout_s, owners)
     together = ControlGroup(timeout_s, heartbeats)
     islands = [[rank for rank in owners if owners[rank] == w] for w in range(config.workers)]
@@ -97,18 +105,24 @@ def _meet(run: Run, accelerator: Accelerator) -> tuple[ControlGroup, Island]:
     control = ControlGroup(timeout_s, heartbeats, islands)
     if inside is None or dist.get_world_size(inside) == 1:  # nobody to wait for in a step
         return together, Island(0, None, between)
-    return together, Island(run.place or 0, inside, between, control)
+    return together, Island(plans.place or 0, inside, between, control)
 
 
 def _server(
-    run: Run, weights: FlatWeights, device: torch.device, merge: MergeRule | None, alone: bool
+    plans: Plans,
+    model: nn.Module,
+    weights: FlatWeights,
+    device: torch.device,
+    build_optimizer: BuildOptimizer,
+    merge: MergeRule | None,
+    alone: bool,
 ) -> Server:
-    config, members = run.config, run.planner.members
+    config, members = plans.config, plans.planner.members
     staleness = {"bsp": 0, "ssp": config.staleness, "asp": None}[config.sync]
-    common = {"staleness": staleness, "observe": run.planner.observe}
+    common = {"staleness": staleness, "observe": plans.planner.observe}
     if config.push != "weights":
         common["build_clip"] = partial(make_clip, bound=config.clip_grad)
-        return GradientServer(run.model, device, run.build_optimizer, members, **common)
+        return GradientServer(model, device, build_optimizer, members, **common)
     rule, together = choose_rule(config, weights, merge), config.sync == "bsp"
     if alone and together and config.wire != "float32":
         common["rounded"] = RoundedSum(config.wire, weights, simulated=config.workers)
@@ -116,21 +130,21 @@ def _server(
 
 
 def _stepper(
-    run: Run,
+    parts: Workers,
+    build_optimizer: BuildOptimizer,
     weights: FlatWeights,
     workers: tuple[int, ...],
-    accelerator: Accelerator,
     control: ControlGroup | None,
     island: Island,
 ) -> Stepper:
-    config, model = run.config, run.model
+    config, model, accelerator = parts.config, parts.raw_model, parts.accelerator
     # Simulated machines are as slow as they are meant to be in simulated time.
-    timer = ComputeTimer(accelerator.device, run.machine if one_of_several() else None)
+    timer = ComputeTimer(accelerator.device, parts.plans.machine if one_of_several() else None)
     if config.push != "weights":
         return PushedGradients(model, weights, timer)
     joint, wire = config.sync == "step", wire_of(config)
     optimizers = {
-        worker: accelerator.prepare_optimizer(run.build_optimizer(model))
+        worker: accelerator.prepare_optimizer(build_optimizer(model))
         for worker in (workers[:1] if joint else workers)  # joint steps share one
     }
     common = (model, weights, timer, optimizers)
@@ -138,41 +152,40 @@ def _stepper(
     if not inside and (not joint or control is None):
         stepper = Stepper(*common, joint=joint, wire=wire)
     else:
-        images, labels = run.data.example(2, config.resolutions[0])
+        images, labels = parts.data.example(2, config.resolutions[0])
         stepper = DistributedSteps(
             *common,
-            example_loss=lambda parallel: run.loss_of(parallel, images, labels),
+            example_loss=lambda parallel: parts.loss_of(parallel, images, labels),
             on_exchange=(island.control if inside else control).enter,
             wire=FLOAT32 if inside else wire,  # else it is how workers meet
             group=island.inside,
         )
-    stepper.clip = make_clip(run.model, config.clip_grad)
     return stepper
 
 
-def make_ready(
-    run: Run, weights: FlatWeights, workers: Sequence[int], accelerator: Accelerator
-) -> None:
+def make_ready(parts: Workers, weights: FlatWeights, workers: Sequence[int]) -> None:
     """Pass a batch of each shape that these workers will have, before training time begins.
 
     A compiled model makes its graphs here. An eager one has cuDNN try its algorithms, which takes
     seconds for each shape as well. Weights, statistics and random streams stay as they are.
     """
-    model, device, compiled = run.model, accelerator.device, run.config.compile
+    plans, model, compiled = parts.plans, parts.raw_model, parts.config.compile
+    device = parts.accelerator.device
     if compiled:
-        compile_in_place(model, device, sums=run.known.micro_batch_sizes is not None)
-    dropout = {stage.resolution: stage.dropout for stage in run.stages}
+        compile_in_place(model, device, sums=plans.known.micro_batch_sizes is not None)
+    dropout = {stage.resolution: stage.dropout for stage in plans.stages}
     began, shapes = time.perf_counter(), 0
-    set_training(model)
     with weights.kept(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        for resolution, sizes in run.batch_sizes(workers).items():
-            set_dropout(model, dropout[resolution])
+        for resolution, sizes in plans.batch_sizes(workers).items():
+            train_mode(model, dropout[resolution])
             for size in sorted(sizes):
-                images, labels = run.data.example(size, resolution)
+                images, labels = parts.data.example(size, resolution)
                 for _ in range(_CALLS if compiled else 1):
-                    run.loss_of(model, images, labels).backward()
+                    parts.loss_of(model, images, labels).backward()
                     # Gradients lie in the graph's memory, which its next call overwrites.
                     model.zero_grad(set_to_none=True)
                 shapes += 1
     took, what = time.perf_counter() - began, "compiled" if compiled else "cuDNN has chosen"
-    accelerator.print(f"{what} for {shapes} pairs of resolution and batch size in {took:.0f} s")
+    parts.accelerator.print(
+        f"{what} for {shapes} pairs of resolution and batch size in {took:.0f} s"
+    )

@@ -37,7 +37,7 @@ from dbsl.config.fields import Role, refuse, with_role
 from dbsl.config.hooks import defaults_of_extras
 from dbsl.config.parse import RUN_FOLDER, config_to_yaml
 from dbsl.config.settings import AGAIN, RunConfig
-from dbsl.run.training import Run
+from dbsl.plan.types import Plan
 
 LOCK = ".lock"
 SUMS = "SHA256SUMS"  # checksums of all files, as `sha256sum` writes them; the script comes first
@@ -51,7 +51,7 @@ _MOST = 3  # files that are named
 _GIT_S = 30.0  # that git may take, on a slow disk
 
 
-class RunFolder(AbstractContextManager):
+class LockedFolder(AbstractContextManager):
     """A run's folder, locked on the main process until `release` or the process's end.
 
     The operating system frees the lock of a process that is killed. A folder that this run has made
@@ -80,7 +80,9 @@ class RunFolder(AbstractContextManager):
         if new:  # a launcher that restarts the processes finds them in the folder that they were in
             self.path = Path(remember(RUN_FOLDER, str(self.path)))
 
-    def write_settings(self, given: RunConfig, run: Run) -> None:
+    def write_settings(
+        self, given: RunConfig, resolved: Mapping[str, Any], plans: Mapping[int, Plan]
+    ) -> None:
         """Write ``config.yaml``, as given and as found out, and ``plan.json``.
 
         ``config.yaml`` leaves the folder's name out: read back, it repeats the run elsewhere.
@@ -93,8 +95,8 @@ class RunFolder(AbstractContextManager):
         settings = {name: value for name, value in said if name not in commands}
         if settings["profile"] == AGAIN:  # this command's, too: said twice, it measures twice
             del settings["profile"]
-        write_text(self.path / "config.yaml", config_to_yaml(settings, run.config.resolved))
-        rows = {px(resolution) or "plan": asdict(plan) for resolution, plan in run.plans.items()}
+        write_text(self.path / "config.yaml", config_to_yaml(settings, resolved))
+        rows = {px(resolution) or "plan": asdict(plan) for resolution, plan in plans.items()}
         write_text(self.path / "plan.json", json.dumps(rows, indent=2))
 
     def keep_script(self, code: Code) -> None:

@@ -1,331 +1,222 @@
-"""What a run's workers can do: their step times and batches, given or measured."""
+"""This process's workers: their model, optimizers and turns, and how they meet the others."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
-from dbsl.base.errors import SettingError, plural, px
-from dbsl.config.complete import for_workers, from_workers
-from dbsl.config.fields import refuse
-from dbsl.config.settings import AGAIN, RunConfig, meets_at_server, takes_joint_steps
-from dbsl.data.sources import TrainingData
-from dbsl.loss import LossOf, digest_of
-from dbsl.optimizer import BuildOptimizer
-from dbsl.plan.islands import Islands
-from dbsl.plan.machines import KnownWorkers
-from dbsl.plan.types import TimeModel
-from dbsl.profile.cache import Profiler
-from dbsl.profile.memory import is_short_of_memory
-from dbsl.profile.timing import BAD_FIT, NO_OPTIMIZER, Setup, StepProfile, StepSpec
-
-STEPS_A_ROUND = 10  # a worker takes as many at least with the batch that `auto` chooses
-_SMALLEST_AUTO = 16  # samples: below them fewer steps do
-_SAME_MACHINE = 0.10  # relative difference of step times up to which workers count as equal
-_SECONDS, _SECONDS_OF_ONE = 30.0, 3.0  # to measure for; what one worker alone predicts is rough
-_OF_MODELS = ("slope", "intercept", "floor")
+from dbsl.cluster.merges import MergeRule
+from dbsl.cluster.weights import uncompiled
+from dbsl.config.hooks import Extra
+from dbsl.config.settings import meets_at_server
+from dbsl.data.sources import TrainingData, as_source
+from dbsl.data.transforms import Mixing
+from dbsl.loss import LossFunction, bind_loss
+from dbsl.model import kept_modes
+from dbsl.optimizer import BuildOptimizer, join_optimizers, keep_ratios
+from dbsl.plan.sampler import evaluation_batches
+from dbsl.plan.types import EpochEnd
+from dbsl.run.connect import connect
+from dbsl.run.meter import StepMeter
+from dbsl.run.plans import Plans
+from dbsl.run.stopping import Stopwatch
+from dbsl.run.turns import Progress, WorkerTurn, load_random_state, refuse_order
 
 
-def largest_auto_batch(round_samples: int) -> int:
-    """Return the most samples a step that `auto` gives a worker with so many in a round.
+class Workers:
+    """The workers of this process; a context manager around their turns.
 
-    A large card may hold all of a small data set; one step a round would not train.
+    All of them in one process, which simulates a cluster, one in each of several, or none in that
+    of a dedicated server. Those of unlike processes meet as `sync` says.
+
+    Args:
+        plans: Each worker's batch size and share.
+        model: On its device. From here on its weights are views of one vector.
+        data: Whose training images are in the plans.
+        loss_function: The mean loss and figures of a batch, as `dbsl.loss.LossFunction`.
+        build_optimizer: Builds what steps on a model: one optimizer, or several.
+        merge: A rule of your own, ``merge(global_ [P], pushed [n, P], factors [n]) -> [P]``. It
+            gets all n workers' weights at a barrier, else each push alone. None: by the settings.
     """
-    return max(1, min(round_samples, max(_SMALLEST_AUTO, round_samples // STEPS_A_ROUND)))
 
+    def __init__(
+        self,
+        plans: Plans,
+        accelerator: Accelerator,
+        model: nn.Module,
+        data: TrainingData,
+        loss_function: LossFunction,
+        build_optimizer: BuildOptimizer,
+        *,
+        merge: MergeRule | None = None,
+    ) -> None:
+        config = plans.config
+        self.plans, self.config, self.accelerator, self.data = plans, config, accelerator, data
+        self.raw_model = model  # nothing is wrapped around it
+        self.side = config.resolutions[-1]  # of evaluation images, in pixels
+        self.loss_of = bind_loss(loss_function, config, accelerator.autocast)
+        mixes = {"num_classes": data.num_classes, "seed": config.seed}
+        self.mixing = Mixing(config.mixup, config.cutmix, **mixes) if config.mixes else None
 
-def know_workers(
-    config: RunConfig,
-    model: nn.Module,
-    data: TrainingData,
-    accelerator: Accelerator,
-    loss_of: LossOf,
-    build_optimizer: BuildOptimizer | None = None,
-    least: int = 1,  # samples that the model trains on
-) -> tuple[KnownWorkers, RunConfig]:
-    """Return what the workers can do, measuring what is not given, and the config with it."""
-    joint = takes_joint_steps(config)
-    share = max(1, len(data.train) // config.workers // config.rounds_per_epoch)
-    auto, measured = config.large_batch_size == "auto", config.slope is None
-    given = for_workers(config, "large_batch_size", None if auto else config.large_batch_size)
-    # The power of two nearest to a tenth of a round: many fewer than ten steps a round would leave
-    # a small data set with next to no updates.
-    usual = min(max(_SMALLEST_AUTO, 2 ** round(math.log2(max(1, share / 10)))), 128, share)
-    large = [[size or usual for size in row] for row in given]
-    _check_large_batches(config, large, data, alike=accelerator.num_processes == 1 and measured)
-    _check_processes(config, large, least)
-    # Joint steps shift samples between workers, and none may be given more than it can hold.
-    # With micro-batches any batch fits.
-    shifting = joint and config.balance != "none" and config.micro_batch_size is None
-    find_limits = auto or (shifting and accelerator.device.type == "cuda")
-    micro_auto = config.micro_batch_size == "auto"
-    if measured or find_limits or micro_auto:
-        profiler = make_profiler(config, model, data, accelerator, loss_of, build_optimizer)
-        measure = Measurements(config, profiler, accelerator)
-    limits, most, micro = None, largest_auto_batch(share), None
-    if find_limits:
-        # Where a worker may be lost, the others have its part of the joint batch, too.
-        moves = shifting or meets_at_server(config.sync)
-        whole = joint and (moves or config.global_batch_size is not None)
-        at_most = len(data.train) if whole else most
-        limits = measure.largest_batches([at_most] * len(config.resolutions))
-    if auto:
-        large = [[min(size, most) for size in row] for row in limits]
-    elif joint and config.large_batch_size and config.global_batch_size is not None:
-        limits = large
-    if micro_auto:
-        at_most = [_largest_of(config, row, number) for number, row in enumerate(large)]
-        words = {"what": "micro-batch", "why_most": "whole batches fit"}
-        micro = measure.largest_batches(at_most, **words)
-    elif config.micro_batch_size is not None:
-        micro = for_workers(config, "micro_batch_size", config.micro_batch_size)
-    islands = Islands.of(config)
-    models, fits = measure.models(large, micro) if measured else (_given_models(config), None)
+        def build(model: nn.Module) -> torch.optim.Optimizer:
+            return keep_ratios(join_optimizers(build_optimizer(model)), config.lr)
 
-    def by_resolution(rows: Sequence | None) -> dict | None:
-        return rows and dict(zip(config.resolutions, rows, strict=True))
+        # How weights move, and what an optimizer step is.
+        self.cluster, self.stepper = connect(self, build, merge)
+        self.meter = StepMeter(config.log_every)
+        self.meter.attach(self.cluster.workers, self.stepper, accelerator)
+        self.meter.shares_batch = plans.place is not None
+        self.stopwatch, self.train_time_s = Stopwatch(), 0.0  # seconds up to the last epoch's end
+        self.progress = Progress()
+        self.finishing = False  # this process wishes that the run ends early, by `finish`
+        self.finishes_next = False  # all processes know that the next epoch's end is the last
+        # Whether all processes evaluate at a time, each its part of the images.
+        together = not meets_at_server(config.sync)
+        self.shares_evaluation = accelerator.num_processes > 1 and together
+        self._random: Mapping[str, Any] | None = None  # to go on with in the middle of a round
+        self._turn: WorkerTurn | None = None  # pulled and not pushed
+        plans.extras.each(Extra.begin, self)
 
-    known = KnownWorkers(
-        models=by_resolution([islands.join(one) for one in models]),
-        processes=by_resolution(models) if islands.several else None,
-        large_batch_sizes=by_resolution(large),
-        limits=by_resolution(limits),
-        measured=measured,
-        micro_batch_sizes=by_resolution(micro),
-        fits=by_resolution(fits),
-    )
-    return known, _with_known(config, known, models)
+    @property
+    def model(self) -> nn.Module:
+        """The model to call in training: DDP is around it in joint steps of several processes."""
+        return self.stepper.model
 
+    @property
+    def optimizers(self) -> Mapping[int, torch.optim.Optimizer]:
+        """By worker. Joint steps share one; where gradients are pushed the server has it."""
+        return self.stepper.optimizers
 
-def _check_large_batches(
-    config: RunConfig, large: list[list[int]], data: TrainingData, *, alike: bool
-) -> None:
-    if config.large_batch_size in (None, "auto") or config.local_batch_sizes:
-        return
-    samples, rounds = len(data.train), config.rounds_per_epoch
-    if takes_joint_steps(config):
-        most = samples if config.global_batch_size is None else math.inf
-        size = max(sum(row) for row in large)
-        who = f"over {plural(config.workers, 'worker')} that share each step"
-        text = f"come to at most the {samples} training {data.unit}s {who}"
-    else:
-        equal = alike and not config.small_workers and all(len(set(row)) == 1 for row in large)
-        most, size = samples // rounds // (config.workers if equal else 1), max(map(max, large))
-        whose = " of each worker" if equal and config.workers > 1 else ""
-        text = f"be at most {most}, the training {data.unit}s of a round{whose}"
-    refuse([(size > most, f"large_batch_size must {text}", size)])
+    def __enter__(self) -> Workers:
+        self.cluster.__enter__()
+        # Have ready what the first batches need: loader processes.
+        sources = [self.data.train] * bool(self.cluster.workers)
+        evaluates = self.accelerator.is_main_process or self.shares_evaluation
+        for source in sources + [self.data.evaluation] * evaluates:
+            if start := getattr(source, "start", None):  # your own data may not know of it
+                start()
+        if self.cluster.control is not None:  # they would wait for each other on the clock
+            self.cluster.control.highest(0)
+        return self
 
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> bool | None:
+        if kind is None:
+            self.cluster.close()
+        return self.cluster.__exit__(kind, *error)
 
-def _check_processes(config: RunConfig, large: list[list[int]], least: int) -> None:
-    """Refuse a batch that is too small for each process of its worker to have a part of it."""
-    count, given, processes = config.workers, config.local_batch_sizes, Islands.of(config).sizes
-    name = "local_batch_sizes" if given else "large_batch_size"
-    rows = [given[n : n + count] for n in range(0, len(given), count)] if given else large
-    why = f", each with the {least} samples that batch norm needs" if least > 1 else ""
-    for size, batch in (pair for row in rows for pair in zip(processes, row, strict=False)):
-        text = f"{name} must be at least {size * least} for a worker of {size} processes{why}"
-        refuse([(size > 1 and batch < size * least, text, batch)])
+    def turns(self) -> Iterator[WorkerTurn | EpochEnd]:
+        """Yield the rounds of this process's workers, and each epoch's end when it comes.
 
-
-def _given_models(config: RunConfig) -> list[TimeModel]:
-    given = (config.slope, config.intercept, config.floor or (0.0,))
-    islands = Islands.of(config)
-    count = len(islands.owners) if islands.several else None
-    columns = (for_workers(config, *c, count) for c in zip(_OF_MODELS, given, strict=True))
-    return [TimeModel(*map(np.array, rows)) for rows in zip(*columns, strict=True)]
-
-
-def _with_known(config: RunConfig, known: KnownWorkers, models: list[TimeModel]) -> RunConfig:
-    # For joint steps a large batch would be a limit that nobody set.
-    keeps_large = config.large_batch_size is not None or not takes_joint_steps(config)
-    slope, intercept, floor = (
-        from_workers([getattr(model, name).tolist() for model in models]) for name in _OF_MODELS
-    )
-    micro, large = known.micro_batch_sizes, known.large_batch_sizes
-    if takes_joint_steps(config) and config.global_batch_size is not None:
-        large = known.limits or large  # there it says what a worker can hold
-    return replace(
-        config,
-        large_batch_size=from_workers([*large.values()]) if keeps_large else None,
-        micro_batch_size=micro and from_workers([*micro.values()]),
-        slope=slope,
-        intercept=intercept,
-        floor=floor if any(floor) else config.floor,
-        profile=None,
-    )
-
-
-def make_profiler(
-    config: RunConfig,
-    model: nn.Module,
-    data: TrainingData,
-    accelerator: Accelerator,
-    loss_of: LossOf,
-    build_optimizer: BuildOptimizer | None = None,
-) -> Profiler:
-    """Return the profiler of this process's workers, for the step that they will take."""
-    setup = replace(
-        Setup.of(_profiled_name(config, model, data), model, data.num_classes, accelerator),
-        optimizer=NO_OPTIMIZER if config.push != "weights" else config.optimizer,
-        momentum=config.momentum > 0,
-        weight_decay=config.weight_decay > 0,
-        compile=config.compile,
-        # The server clips what is pushed, and a worker's step does not.
-        clip=bool(config.clip_grad) and config.push == "weights",
-        loss=digest_of(loss_of),
-    )
-    rough = config.workers == 1 and not config.small_workers
-    seconds, again = _SECONDS_OF_ONE if rough else _SECONDS, config.profile == AGAIN
-    settings = config.optimizer_settings
-    return Profiler(
-        StepSpec(setup, model, accelerator, loss_of, data.example, settings, build_optimizer),
-        seconds=seconds / len(config.resolutions),
-        rough=rough,
-        refresh=again,
-        file=Path(config.profile) if config.profile and not again else None,
-        reserve=partial(_reserve_bytes, config, model, accelerator.num_processes),
-    )
-
-
-def _profiled_name(config: RunConfig, model: nn.Module, data: TrainingData) -> str:
-    """Return what step times are kept by: the user's own model by its inputs, too."""
-    if model.created_with is not None:
-        more = [f"{name}={value}" for name, value in model.settings.items()]
-        more += ["grad_checkpointing"] * config.grad_checkpointing
-        return " ".join([config.model, *more, *config.opt_kwargs])
-    inputs, _ = data.example(1, config.resolutions[-1])
-    sides = () if config.resolutions[-1] else inputs.shape[1:]
-    kind = str(inputs.dtype).removeprefix("torch.")  # it is no precision of the steps
-    return "-".join([config.model, kind, "inputs", *map(str, sides), *config.opt_kwargs])
-
-
-def _reserve_bytes(
-    config: RunConfig, model: nn.Module, processes: int, state_bytes: float
-) -> float:
-    """Return the most that a run holds on the device beside one worker's step.
-
-    These are the weights that each worker here has pulled, the state of their optimizers, and the
-    global weights. Joint steps share one optimizer, and pull only where gradients are pushed.
-    """
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    here = config.workers if processes == 1 else 1
-    pulled = 0 if config.sync == "step" else here
-    optimizers = 1 if takes_joint_steps(config) else here
-    return float(weights * (pulled + 1) + state_bytes * optimizers)
-
-
-class Measurements:
-    """What this process measures of its workers, and what all processes have measured."""
-
-    def __init__(self, config: RunConfig, profiler: Profiler, accelerator: Accelerator) -> None:
-        self.config, self.profiler, self.accelerator = config, profiler, accelerator
-        # The workers that this process is of; a dedicated server measures as the first does.
-        own = max(0, accelerator.process_index - config.dedicated_server)
-        self._islands = Islands.of(config)
-        self._all = owners = self._islands.owners  # the worker of each process
-        self._here = owners if accelerator.num_processes == 1 else owners[own : own + 1]
-
-    def largest_batches(self, most: Sequence[int], **words: str) -> list[list[int]]:
-        """Return the largest batches that fit into memory, at most these: [resolution][worker]."""
-        find = self.profiler.largest_batch
-        found = [
-            [find(resolution, at_most=at_most, **words)] * len(self._here)
-            for resolution, at_most in zip(self.config.resolutions, most, strict=True)
-        ]
-        return [[int(size) for size in row] for row in self._of_all(found)]
-
-    def models(
-        self, large: list[list[int]], micro: list[list[int]] | None
-    ) -> tuple[list[TimeModel], list[list[int | None]]]:
-        """Return time models of all processes, by resolution, and the batches that fit.
-
-        These are [resolution][worker], and None where memory of whole batches was not measured, or
-        a worker has several processes.
+        Simulated workers may be in different epochs, where nobody waits for the others.
         """
-        config, measured, fits = self.config, [], []
-        for number, resolution in enumerate(config.resolutions):
-            largest, profiles = max(self._of_process(large[number])), {}
-            at_once = [None] * len(self._here)
-            if micro is not None:
-                largest = max(largest, _largest_of(config, large[number], number))
-                sizes = (micro[number][worker] for worker in self._here)
-                at_once = [size if size < largest else None for size in sizes]
-            for most in dict.fromkeys(at_once):
-                profiles[most] = profile = self._profile(resolution, largest, most)
-                self.accelerator.print(profile.describe(note=self._on_bad_fit(profile)))
-            measured.append([profiles[most] for most in at_once])
-            memory = profiles[None].memory if None in profiles else None
-            fits.append([memory.fits() if memory else -1] * len(self._here))
-        columns = (
-            self._of_all([[getattr(profile, name) for profile in row] for row in measured])
-            for name in _OF_MODELS
-        )
-        models = [
-            equal_but_for_noise(TimeModel(*map(np.array, rows)), min(self._of_process(row)))
-            for *rows, row in zip(*columns, large, strict=True)
-        ]
-        found = self._of_all(fits)
-        if self._islands.several:
-            return models, [[None] * config.workers for _ in found]
-        return models, [[None if count < 0 else int(count) for count in row] for row in found]
+        for turn in self.cluster.turns():
+            if turn.ends_epoch:
+                yield turn
+                continue
+            self._turn = None
+            yield WorkerTurn(self, turn)
+            refuse_order(self._turn, "call workers.push(turn) after its last step", "none")
 
-    def _of_process(self, row: Sequence[int]) -> list[int]:
-        """Return what a process has of each worker's batch, in equal parts."""
-        return [-(-size // n) for size, n in zip(row, self._islands.sizes, strict=True)]
+    def pull(self, turn: WorkerTurn) -> None:
+        """Load the weights that a round starts from into the model.
 
-    def _profile(self, resolution: int, largest: int, most: int | None) -> StepProfile:
-        try:
-            return self.profiler.in_micro_batches(most).profile(resolution, largest)
-        except RuntimeError as error:
-            if not is_short_of_memory(error):
-                raise
-        raise SettingError(
-            f"large_batch_size must fit into memory{px(resolution, ' at ')}, got {largest}: set "
-            "--micro-batch-size auto"
-        )
+        Joint steps pull none: all have the same, of which a copy is kept.
+        """
+        refuse_order(self._turn, "push a turn before it pulls the next", "two pulls")
+        self._turn, turn.is_pulled = turn, True
+        anew, place = not self.progress.steps, turn.place
+        if anew:
+            self.cluster.pull(place)
+            when = self.config.reset_momentum
+            begins = (turn.epoch, turn.round) == (turn.stage.first_epoch, 0)
+            if when == "round" or (when == "stage" and begins):
+                self._forget(turn)
+        self.stepper.begin(place, anew=anew)
+        self.meter.begin(place, anew=anew)
 
-    def _on_bad_fit(self, profile: StepProfile) -> str:
-        errors = torch.tensor([profile.largest_error], device=self.accelerator.device)
-        worst = self.accelerator.gather(errors).max().item()
-        if worst <= BAD_FIT:
-            return ""
-        where = "" if profile.misses else f" in another process (largest error {worst:.1%})"
-        return f"; a bad fit{where}: predictions may be far off (--profile again)"
+    def push(self, turn: WorkerTurn) -> None:
+        """Hand over what a round came to: weights, or the sum of its weighted gradients.
 
-    def _of_all(self, values: list[list[float]]) -> list[list[float]]:
-        """Return values of the processes here, [resolution][process], as those of all."""
-        workers, accelerator = len(self._all), self.accelerator
-        if accelerator.num_processes == 1:
-            return values
-        here = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
-        # A dedicated server, rank 0, has no worker.
-        rows = accelerator.gather(here.T.contiguous())[-workers:]
-        return rows.T.tolist()
+        Work that is not finite is refused: the global weights stay, and the optimizer's state is
+        cleared.
+        """
+        refuse_order(self._turn is not turn, "call workers.pull(turn) before the push", "none")
+        taken = f"a push after {self.progress.steps}"
+        refuse_order(not turn.is_over, "take all steps of a turn", taken)
+        self._turn = None
+        self.cluster.weights.check_views()
+        if self.cluster.push(turn.reports()):  # refused: the next pull brings good weights
+            self._forget(turn)
+            self.stepper.drop_remainders()  # they may not be finite
+        self.progress.load({}, self.accelerator.device)
 
+    def _forget(self, turn: WorkerTurn) -> None:
+        for worker in turn.workers:
+            self.stepper.forget(worker)
 
-def _largest_of(config: RunConfig, row: Sequence[int], number: int) -> int:
-    """Return the most that a worker may have in a step; `row`: the large batches at resolution."""
-    if sizes := config.local_batch_sizes:
-        if len(sizes) == config.workers:  # they hold for all resolutions
-            sizes = sizes * len(config.resolutions)
-        row = for_workers(config, "local_batch_sizes", sizes)[number]
-    if takes_joint_steps(config):
-        return config.global_batch_size or sum(row)
-    return max(row)
+    def go_on_with(self, random: Mapping[str, Any]) -> None:
+        """Have the next turn, which was begun before, draw on where it was."""
+        self._random = random
 
+    def restore_random_state(self) -> None:
+        """Bring the random state back, if a resumed run was stopped inside this round."""
+        if self._random is not None:
+            load_random_state(self._random, self.accelerator.device)
+            self._random = None
 
-def equal_but_for_noise(model: TimeModel, batch: int) -> TimeModel:
-    """Return the mean for all where step times at `batch` differ by no more than noise does."""
-    times, workers = model.time(batch), len(model)
-    if times.max() > (1 + _SAME_MACHINE) * times.min():
-        return model
-    means = (sum(getattr(model, name).tolist()) / workers for name in _OF_MODELS)
-    return TimeModel.of(TimeModel(*means), workers)
+    def finish(self) -> None:
+        """End the run with this epoch; to be called before `checkpoint.after_epoch`.
+
+        One process is enough, of those that epochs end on: all learn of it there. An epoch that is
+        not evaluated is followed by one that is. Model and summary are of what was trained,
+        and `--resume` goes on.
+        """
+        self.finishing = True
+
+    def is_last(self, end: EpochEnd) -> bool:
+        """Whether the run is known to end with this epoch."""
+        return end.epoch + 1 == self.config.epochs or self.finishes_next
+
+    # --- evaluation
+
+    @contextmanager
+    def merged(self, end: EpochEnd) -> Iterator[Callable[[], float]]:
+        """Have the merged weights of an epoch in the model; gives what tells the seconds so far.
+
+        A compiled model runs uncompiled: graphs of an evaluation's few batches would never pay.
+        Its modules are in the same modes afterwards: a round may go on.
+        """
+        self.train_time_s = self.stopwatch.train_s(end.ended_at)
+        pauses = self.accelerator.num_processes == 1 or self.shares_evaluation  # nobody trains
+        with (
+            self.stopwatch.evaluating(pauses=pauses) as spent,
+            uncompiled(self.raw_model),
+            kept_modes(self.raw_model),
+        ):
+            self.cluster.load(end)
+            yield spent
+
+    def evaluation_batches(self, source: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield batches of images [B, 3, R, R] and labels [B], nothing at random in them.
+
+        Where processes evaluate together, they are this process's part. A source may be a map-style
+        dataset of (input tensor, label), too, or data with evaluation samples.
+        """
+        accelerator = self.accelerator
+        source = as_source(source, self.data, self.side, "source")
+        ranks = (accelerator.process_index, accelerator.num_processes)
+        own = ranks if self.shares_evaluation else ()
+        parts = evaluation_batches(len(source), self.plans.evaluation_batch, *own)
+        transform = self.data.transform(self.side, "none", self.config.seed)
+        yield from source.batches(parts, transform)
+        if self.shares_evaluation:  # what they found is added up next
+            self.cluster.control.enter()
+
+    def sum_of_processes(self, totals: Tensor) -> Tensor:
+        """Return totals summed over the processes that evaluate together."""
+        return self.accelerator.reduce(totals) if self.shares_evaluation else totals

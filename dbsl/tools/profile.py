@@ -21,7 +21,7 @@ from dbsl.config.fields import Count, Positive, Within, check_fields, refuse
 from dbsl.config.parse import parse_flags
 from dbsl.config.settings import Precision, check_resolutions
 from dbsl.data.sources import image_batch
-from dbsl.model import build_model, check_sides
+from dbsl.model import build_model, check_model
 from dbsl.optimizer import check_optimizer
 from dbsl.profile.cache import Profiler, write_profiles
 from dbsl.profile.timing import NO_OPTIMIZER, Setup, StepSpec, batch_sizes_to_measure
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = build_model(name, classes, sides)
     model.to(accelerator.device, memory_format=torch.channels_last)
     example = partial(image_batch, classes=classes, device=accelerator.device)
-    check_sides(name, model, SimpleNamespace(num_classes=classes, example=example), sides)
+    check_model(model, SimpleNamespace(num_classes=classes, example=example), name, sides)
     setup = replace(
         Setup.of(name, model, classes, accelerator),
         optimizer=arguments.optimizer,

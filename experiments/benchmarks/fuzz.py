@@ -111,7 +111,7 @@ def corrupt_tree(tree: object, rng: random.Random) -> object:
 def of_checkpoints(scratch: Path, rng: random.Random) -> Iterator[Callable[[], object]]:
     """Damage files of a checkpoint; with their checksums, or with sums that fit."""
     import train
-    from dbsl.run.session import Session
+    from dbsl.run.workers import Workers
     from experiments.benchmarks.kills import COMMON, ROUNDS
 
     folder = scratch / "run"
@@ -137,7 +137,7 @@ def of_checkpoints(scratch: Path, rng: random.Random) -> Iterator[Callable[[], o
         with contextlib.redirect_stdout(io.StringIO()):
             train.main(parse_config(train.Config, ["--resume", str(folder), "--epochs", "2"]))
 
-    with mock.patch.object(Session, "round", loaded):
+    with mock.patch.object(Workers, "turns", loaded):
         while True:
             for path in (good / "checkpoints/epoch-0001").iterdir():
                 shutil.copy(path, target / path.name)

@@ -16,8 +16,7 @@ from pathlib import Path
 from accelerate.state import AcceleratorState
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dbsl.plan.sampler import Step
-from dbsl.run.session import Work
+from dbsl.run.turns import TurnStep, WorkerTurn
 from experiments.benchmarks.record import record
 
 ROUNDS, STEPS, BATCH = 3, 15, 4
@@ -50,19 +49,20 @@ def count(model: str, resolution: int, precision: str, dataset: str) -> Operator
     import train
     from dbsl.config.parse import parse_config
 
-    steps_of, calls, operators = Work.steps, [0], Operators()
+    steps_of, calls, operators = WorkerTurn.steps, [0], Operators()
 
-    def counted(work: Work) -> Iterator[Step]:
+    def counted(turn: WorkerTurn, *given: object) -> Iterator[TurnStep]:
         calls[0] += 1
+        steps = steps_of(turn, *given)
         if calls[0] < ROUNDS:
-            yield from steps_of(work)
+            yield from steps
             return
         with operators:
-            yield from steps_of(work)
+            yield from steps
         raise _Enough
 
     AcceleratorState._reset_state(True)  # it may be of another precision
-    Work.steps = counted
+    WorkerTurn.steps = counted
     try:
         with tempfile.TemporaryDirectory() as scratch:
             flags = f"--model {model} --workers 1 --local-batch-sizes {BATCH}"
@@ -75,7 +75,7 @@ def count(model: str, resolution: int, precision: str, dataset: str) -> Operator
     except _Enough:
         return operators
     finally:
-        Work.steps = steps_of
+        WorkerTurn.steps = steps_of
     raise AssertionError("the run has fewer rounds than it was given")
 
 

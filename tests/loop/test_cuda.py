@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import dbsl.cluster.wire
-import dbsl.open
+import train
 from dbsl.cluster.merges import ratio
 from dbsl.cluster.server import Server
-from dbsl.cluster.steps import ComputeTimer, Stepper
+from dbsl.cluster.steps import ComputeTimer, Stepper, take_step
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import Channel
 from dbsl.data.sources import image_batch
@@ -79,10 +79,12 @@ def after_joint_steps(*, compiled):
     stepper.begin(Turn((0, 1), 0, 0))
     for _ in range(3):
         for part in step.parts:
-            with stepper.micro_batch(step, part) as weight:
+            with stepper.micro_batch(step, part) as (weight, _):
                 images, labels = image_batch(len(part.indices), 16, 3, CUDA)
                 (loss_of(model, images, labels) * weight).backward()
-        stepper.step(step, 0.1)
+        stepper.complete(step)
+        with stepper.stepping(step):
+            take_step(stepper.optimizers[0], 0.1)
     return weights.vector
 
 
@@ -112,11 +114,12 @@ def same_bits(monkeypatch):
     """Compute to the bit what was computed before; the fastest algorithms are chosen by chance."""
 
     def without_trials(*given):
-        accelerator = start_accelerator(*given)
+        accelerator = start(*given)
         torch.backends.cudnn.benchmark = False
         return accelerator
 
-    monkeypatch.setattr(dbsl.open, "start_accelerator", without_trials)
+    start = train.start_accelerator
+    monkeypatch.setattr(train, "start_accelerator", without_trials)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -15,7 +15,7 @@ from dbsl.base.errors import (
     SyncError,
     one_line_errors,
 )
-from dbsl.checkpoint import checkpointer, disk
+from dbsl.checkpoint import checkpoint, disk
 from dbsl.plan.machines import check_global_batch
 from tests.helpers import each_step, refused, rows, short, summary_of
 from tests.loop.test_resume import MODES, ONE_SIDE, ROUNDS, run
@@ -71,7 +71,7 @@ def test_one_bad_round_among_good_ones_is_told_at_once_and_does_not_stop_the_run
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_ones(
     tmp_path, monkeypatch, capsys
 ):
-    write, count = checkpointer.write_shard, iter(range(9))
+    write, count = checkpoint.write_shard, iter(range(9))
 
     def full(folder, *rest):
         if next(count) == 1:
@@ -80,7 +80,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_on
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(folder, *rest)
 
-    monkeypatch.setattr(checkpointer, "write_shard", full)
+    monkeypatch.setattr(checkpoint, "write_shard", full)
     said = refused(capsys, lambda: run(tmp_path / "run", **ROUNDS, **SHORT))
     good = tmp_path / "run/checkpoints/epoch-0001"
     assert f"(No space left on device); the last good checkpoint is {good}" in said

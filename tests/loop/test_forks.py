@@ -15,6 +15,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
+from dbsl.open import open_session
 from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
@@ -27,7 +28,6 @@ from dbsl.extras.charts.picture import run_figure
 from dbsl.log.rows import read_metrics
 from dbsl.loss import with_figures
 from dbsl.model import load_model
-from dbsl.open import open_session
 from dbsl.plan.types import EpochEnd, Turn
 from tests import helpers
 from tests.helpers import (

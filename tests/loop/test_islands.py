@@ -12,15 +12,13 @@ from torch.utils.data import TensorDataset
 
 import dbsl.checkpoint.resume
 import dbsl.cluster.alive
-import dbsl.open
-from dbsl.checkpoint.checkpointer import Checkpointer
+from dbsl.checkpoint.checkpoint import Checkpoint
 from dbsl.config.parse import parse_config
 from dbsl.data.sources import TensorData
-from dbsl.open import open_session
 from tests import helpers
-from tests.helpers import TINY, end_ranks, rounds_of, rows, short, wait_all
+from tests.helpers import TINY, end_ranks, own, rounds_of, rows, short, wait_all
 from tests.loop.test_nodes import record
-from train import Config, loss_function, train
+from train import Config, main
 
 OWN = {"model", "train_samples", "eval_samples", "resolutions"}
 ROUNDS = {"epochs": 1, "rounds_per_epoch": 2, "lr_milestones": (), "save_best": False}
@@ -42,8 +40,8 @@ def make_data(samples):
 def samples_seen(folder):
     seen = {}
     for path in folder.glob("rank-*.jsonl"):
-        for epoch, _, own in map(json.loads, path.read_text().splitlines()):
-            seen.setdefault(epoch, []).extend(own)
+        for epoch, _, samples in map(json.loads, path.read_text().splitlines()):
+            seen.setdefault(epoch, []).extend(samples)
     return seen
 
 
@@ -59,11 +57,8 @@ def start(folder, ranks, samples=96, act=lambda: None, build=build, **settings):
 
     def call():
         act()
-        config = parse_config(Config, flags)
-        data = make_data(samples)
-        with open_session(config, loss_function, data=data, model=build) as session:
-            if session is not None:
-                train(session)
+        own(pytest.MonkeyPatch(), make_data(samples), build)
+        main(parse_config(Config, flags))
 
     return helpers.start_ranks(call, ranks)
 
@@ -159,7 +154,7 @@ def at_step(number, rank, what, often_s=0.0):
     """
 
     def act():
-        steps, after_step = [], Checkpointer.after_step
+        steps, after_step = [], Checkpoint._after_step
 
         def counted(self, *, round_over):
             steps.append(round_over)
@@ -167,7 +162,7 @@ def at_step(number, rank, what, often_s=0.0):
                 os.kill(os.getpid(), what)
             after_step(self, round_over=round_over)
 
-        Checkpointer.after_step = counted
+        Checkpoint._after_step = counted
         dbsl.cluster.alive._ASK_EVERY_S = often_s
 
     return act

@@ -1,9 +1,6 @@
 """One function is the loss of training, step times, memory and the noise scale, with figures."""
 
-import re
-from functools import cache, partial
-from pathlib import Path
-from types import SimpleNamespace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,10 +14,9 @@ import train
 from dbsl.base.errors import SettingError
 from dbsl.data.sources import TensorData
 from dbsl.extras.noise import NoiseProbe
-from dbsl.open import open_session
 from dbsl.profile.memory import GIB, MemoryModel
 from dbsl.profile.timing import fit_profile
-from tests.helpers import end_ranks, rows, short, start_ranks, stopped_at_step, summary_of
+from tests.helpers import end_ranks, own, rows, short, start_ranks, stopped_at_step, summary_of
 
 SAMPLES, CLASSES, WIDTH = 44, 3, 6
 SETTINGS = {"workers": 4, "epochs": 2, "lr": 0.05, "lr_milestones": (1,)}
@@ -105,15 +101,12 @@ def distilling(teacher):
     return loss_function
 
 
-def run(folder, loss_function, model=Net, figures=None, **settings):
+def run(folder, loss_function, model=Net, **settings):
     config = train.Config(**{**SETTINGS, **settings, "output_dir": str(folder)})
     AcceleratorState._reset_state(True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "loss_function", loss_function)
-        own = {"data": table(), "model": model, "figures": figures}
-        with open_session(config, loss_function, **own) as session:
-            if not config.plan_only:
-                train.train(session)
+        own(patch, table(), model, loss_function)
+        train.main(config)
 
 
 def check_means(folder):
@@ -166,7 +159,7 @@ def test_a_run_resumed_inside_a_round_has_the_figures_of_an_unbroken_one(tmp_pat
     run(tmp_path / "whole", numbered, **settings)
     with stopped_at_step(3):
         run(tmp_path / "broken", numbered, **settings)
-    message = r"must return the same figures as before \(number, one, like"
+    message = r"must get the same figures each time, number, one, like"
     with pytest.raises(SettingError, match=message):
         run(tmp_path / "broken", distilling(Teacher()), **settings, resume=str(tmp_path / "broken"))
     run(tmp_path / "broken", numbered, **settings, resume=str(tmp_path / "broken"))
@@ -178,7 +171,7 @@ def test_a_run_resumed_inside_a_round_has_the_figures_of_an_unbroken_one(tmp_pat
 
 
 def plain(model, inputs, labels, config):
-    return F.cross_entropy(model(inputs), labels)
+    return F.cross_entropy(model(inputs), labels), {}
 
 
 def test_figures_are_counted_without_a_wait_for_the_device(tmp_path, monkeypatch):
@@ -208,14 +201,14 @@ def refused(folder, message, loss_function, kind=SettingError, **given):
 
 def gives(second):
     """Return a loss function that gives what is made of the loss."""
-    return lambda *arguments: second(plain(*arguments))
+    return lambda *arguments: second(plain(*arguments)[0])
 
 
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ({"first": 1.0}, "the figures first in every step, got first, late: .*figures=.*'late'"),
-        ({}, r"no figures, since none are named, got late: pass open_session\(figures=\['late'\]"),
+        ({"first": 1.0}, "first, got first, late"),
+        ({}, "none, got late"),
     ],
 )
 def test_figures_that_change_their_names_are_refused(tmp_path, named, message):
@@ -226,18 +219,20 @@ def test_figures_that_change_their_names_are_refused(tmp_path, named, message):
         loss = F.cross_entropy(model(inputs), labels)
         return loss, named | ({"late": 2.0} if len(calls) > 3 else {})
 
-    with pytest.raises(SettingError, match=f"work.add must get {message}"):
+    with pytest.raises(
+        SettingError, match=f"step.add must get the same figures each time, {message}"
+    ):
         run(tmp_path / "run", loss_function, **MODES["bsp"])
 
 
 def without_a_graph(model, inputs, labels, config):
     loss = F.cross_entropy(model(inputs.requires_grad_()), labels)
     torch.autograd.grad(loss, inputs)  # without create_graph
-    return loss
+    return loss, {}
 
 
 TAKEN = "must have a unique name, got"
-NO_LOSS = "must return a mean loss, .* got"
+NO_LOSS = "must return a pair, the mean loss .* got"
 
 
 @pytest.mark.parametrize(
@@ -247,18 +242,16 @@ NO_LOSS = "must return a mean loss, .* got"
             (gives(lambda loss, name=name: (loss, {name: 1.0})), f"{TAKEN} '{name}', which a", {})
             for name in ("loss", "epoch", "workers_wait_time_s", "event", "share")
         ),
-        (numbered, "figures must be a list of names, got 'slope'", {"figures": "slope"}),
-        (numbered, f"figures {TAKEN} 'epoch', which a round's row", {"figures": ["epoch"]}),
-        (numbered, f"{TAKEN} 'like_the_loss', which another f", {"figures": ["like_the_loss"]}),
-        (gives(lambda loss: loss.expand(2)), rf"{NO_LOSS} \[2\]", {}),
+        (gives(lambda loss: loss), rf"{NO_LOSS} \[\]", {}),
+        (gives(lambda loss: (loss.expand(2), {})), rf"{NO_LOSS} \[2\]", {}),
         (gives(lambda loss: (loss, {}, 3)), f"{NO_LOSS} tuple", {}),
-        (gives(lambda loss: (loss, loss)), f"{NO_LOSS} Tensor for figures", {}),
+        (gives(lambda loss: (loss, loss)), f"{NO_LOSS} tuple", {}),
         (gives(lambda loss: (loss, {"a": torch.zeros(2)})), r"figure 'a' .* mean, .* \[2\]", {}),
-        (gives(lambda loss: (loss, {"a": "high"})), "figure 'a' of .* a mean, .* got str", {}),
-        (gives(lambda loss: (loss, {3: 1.0})), f"a figure of .* {TAKEN} 3", {}),
+        (gives(lambda loss: (loss, {"a": "high"})), "figure 'a' must be a mean, .* got str", {}),
+        (gives(lambda loss: (loss, {3: 1.0})), f"a figure {TAKEN} 3", {}),
         (lambda *_: 1 / 0, "division", {"kind": ZeroDivisionError}),  # a bug shows itself
         (without_a_graph, "backward", {"kind": RuntimeError}),
-        (gives(lambda loss: loss.detach()), "does not require grad", {"kind": RuntimeError}),
+        (gives(lambda loss: (loss.detach(), {})), "does not require grad", {"kind": RuntimeError}),
     ],
 )
 def test_what_is_no_loss_with_figures_is_refused_before_anything_is_written(
@@ -274,19 +267,28 @@ def test_settling_the_names_leaves_weights_statistics_gradients_and_random_strea
 
     def noisy(model, inputs, labels, config):
         torch.rand(3), np.random.rand(3)  # noqa: NPY002
-        return F.cross_entropy(model(inputs), labels)
+        return F.cross_entropy(model(inputs), labels), {}
 
     model = Net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    random, numpy = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    stop = RuntimeError("settled")
-    monkeypatch.setattr("dbsl.run.prepare.know_workers", lambda *_: (_ for _ in ()).throw(stop))
+    drawn, stop = [], RuntimeError("settled")
+
+    def settled(*_):
+        drawn.append((torch.get_rng_state(), np.random.get_state()[1].tolist()))  # noqa: NPY002
+        raise stop
+
+    def built():
+        drawn.append((torch.get_rng_state(), np.random.get_state()[1].tolist()))  # noqa: NPY002
+        return model
+
+    monkeypatch.setattr("dbsl.run.times.know_workers", settled)
     with pytest.raises(RuntimeError, match="settled"):
-        run(tmp_path / "run", noisy, lambda: model)
+        run(tmp_path / "run", noisy, built)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(torch.get_rng_state(), random)
-    assert np.random.get_state()[1].tolist() == numpy  # noqa: NPY002
+    (torch_before, numpy_before), (torch_after, numpy_after) = drawn
+    assert torch.equal(torch_after, torch_before)
+    assert numpy_after == numpy_before
 
 
 # --- one function for all that trains and measures
@@ -368,15 +370,15 @@ def of_heads(model, inputs, labels, config):
     return F.cross_entropy(scores, labels) + second, {"second": second.detach()}
 
 
-def evaluate_heads(session, source=None, evaluate=train.evaluate):
+def evaluate_heads(training, source=None, evaluate=train.evaluate):
     """As train.py's, of the first output."""
 
     def first(model, inputs, found):
         return next(iter(found.values())) if isinstance(found, dict) else found[0]
 
-    hook = session.model.register_forward_hook(first)
+    hook = training.model.register_forward_hook(first)
     try:
-        return evaluate(session, source)
+        return evaluate(training, source)
     finally:
         hook.remove()
 
@@ -387,13 +389,3 @@ def test_a_model_that_gives_a_tuple_or_a_dict_trains_and_is_evaluated(tmp_path, 
     run(tmp_path / "run", of_heads, model, **MODES["step"], ema_decay=0.5)
     assert 0 <= summary_of(tmp_path / "run")["final_accuracy"] <= 1
     assert all(row["second"] > 0 for row in rows(tmp_path / "run", "round"))
-
-
-def test_the_teacher_of_the_docs_trains(tmp_path):
-    page = (Path(train.__file__).parent / "docs/forks.md").read_text()
-    code = re.search(r"```python\n(@cache.*?)```", page, re.DOTALL)[1]
-    timm = SimpleNamespace(create_model=lambda *_, **__: Teacher())
-    there = {"cache": cache, "torch": torch, "F": F, "timm": timm}
-    exec(code, there)
-    run(tmp_path / "run", there["loss_function"], **MODES["bsp"])
-    assert all(row["kd"] > 0 for row in rows(tmp_path / "run", "times"))

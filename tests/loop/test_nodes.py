@@ -1,5 +1,6 @@
 """Nodes of unlike size: three processes on one, one on the other, on a network of their own."""
 
+import copy
 import ctypes
 import importlib
 import json
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from dbsl.config.parse import parse_config
-from dbsl.run.training import Run
+from dbsl.run.turns import WorkerTurn
 from tests.helpers import ROOT, TINY, end_ranks, free_port, rounds_of, slow, start_rank, to_flags
 from tests.network import ADDRESSES, link
 from train import Config, main
@@ -67,15 +68,22 @@ def enter(prefix):
 
 def record(folder):
     """Have this process write down which samples it is given in each epoch, and its threads."""
-    batches = Run.batches
+    take = WorkerTurn.steps
 
-    def recorded(self, parts, resolution, epoch):
-        row = [epoch, torch.get_num_threads(), [int(i) for part in parts for i in part.indices]]
-        with open(f"{folder}/rank-{os.environ['RANK']}.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
-        return batches(self, parts, resolution, epoch)
+    def recorded(self, source, transform):
+        class Recording(type(source)):
+            def batches(self, samples, *how):
+                taken = [int(i) for own in samples for i in own]
+                row = [how[-1], torch.get_num_threads(), taken]
+                with open(f"{folder}/rank-{os.environ['RANK']}.jsonl", "a") as file:
+                    file.write(json.dumps(row) + "\n")
+                return super().batches(samples, *how)
 
-    Run.batches = recorded
+        source = copy.copy(source)
+        source.__class__ = Recording
+        return take(self, source, transform)
+
+    WorkerTurn.steps = recorded
 
 
 def run_on_nodes(tmp_path, network, sizes, flags):

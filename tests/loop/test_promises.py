@@ -63,13 +63,13 @@ def trained(tmp_path, monkeypatch, numbers):
         step.extend(numbers[name] for name in map(name_of, images) if name in numbers)
         return loss_function(model, images, *rest)
 
-    def noting_epoch(session, moment):
+    def noting_epoch(moment, *rest):
         rank = os.environ.get("RANK", "0")
         with open(tmp_path / f"trained-{rank}-{os.getpid()}.jsonl", "a") as file:
             file.write(json.dumps([int(moment), step]) + "\n")
         step.clear()
         time.sleep(take.pause_s)
-        return learning_rate(session, moment)
+        return learning_rate(moment, *rest)
 
     def take(*, by_rank=False):
         ranks = defaultdict(lambda: [[] for _ in range(EPOCHS)])

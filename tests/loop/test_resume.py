@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
 from dbsl.base.files import write_text
-from dbsl.checkpoint import checkpointer, disk, resume
+from dbsl.checkpoint import checkpoint, disk, resume
 from dbsl.checkpoint.disk import Found, newest, read_manifest
 from dbsl.checkpoint.resume import changed_settings
 from dbsl.cluster.meeting import SimulatedCluster
@@ -29,10 +29,10 @@ from dbsl.config import parse
 from dbsl.config.complete import with_resolved
 from dbsl.config.hooks import found_extras
 from dbsl.config.parse import parse_config
+from dbsl.log.evaluation import Evaluation
 from dbsl.model import load_model
-from dbsl.open import _given_now
 from dbsl.plan.types import LostWorker
-from dbsl.run.evaluation import Evaluation
+from dbsl.runs import _given_now
 from tests import helpers
 from tests.helpers import fingerprint, rounds_of, rows, samples_by_epoch, short, slow, wait_all
 from train import Config
@@ -83,14 +83,14 @@ def killed(folder, step, **settings):
 
 
 def test_the_log_is_on_the_disk_before_a_checkpoint_counts(tmp_path, monkeypatch):
-    done, write = [], checkpointer.write_manifest
+    done, write = [], checkpoint.write_manifest
 
     def written(*both):
         done.append("manifest.json")
         write(*both)
 
-    monkeypatch.setattr(checkpointer, "write_manifest", written)
-    monkeypatch.setattr(checkpointer, "sync_file", lambda path: done.append(path.name))
+    monkeypatch.setattr(checkpoint, "write_manifest", written)
+    monkeypatch.setattr(checkpoint, "sync_file", lambda path: done.append(path.name))
     helpers.run(tmp_path / "run", epochs=1, lr_milestones=())
     assert done == ["metrics.jsonl", "manifest.json"]
 

@@ -6,13 +6,13 @@ import os
 
 import pytest
 import torch
+from dbsl.open import open_session
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import dbsl
 from dbsl.data.sources import TensorData
-from dbsl.open import open_session
 from dbsl.plan.types import Turn
 from tests.helpers import place_of
 from train import Config, learning_rate, loss_function, train

@@ -116,6 +116,17 @@ def parts_of(step, case):
     return [m for p in step.parts if len(p.indices) for m in micro_parts(p, sizes[p.worker])]
 
 
+def take(stepper, step, case):
+    """Take an optimizer step as train.py does."""
+    stepper.complete(step)
+    with stepper.stepping(step):
+        if stepper.optimizers:
+            optimizer = stepper.optimizers[step.parts[0].worker]
+            make_clip(stepper.model, case.clip)(optimizer)
+            take_step(optimizer, LR)
+            optimizer.zero_grad()
+
+
 def train(cluster, stepper, case):
     """The loop of train.py, bare."""
     images, labels = make_data(case.samples)
@@ -133,12 +144,13 @@ def train(cluster, stepper, case):
         for step in sampler.steps(turn.workers, turn.epoch, *rounds, case.sizes):
             case.first(stepper.model)
             for part in parts_of(step, case):
-                with stepper.micro_batch(step, part) as weight:
+                with stepper.micro_batch(step, part) as (weight, syncs):
+                    stepper.model.require_backward_grad_sync = syncs
                     batch = torch.from_numpy(part.indices)
                     loss = F.cross_entropy(stepper.model(images[batch]), labels[batch])
                     (loss * (weight if case.weighted else 1.0)).backward()
             case.last(stepper.model)
-            stepper.step(step, LR)
+            take(stepper, step, case)
         shares = {w: case.sizes[w] / sum(case.sizes) for w in turn.workers}
         cluster.push([report_of(w, turn.round, share, turn.epoch) for w, share in shares.items()])
     cluster.close()
@@ -194,7 +206,6 @@ def trained(model, case, rank=None):
         wire = parse_wire(case.wire)
         stepper = DistributedSteps(*common_of, example_loss=example_loss, wire=wire)
     case.change(stepper)
-    stepper.clip = make_clip(model, case.clip)
     cluster = JointCluster(weights, **common)
     if not alone:
         cluster.finish_round = stepper.finish_round

@@ -6,7 +6,7 @@ import torch
 from timm.data.mixup import mixup_target
 
 import train
-from dbsl.loss import figure_names
+from dbsl.loss import check_loss
 from train import Config, loss_function
 
 AS_IT_IS = torch.nn.Identity()  # a model whose inputs are logits
@@ -22,7 +22,7 @@ LABELS = torch.tensor([0, 1, 2, 3, 1, 1])
 
 def test_cross_entropy_smooths_mixed_labels_as_timm_does(logits):
     mixed, plain = (mixup_target(LABELS, 4, 0.7, smoothing) for smoothing in (0.1, 0.0))
-    found = loss_function(AS_IT_IS, logits, plain, Config(label_smoothing=0.1))
+    found, _ = loss_function(AS_IT_IS, logits, plain, Config(label_smoothing=0.1))
     torch.testing.assert_close(found, timm.loss.SoftTargetCrossEntropy()(logits, mixed))
 
 
@@ -30,20 +30,21 @@ def test_cross_entropy_smooths_mixed_labels_as_timm_does(logits):
 def test_top5_counts_labels_among_the_five_highest(classes):
     logits = torch.randn(40, classes, generator=torch.Generator().manual_seed(1))
     labels = torch.arange(40) % classes
-    session = SimpleNamespace(
+    batches = [(logits[:30], labels[:30]), (logits[30:], labels[30:])]
+    training = SimpleNamespace(
         model=torch.nn.Identity(),
         accelerator=SimpleNamespace(device="cpu", autocast=torch.no_grad),
-        num_classes=classes,
-        evaluation_images=lambda source: [(logits[:30], labels[:30]), (logits[30:], labels[30:])],
-        shares_evaluation=False,
-        side=32,
+        data=SimpleNamespace(num_classes=classes, evaluation=None),
+        workers=SimpleNamespace(
+            evaluation_batches=lambda source: batches, sum_of_processes=lambda totals: totals
+        ),
     )
-    result = train.evaluate(session)
+    result = train.evaluate(training)
     order = logits.argsort(1, descending=True)[:, :5]
-    assert result.samples == 40
-    assert result.accuracy == pytest.approx((order[:, 0] == labels).float().mean())
+    assert result["samples"] == 40
+    assert result["accuracy"] == pytest.approx((order[:, 0] == labels).float().mean())
     wanted = (order == labels[:, None]).any(1).float().mean().item()
-    assert result.top5_accuracy == (None if classes == 4 else pytest.approx(wanted))
+    assert result.get("top5_accuracy") == (None if classes == 4 else pytest.approx(wanted))
 
 
 class Keeping(torch.nn.Module):
@@ -59,14 +60,12 @@ class Keeping(torch.nn.Module):
 
 
 def test_a_first_call_of_the_loss_leaves_the_model_alone_and_finds_what_nothing_uses():
-    def found(model, images, labels):
+    def found(model, images, labels, config):
         return model(images).square().mean(), {"kept": model.kept.mean()}
 
     model, batch = Keeping(), (torch.ones(2, 3), torch.zeros(2))
-    assert figure_names(found, model, *batch) == ("kept",)
+    assert check_loss(found, model, batch, None) == ["spare.weight", "spare.bias"]
     assert not hasattr(model, "kept")
     assert all(parameter.grad is None for parameter in model.parameters())
-    with pytest.raises(ValueError, match=r"every parameter .* no gradient of spare\.weight:"):
-        figure_names(found, model, *batch, joint=True)
     model.spare.requires_grad_(False)
-    assert figure_names(found, model, *batch, joint=True) == ("kept",)
+    assert check_loss(found, model, batch, None) == []

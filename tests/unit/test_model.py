@@ -16,16 +16,15 @@ from dbsl.model import (
     StridedConv2d,
     batch_norms,
     build_model,
-    check_sides,
+    check_model,
     count_once,
     kept_modes,
     load_initial,
     load_model,
     save_model,
 )
-from dbsl.optimizer import build_optimizer
-from dbsl.run.prepare import prepare
-from tests.helpers import TINY, refused
+from dbsl.optimizer import create_optimizer
+from tests.helpers import TINY, planned, refused
 from train import Config
 
 DATA = SimpleNamespace(class_names=("cat", "dog", "owl"), num_classes=3)
@@ -84,12 +83,12 @@ def test_dropout_changes_without_rebuilding(name):
 
 def test_optimizer_leaves_biases_and_norms_out_of_weight_decay():
     model = build_model("test_resnet", 3, (32,))
-    optimizer = build_optimizer("sgd", model, 0.1, 0.9, 0.01)
+    optimizer = create_optimizer("sgd", model, 0.1, 0.9, 0.01)
     assert optimizer.defaults["nesterov"]
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             assert group["weight_decay"] == (0.0 if parameter.ndim <= 1 else 0.01)
-    assert build_optimizer("sgd", model, 0.1, 0.0, 0.01).defaults["momentum"] == 0.0
+    assert create_optimizer("sgd", model, 0.1, 0.0, 0.01).defaults["momentum"] == 0.0
 
 
 def test_a_model_that_the_disk_has_no_room_for_is_one_line_and_leaves_nothing(tmp_path, capsys):
@@ -153,12 +152,12 @@ def test_patches_must_divide_every_resolution():
     model = build_model("test_vit", 3, (32,))
     data = SimpleNamespace(example=lambda n, side: (torch.zeros(n, 3, side, side), None))
     data.num_classes = 3
-    check_sides("test_vit", model, data, (24, 32))
+    check_model(model, data, "test_vit", (24, 32))
     message = r"must take images of 26 px, got test_vit .*divisible by patch size .4"
     with pytest.raises(ValueError, match=message):
-        check_sides("test_vit", model, data, (26, 32))
+        check_model(model, data, "test_vit", (26, 32))
     resnet = build_model("test_resnet", 3, (32,))
-    check_sides("test_resnet", resnet, data, (26, 32))
+    check_model(resnet, data, "test_resnet", (26, 32))
     uneven = build_model("test_vit", 3, (16, 28))
     assert uneven.patch_embed.patch_size == (2, 2)  # 3, an eighth, divides neither
     large = build_model("test_vit", 3, (96,))
@@ -220,10 +219,11 @@ def test_weights_normalise_as_the_config_beside_them_says_else_as_timm(tmp_path,
     ]
     for file, more, expected, line in cases:
         config = Config(**TINY | {"model": "test_vit", "initial_checkpoint": file} | more)
-        built = prepare(config, accelerator, lambda model, images, *_: model(images).sum())
+        built = planned(config, accelerator)
         assert built.data.normalisation == f"images normalised by mean {line}"
         assert (built.data.mean, built.data.std) == expected
-        assert (built.transforms[16].mean, built.transforms[16].std) == expected
+        transform = built.data.transform(16, "crop", 0)
+        assert (transform.mean, transform.std) == expected
 
 
 @pytest.mark.parametrize("name", ["resnet18", "vit_base_patch16_siglip_224"])
@@ -272,16 +272,16 @@ def test_images_that_do_not_fit_into_memory_are_refused_in_one_line():
     data = SimpleNamespace(example=example, num_classes=2)
     model, passes = build_model("test_resnet", 2, (32,)), []
     model.register_forward_hook(lambda *_: passes.append(1))
-    assert check_sides("test_resnet", model, data, (16, 32)) == 2  # of 16 px one pixel is left
+    assert check_model(model, data, "test_resnet", (16, 32)) == 2  # of 16 px one pixel is left
     assert len(passes) == 2  # one tells all of a side
     data.num_classes = 3
     line = r"^model must give scores of the data's 3 classes, \[2, 3\] for .*, got \[2, 2\] of"
     with pytest.raises(SettingError, match=line):
-        check_sides("test_resnet", model, data, (32,))
+        check_model(model, data, "test_resnet", (32,))
     data.num_classes = 2
     line = r"^model must take images of 100000 px, got test_resnet \(can't allocate memory: you"
     with pytest.raises(SettingError, match=line):
-        check_sides("test_resnet", model, data, (32, 100_000))
+        check_model(model, data, "test_resnet", (32, 100_000))
 
 
 # --- settings of models, and weights of files
@@ -335,7 +335,7 @@ def test_settings_of_models_and_layers_have_bounds(settings, message):
 )
 def test_a_model_that_has_no_score_for_each_class_is_refused(accelerator, settings, message):
     with pytest.raises(SettingError, match=f"^model must .*{message}"):
-        prepare(Config(**{**TINY, **settings}), accelerator, loss_function=None)
+        planned(Config(**{**TINY, **settings}), accelerator)
 
 
 @pytest.mark.parametrize("classes", [2, 5])

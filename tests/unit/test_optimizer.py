@@ -9,7 +9,7 @@ from dbsl.cluster.weights import FlatWeights
 from dbsl.config.fields import parse_kwargs
 from dbsl.config.parse import config_to_yaml, parse_config
 from dbsl.config.settings import RunConfig
-from dbsl.optimizer import build_optimizer, check_optimizer, default_learning_rate, load_optimizer
+from dbsl.optimizer import check_optimizer, create_optimizer, default_learning_rate, load_optimizer
 from train import Config
 
 
@@ -27,7 +27,7 @@ def give_gradients(model):
 def test_a_step_is_timms_own_with_its_eps_betas_layer_decay_and_more():
     config = RunConfig(opt_kwargs=("layer_decay=0.5", "eps=1e-3", "betas=0.8,0.7", "amsgrad=True"))
     mine, theirs = small_vit(), small_vit()
-    ours = build_optimizer("adamw", mine, 1.0, 0.9, 0.1, **config.optimizer_settings)
+    ours = create_optimizer("adamw", mine, 1.0, 0.9, 0.1, **config.optimizer_settings)
     given = {"eps": 1e-3, "betas": (0.8, 0.7), "layer_decay": 0.5, "amsgrad": True, "fused": True}
     them = create_optimizer_v2(theirs, "adamw", 0.01, 0.1, **given)
     for group in them.param_groups:  # as timm's schedulers do
@@ -53,7 +53,7 @@ def test_a_step_is_timms_own_with_its_eps_betas_layer_decay_and_more():
 )
 def test_a_resumed_optimizer_is_the_one_that_the_settings_name(before, now):
     def build(name, momentum, *more):
-        return build_optimizer(name, model, 0.1, momentum, 0.0, **dict(more))
+        return create_optimizer(name, model, 0.1, momentum, 0.0, **dict(more))
 
     model = nn.Linear(2, 2)
     old, new, whole = build(*before), build(*now), build(*now)
@@ -98,12 +98,12 @@ def test_layer_decay_is_tried_without_a_false_warning_or_a_random_number(caplog)
 
 def test_workers_that_begin_with_one_state_count_their_own_steps():
     model = small_vit()
-    optimizer = build_optimizer("adamw", model, 0.1, 0.9, 0.0)
+    optimizer = create_optimizer("adamw", model, 0.1, 0.9, 0.0)
     give_gradients(model)
     take_step(optimizer, 0.1)
     saved, two = optimizer.state_dict(), []
     for _ in range(2):
-        two.append(build_optimizer("adamw", model, 0.1, 0.9, 0.0))
+        two.append(create_optimizer("adamw", model, 0.1, 0.9, 0.0))
         load_optimizer(two[-1], saved)
     take_step(two[0], 0.1)
     steps = [next(iter(one.state.values()))["step"].item() for one in (*two, optimizer)]
@@ -116,7 +116,7 @@ def test_a_cleared_optimizer_begins_again(name):
     for steps in (0, 30):
         model = nn.Linear(4, 2)
         weights = FlatWeights(model)
-        optimizer = build_optimizer(name, model, 0.1, 0.9, 0.0)
+        optimizer = create_optimizer(name, model, 0.1, 0.9, 0.0)
         stepper = Stepper(model, weights, ComputeTimer(torch.device("cpu")), {0: optimizer})
         for _ in range(steps):
             give_gradients(model)
@@ -131,7 +131,7 @@ def test_a_cleared_optimizer_begins_again(name):
 
 @pytest.mark.filterwarnings("ignore:It is highly recommended to have .opt_einsum")
 def test_kron_draws_the_same_numbers_in_every_process():
-    optimizer = build_optimizer("kron", nn.Linear(2, 2), 0.01, 0.9, 0.0)
+    optimizer = create_optimizer("kron", nn.Linear(2, 2), 0.01, 0.9, 0.0)
     assert optimizer.deterministic
     saved = {**optimizer.state_dict(), "rng_state": (3, (*range(625),), None)}
     load_optimizer(optimizer, saved)

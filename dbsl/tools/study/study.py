@@ -38,7 +38,7 @@ from dbsl.config.image_settings import ImageConfig, check_images
 from dbsl.config.parse import config_to_yaml, parse_flags, read_settings
 from dbsl.config.settings import MachineConfig, RunConfig
 from dbsl.data.dataset import load_data
-from dbsl.model import check_sides
+from dbsl.model import check_model
 from dbsl.optimizer import check_optimizer, default_learning_rate, optim
 from dbsl.plan.stages import default_resolutions
 from dbsl.run.accelerator import start_accelerator
@@ -255,7 +255,7 @@ def _load(config: StudyConfig, accelerator: Any) -> Images:
     resolution = config.resolution or default_resolutions(data.image_side)[-1]
     transform = data.transform(resolution, config.augmentation, config.seed)
     images = Images(config, data, transform, accelerator)
-    least = check_sides(config.model, images.build(config.seed), data, (resolution,))
+    least = check_model(images.build(config.seed), data, config.model, (resolution,))
     Within(least).check("batch_sizes", min(config.batch_sizes))
     return images
 

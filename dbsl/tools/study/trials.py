@@ -26,7 +26,7 @@ from dbsl.cluster.steps import begin_thawed, take_step
 from dbsl.data.dataset import Data
 from dbsl.data.transforms import Transform
 from dbsl.model import build_model, set_dropout
-from dbsl.optimizer import build_optimizer
+from dbsl.optimizer import create_optimizer
 from dbsl.plan.sampler import StepSampler, evaluation_batch_size, evaluation_batches
 from dbsl.tools.study.scaling import Trial
 from dbsl.tools.study.store import COLUMNS
@@ -127,7 +127,7 @@ class ImageTask:
         self._images, self._seed = images, seed
         accelerator = images.accelerator
         model = images.build(seed)
-        built = build_optimizer(
+        built = create_optimizer(
             TIMM_NAMES.get(optimizer, optimizer),
             model,
             parameters["learning_rate"],

@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
-from types import SimpleNamespace
+from copy import copy
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from dbsl.base.errors import SyncError
 from dbsl.checkpoint.disk import pack, unpack
 from dbsl.checkpoint.resume import Saved, make_handover, with_lost_workers
 from dbsl.plan.types import EpochEnd, Handover, RoundReport, Segment, Turn
-from dbsl.run.connect import connect
-from dbsl.run.training import Run
+from dbsl.run.plans import Plans
+from dbsl.run.workers import Workers
 from experiments.benchmarks.coverage.cases import Case
 from experiments.benchmarks.coverage.prepare import prepare
-
-_ACCELERATOR = SimpleNamespace(device=torch.device("cpu"), prepare_optimizer=lambda o: o)
 
 
 @dataclass
@@ -57,6 +54,13 @@ class NoSuchRunError(ValueError):
     """A case's settings do not go together: no run begins with them."""
 
 
+def _at_place(plans: Plans, place: int | None) -> Plans:
+    """Return the plans as a process at this place in its worker has them."""
+    there = copy(plans)
+    there.place = place
+    return there
+
+
 class _Player:
     """Plays a case: what train.py's loop does, with counts in place of training."""
 
@@ -80,9 +84,8 @@ class _Player:
         self._hear()
         return self._result()
 
-    def _connect(self, run: Run) -> None:
-        self._run = run
-        self._cluster, self._stepper = connect(run, _ACCELERATOR)
+    def _connect(self, run: Workers) -> None:
+        self._run, self._cluster = run, run.cluster
         self._cluster.changes_before = self._loses_before
 
     def _loses_before(self, time_s: float) -> bool:
@@ -119,11 +122,11 @@ class _Player:
 
     def _train(self, turn: Turn, segment: Segment) -> None:
         """Count the samples of a turn as trained on, and push."""
-        run, cluster, played = self._run, self._cluster, self.played
+        plans, cluster, played = self._run.plans, self._cluster, self.played
         server, version = cluster.server, cluster.server and cluster.server.version
         played.turns += 1
-        places = range(run.islands.sizes[turn.workers[0]]) if run.islands.several else [None]
-        several = [replace(run, place=place).steps(segment, turn) for place in places]
+        places = range(plans.islands.sizes[turn.workers[0]]) if plans.islands.several else [None]
+        several = [_at_place(plans, place).steps(segment, turn) for place in places]
         steps = several[0]
         own = dict.fromkeys(turn.workers, 0)
         for step in zip(*several, strict=True) if len(places) > 1 else ():  # as each process has it
@@ -140,7 +143,7 @@ class _Player:
         cluster.outgoing.fill_(-float(sum(own.values())))  # descent adds it to the weight
         reports = []
         for worker, plan in ((w, segment.plan.workers[w]) for w in turn.workers):
-            values = {"resolution": run.stage_at(turn.epoch).resolution, "steps": len(steps)}
+            values = {"resolution": plans.stage_at(turn.epoch).resolution, "steps": len(steps)}
             values |= {"local_batch_size": plan.local_batch_size, "samples": own[worker]}
             values |= {"merge_weight": plan.merge_weight, "learning_rate": 1.0}
             values |= {"time_s": 0.0, "loss": 0.0}
@@ -157,7 +160,9 @@ class _Player:
         for loss in self._cluster.losses():
             played.lost, played.lost_workers = played.lost + loss.samples, played.lost_workers + 1
             epoch = max(server.clocks) // server.members.rounds + 1
-            ledger = self._run.planner.ledger  # with epochs that other workers had begun, perhaps
+            ledger = (
+                self._run.plans.planner.ledger
+            )  # with epochs that other workers had begun, perhaps
             epoch = max(epoch, *(e + 1 for e in ledger.segments if ledger.left_by_others(e)), 0)
             self._untouched = max(self._untouched, epoch)
 
@@ -165,8 +170,8 @@ class _Player:
         """Stop the run, and resume it, with another number of workers if that can be."""
         played, cluster = self.played, self._cluster
         played.stops += 1
-        played.changes += self._run.planner.changes
-        state = {"cluster": cluster.state_dict(), "planner": self._run.planner.state_dict()}
+        played.changes += self._run.plans.planner.changes
+        state = {"cluster": cluster.state_dict(), "planner": self._run.plans.planner.state_dict()}
         state |= {"model": {"weights": cluster.weights.vector}, "progress": None}
         tree, tensors = pack(state)
         state = unpack(json.loads(json.dumps(tree)), tensors)
@@ -181,7 +186,7 @@ class _Player:
     def _workers(self) -> int:
         return self._case.options["workers"]
 
-    def _resized(self, workers: int | None, state: Any) -> tuple[Case, Run, Handover] | None:
+    def _resized(self, workers: int | None, state: Any) -> tuple[Case, Workers, Handover] | None:
         """Return how the run goes on with so many workers; None: it does with those it has."""
         if workers in (None, self._workers):
             return None
@@ -205,10 +210,10 @@ class _Player:
             there, inside = state["cluster"]["server"]["active"], state["cluster"]["queue"]
             state["cluster"]["queue"] = [(time_s, w) for time_s, w in inside if w in there]
             state = with_lost_workers(state, self._run, self._run.config.epochs)
-        self._run.planner.load_state_dict(state["planner"])
+        self._run.plans.planner.load_state_dict(state["planner"])
         self._cluster.load_state_dict(state["cluster"])
 
-    def _restart(self, case: Case, run: Run, start: Handover) -> None:
+    def _restart(self, case: Case, run: Workers, start: Handover) -> None:
         """Go on with other workers; what a barrier had collected is trained on again."""
         self.played.resized += 1
         for version, turn, indices in self._collected:
@@ -218,17 +223,17 @@ class _Player:
         self._case = case
         self._connect(run)
         self._cluster.take_over(start)
-        run.planner.take_over(start)
+        run.plans.planner.take_over(start)
 
     def _result(self) -> Played:
-        run, played, counts = self._run, self.played, self._counts
-        epochs = range(run.config.epochs)
-        of_epoch = [run.plans[run.stage_at(epoch).resolution].samples for epoch in epochs]
-        played.changes += run.planner.changes
+        plans, played, counts = self._run.plans, self.played, self._counts
+        epochs = range(plans.config.epochs)
+        of_epoch = [plans.first[plans.stage_at(epoch).resolution].samples for epoch in epochs]
+        played.changes += plans.planner.changes
         played.expected, played.trained = sum(of_epoch), int(counts.sum())
         played.twice = int((counts > 1).sum())
         if first := self._untouched:
             played.whole = counts.sum(1)[first:].tolist() == of_epoch[first:]
-        if run.config.push != "weights":
+        if plans.config.push != "weights":
             played.pushed = float(self._cluster.server.snapshot()[0])  # the rest is padding
         return played

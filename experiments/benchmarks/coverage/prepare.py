@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 
+import torch
 from torch import nn
 
-from dbsl.optimizer import build_optimizer
+from dbsl.optimizer import create_optimizer
 from dbsl.plan.islands import Islands
 from dbsl.plan.machines import KnownWorkers
-from dbsl.plan.sampler import Order
-from dbsl.plan.stages import make_stages
+from dbsl.plan.stages import Stages
 from dbsl.plan.types import TimeModel
-from dbsl.run.prepare import plan_run
-from dbsl.run.training import Run
+from dbsl.run.connect import connect
+from dbsl.run.plans import Plans
+from dbsl.run.times import Times
 from experiments.benchmarks.coverage.cases import Case
 
-
-@dataclass(frozen=True)
-class _Samples:
-    """Training data of which only the order counts."""
-
-    count: int
-    blocks: Order | None
-
-    def __len__(self) -> int:
-        return self.count
+_ALONE = {"process_index": 0, "local_process_index": 0, "num_processes": 1}
+_ACCELERATOR = SimpleNamespace(
+    device=torch.device("cpu"),
+    prepare_optimizer=lambda optimizer: optimizer,
+    gather=lambda tensor: tensor,
+    print=lambda line: None,
+    **_ALONE,
+)
 
 
-def prepare(case: Case) -> Run:
-    """Return what `dbsl.run.prepare.prepare` does, without data and with a model of one number.
+def prepare(case: Case) -> SimpleNamespace:
+    """Return what `dbsl.run.workers.Workers` has, as far as a cluster asks for it.
 
     Raises:
         ValueError: If there is no such plan.
@@ -38,7 +36,12 @@ def prepare(case: Case) -> Run:
     from train import Config
 
     config = Config(
-        **case.options, optimizer="momentum", momentum=0.0, weight_decay=0.0, noise_scale=False
+        **case.options,
+        lr=1.0,
+        optimizer="momentum",
+        momentum=0.0,
+        weight_decay=0.0,
+        noise_scale=False,
     )
     resolutions = config.resolutions
     islands = Islands.of(config)
@@ -55,23 +58,20 @@ def prepare(case: Case) -> Run:
         large_batch_sizes=dict.fromkeys(resolutions, case.large),
         measured=True,
     )
-    stages = make_stages(config.epochs, resolutions, learning_rate=1.0)
-    given = (config, known, stages, case.samples, case.least)
-    config, plans, planner, sampler = plan_run(*given, blocks=case.blocks, say=lambda line: None)
+    stages = Stages(config, resolutions)
+    times = Times(stages.config, known, case.samples, case.least, case.blocks)
+    plans = Plans(times, stages, _ACCELERATOR)
+    plans.machine = case.emulation
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
-    return Run(
-        config=config,
-        data=SimpleNamespace(train=_Samples(case.samples, case.blocks)),
-        stages=tuple(stages),
-        model=model,
+    workers = SimpleNamespace(
         plans=plans,
-        planner=planner,
-        known=known,
-        sampler=sampler,
-        islands=islands,
-        machine=case.emulation,
-        mixing=None,
-        loss_of=None,
-        build_optimizer=lambda module: build_optimizer("momentum", module, 1.0, 0.0, 0.0),
+        config=plans.config,
+        accelerator=_ACCELERATOR,
+        raw_model=model,
+        data=SimpleNamespace(train=range(case.samples)),
     )
+    workers.cluster, _ = connect(
+        workers, lambda module: create_optimizer("momentum", module, 1.0, 0.0, 0.0)
+    )
+    return workers

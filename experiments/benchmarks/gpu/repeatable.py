@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-import dbsl.open
 import train
 from dbsl.base.errors import one_line_errors
 from dbsl.config.parse import parse_config
@@ -28,24 +27,24 @@ def main() -> None:
     arguments, flags = parser.parse_known_args()
     if arguments.deterministic:
         torch.use_deterministic_algorithms(True)
-        start = dbsl.open.start_accelerator
+        start = train.start_accelerator
 
         def without_trials(*given: Any) -> Any:
             accelerator = start(*given)
             torch.backends.cudnn.benchmark = False  # which algorithm is fastest is chance
             return accelerator
 
-        dbsl.open.start_accelerator = without_trials
+        train.start_accelerator = without_trials
     if arguments.stop_in_round:
-        train_round, rounds = train.train_round, [0]
+        train_turn, rounds = train.train_turn, [0]
 
         def stopped(*given: Any) -> None:
             rounds[0] += 1
             if rounds[0] == arguments.stop_in_round:
                 os.kill(os.getpid(), signal.SIGTERM)  # train.py stops after its next step
-            train_round(*given)
+            train_turn(*given)
 
-        train.train_round = stopped
+        train.train_turn = stopped
     with one_line_errors():
         train.main(parse_config(train.Config, flags))
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from dbsl.plan.sampler import Step
-from dbsl.run.session import Work
+from dbsl.run.turns import TurnStep, WorkerTurn
 from experiments.benchmarks.gpu.child import Settings
 from experiments.benchmarks.gpu.runs import common_flags, peak_memory, train_here
 from experiments.benchmarks.speed.arms import Settings as ArmSettings
@@ -67,24 +66,25 @@ def kernels(
     """Count what a step of train.py asks of the device, and how often it waits for it."""
     steps = 2 if settings.dry else 15
     batch = 8 if settings.dry else batch
-    steps_of, calls, found = Work.steps, [0], {}
+    steps_of, calls, found = WorkerTurn.steps, [0], {}
 
-    def watched(work: Work) -> Iterator[Step]:
+    def watched(turn: WorkerTurn, *given: object) -> Iterator[TurnStep]:
         calls[0] += 1
+        steps_left = steps_of(turn, *given)
         synchronize()
         if calls[0] == 3:
             with torch.profiler.profile() as profile:
-                yield from steps_of(work)
+                yield from steps_left
                 synchronize()
             found.update(_counts(profile, steps))
             raise _Enough
         began = time.perf_counter()
-        yield from steps_of(work)
+        yield from steps_left
         found["host_ms"] = round(1e3 * (time.perf_counter() - began) / steps, 3)
         synchronize()
         found["step_ms"] = round(1e3 * (time.perf_counter() - began) / steps, 3)
 
-    Work.steps = watched
+    WorkerTurn.steps = watched
     with tempfile.TemporaryDirectory() as scratch:
         flags = common_flags(settings, Path(scratch) / "run")
         flags += ["--workers", "1", "--local-batch-sizes", str(batch), "--no-noise-scale"]

@@ -89,14 +89,14 @@ def rounds(settings: Settings, pace: Pace) -> None:
     """train.py itself: its whole loop, with a pause before a round."""
     import train
 
-    train_round, done = train.train_round, [0]
+    train_turn, done = train.train_turn, [0]
 
-    def paced(session, turn):
+    def paced(turn, training):
         pace(done[0])
-        train_round(session, turn)
+        train_turn(turn, training)
         done[0] = round_images
 
-    train.train_round = paced
+    train.train_turn = paced
     # About what a step takes: what is measured in training is bounded by its share of that.
     slope, intercept = (1.6e-5, 5e-4) if torch.cuda.is_available() else (0.01, 0.05)
     round_images = settings.round_steps * settings.batch

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dbsl.checkpoint import checkpointer, disk
+from dbsl.checkpoint import checkpoint, disk
 from dbsl.checkpoint.disk import CheckpointError, Found, Manifest, pack, write_manifest, write_shard
 
 CONFIG = {"resolutions": [16, 32], "lr": 0.1}
@@ -79,11 +79,11 @@ def test_files_of_other_nodes_are_waited_for_but_not_for_ever(tmp_path, monkeypa
     path = tmp_path / "rank-00001.json"
     late = threading.Timer(0.2, path.touch)
     late.start()
-    checkpointer._wait_for([path])
+    checkpoint._wait_for([path])
     late.join()
-    monkeypatch.setattr(checkpointer, "_SEEN_S", 0.1)
+    monkeypatch.setattr(checkpoint, "_SEEN_S", 0.1)
     with pytest.raises(OSError, match="all nodes must see it, but rank 0 sees no rank-00002"):
-        checkpointer._wait_for([path, tmp_path / "rank-00002.json"])
+        checkpoint._wait_for([path, tmp_path / "rank-00002.json"])
 
 
 @pytest.mark.parametrize("name", ["rank-00000.json", "rank-00000.safetensors", "manifest.json"])

@@ -46,8 +46,8 @@ def run_of(config, rounds=1, **more):
     """Return as much of a new run of 60 samples as a restart asks for."""
     data, stage_at = Bag(train=range(60)), lambda epoch: Bag(resolution=8)
     sampler = TurnSampler(config, 60, rounds, 1)
-    given = {"config": config, "data": data, "stage_at": stage_at, "sampler": sampler}
-    return Bag(rounds=rounds, **given, **more)
+    plans = Bag(rounds=rounds, stage_at=stage_at, sampler=sampler, **more)
+    return Bag(config=config, data=data, plans=plans)
 
 
 def saved_as(state, config, run=None, **before):
@@ -81,7 +81,7 @@ def test_other_workers_go_on_from_shards_each_of_which_is_read_once(monkeypatch,
 def test_a_lost_worker_is_back_in_the_first_epoch_that_nobody_has_begun(clocks, epochs, back):
     members = Members(3, 2)
     planner = Planner({8: dual(3, 2)}, lambda epoch: 8, {8: [FAST] * 3}, members=members)
-    run = Bag(rounds=2, config=Bag(epochs=epochs), planner=planner)
+    run = Bag(config=Bag(epochs=epochs), plans=Bag(rounds=2, planner=planner))
     saved = state_of(clocks, active=[0, 1]) | {"planner": planner.state_dict()}
     state = with_lost_workers(saved, run, 5)
     assert state["cluster"]["server"]["clocks"] == [*clocks[:2], 2 * back]
@@ -131,7 +131,7 @@ def test_other_workers_than_those_of_a_server_go_on_from_its_clocks(lost):
     run = run_of(config, rounds=2)
     restart = make_handover(saved_as(state, config, run, rounds_per_epoch=2, workers=3), {}, run)
     assert restart.clock == (5 if lost else 4)
-    sampler = run.sampler.sampler(Segment(plan))
+    sampler = run.plans.sampler.sampler(Segment(plan))
     rest = [(0, 1)] if lost else [(0, 1), (2, 0), (2, 1)]
     count = sum(len(sampler.indices(worker, 2, round_)) for worker, round_ in rest)
     (left,) = restart.left.values()
@@ -165,7 +165,7 @@ SIX_STEPS = plan_steps(60, np.array([5, 5]), [FAST] * 2)
 def test_pushes_of_more_batches_begin_where_an_epoch_does(clock, expected):
     """There are three pushes, and then two."""
     config = Config(workers=2, push="gradients:3")
-    run = run_of(config, rounds=2, plans={8: SIX_STEPS})
+    run = run_of(config, rounds=2, first={8: SIX_STEPS})
     saved = saved_as(
         state_of([clock] * 2, SIX_STEPS, optimizer={}), config, run, push="gradients:2"
     )

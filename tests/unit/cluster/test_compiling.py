@@ -9,11 +9,11 @@ from dbsl.cluster.weights import FlatWeights
 from dbsl.data.sources import image_batch
 from dbsl.model import build_model
 from dbsl.run import connect as module
-from dbsl.run.connect import connect, make_ready
-from dbsl.run.prepare import prepare
-from dbsl.run.session import Session
+from dbsl.run.connect import make_ready
 from dbsl.run.stopping import Stopwatch
-from train import Config
+from dbsl.run.workers import Workers
+from tests.helpers import planned
+from train import Config, loss_function
 
 
 def note_calls(model, calls):
@@ -33,13 +33,17 @@ def loss_of(model, images, labels, config=None):
 
 
 def run_of(model, sizes, compiled, device="cpu"):
-    """Return what `make_ready` asks of a run at 16 px."""
-    return SimpleNamespace(
-        model=model,
-        config=SimpleNamespace(compile=compiled),
+    """Return what `make_ready` asks of workers at 16 px."""
+    plans = SimpleNamespace(
         known=SimpleNamespace(micro_batch_sizes=None),
         stages=[SimpleNamespace(resolution=16, dropout=0.5)],
         batch_sizes=lambda workers: {16: sizes},
+    )
+    return SimpleNamespace(
+        plans=plans,
+        raw_model=model,
+        config=SimpleNamespace(compile=compiled),
+        accelerator=SimpleNamespace(device=torch.device(device), print=print),
         data=SimpleNamespace(example=lambda size, r: image_batch(size, r, 3, torch.device(device))),
         loss_of=loss_of,
     )
@@ -56,7 +60,7 @@ def test_every_shape_is_met_from_gradients_of_its_own_and_nothing_moves(
     weights = FlatWeights(model)
     before = weights.vector.clone()
     random = torch.get_rng_state()
-    make_ready(run_of(model, {4, 6}, compiled), weights, (0,), accelerator)
+    make_ready(run_of(model, {4, 6}, compiled), weights, (0,))
     assert in_place == [False] * compiled
     assert [call.shape[0] for call in calls] == [4] * times + [6] * times
     assert not any(call.left_over for call in calls)
@@ -70,7 +74,7 @@ def test_shapes_are_met_in_the_mode_of_training_which_leaves_frozen_modules_alon
     model, modes = build_model("test_resnet", 3, (16,)), []
     frozen = next(each for each in model.modules() if isinstance(each, nn.BatchNorm2d))
     frozen.requires_grad_(False).register_forward_hook(lambda own, *_: modes.append(own.training))
-    make_ready(run_of(model, {4}, compiled=False), FlatWeights(model), (0,), accelerator)
+    make_ready(run_of(model, {4}, compiled=False), FlatWeights(model), (0,))
     assert modes == [False], "a graph in another mode is made again at the first step"
 
 
@@ -79,12 +83,13 @@ def test_where_cudnn_tries_algorithms_it_does_before_the_training(monkeypatch, a
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", tries)
     settings = {"train_samples": 60, "eval_samples": 20, "resolutions": (16, 24), "lr": 0.1}
     settings |= {"slope": (0.001,), "intercept": (0.01,), "local_batch_sizes": (7, 8)}
-    run = prepare(Config(model="test_resnet", workers=2, **settings), accelerator, loss_of)
+    parts = planned(Config(model="test_resnet", workers=2, **settings), accelerator)
     calls = []
-    note_calls(run.model, calls)
-    connect(run, accelerator)
+    note_calls(parts.model, calls)
+    model, data, build = parts.model, parts.data, parts.build_optimizer
+    Workers(parts.plans, accelerator, model, data, loss_function, build)
     found = {(tuple(call.shape[2:]), call.shape[0]) for call in calls}
-    wanted = {((r, r), n) for r, sizes in run.batch_sizes((0, 1)).items() for n in sizes}
+    wanted = {((r, r), n) for r, sizes in parts.plans.batch_sizes((0, 1)).items() for n in sizes}
     assert found == (wanted if tries else set())
     assert len(wanted) > 3
 
@@ -99,12 +104,14 @@ def test_an_evaluation_makes_no_graph_of_a_compiled_model():
     model = torch.nn.Linear(3, 2)
     model.compile(dynamic=False, backend=backend)
     alone = SimpleNamespace(num_processes=1)
-    session = SimpleNamespace(model=model, stopwatch=Stopwatch(), accelerator=alone)
+    stopwatch, cluster = Stopwatch(), SimpleNamespace(load=lambda end: None)
+    workers = SimpleNamespace(raw_model=model, stopwatch=stopwatch, accelerator=alone)
+    workers.cluster = cluster
     model(torch.zeros(4, 3))
-    with Session.evaluating(session):
+    with Workers.merged(workers, SimpleNamespace(ended_at=0.0)):
         model(torch.zeros(5, 3))
     assert len(graphs) == 1
-    assert session.stopwatch.paused_s > 0
+    assert stopwatch.paused_s > 0
     model(torch.zeros(5, 3))
     assert len(graphs) == 2
     torch._dynamo.reset()

@@ -15,7 +15,7 @@ from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.model import build_model
-from dbsl.optimizer import build_optimizer
+from dbsl.optimizer import create_optimizer
 from experiments.benchmarks import operators
 from tests.helpers import run, short
 
@@ -56,18 +56,19 @@ def waiting(read, count):
 
 def count_rounds(folder, monkeypatch, steps, **settings):
     """Train two epochs of rounds with so many steps each; return the last epoch's counts."""
-    train_round, found = train.train_round, []
+    train_turn, found = train.train_turn, []
 
-    def counted(session, turn):
-        with Count(session.cluster.weights.vector.numel()) as count, monkeypatch.context() as patch:
+    def counted(turn, training):
+        weights = training.workers.cluster.weights
+        with Count(weights.vector.numel()) as count, monkeypatch.context() as patch:
             for name in READS:
                 patch.setattr(torch.Tensor, name, waiting(getattr(torch.Tensor, name), count))
-            train_round(session, turn)
+            train_turn(turn, training)
         if turn.epoch == 1:
             found.append(count)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "train_round", counted)
+        patch.setattr(train, "train_turn", counted)
         settings |= {"train_samples": WORKERS * BATCH * steps, "epochs": 2, "eval_every": 9}
         settings |= {"local_batch_sizes": (BATCH,) * WORKERS, "checkpoint_every": 0}
         run(folder / f"{steps}", mixed_precision="no", **settings)
@@ -78,7 +79,7 @@ def bare_step():
     """Return the operators of the model's step alone."""
     model = build_model("test_resnet", 10, (16,))
     model = model.to(memory_format=torch.channels_last).train()
-    optimizer = build_optimizer("sgd", model, 0.1, 0.9, 5e-4)
+    optimizer = create_optimizer("sgd", model, 0.1, 0.9, 5e-4)
     images = torch.zeros(BATCH, 3, 16, 16).contiguous(memory_format=torch.channels_last)
     labels = torch.zeros(BATCH, dtype=torch.int64)
     for _ in range(2):  # the first makes the optimizer's state

@@ -40,10 +40,18 @@ def test_statistics_are_measured_on_the_same_images_in_batches_of_one_size(
     assert {*alone.tolist()} == seen
 
 
-def as_run(model, images, batch_size, transform=None):
-    data = SimpleNamespace(train=images, transform=lambda *_: transform)
-    config = SimpleNamespace(seed=0, resolutions=(4,))
-    return SimpleNamespace(model=model, data=data, config=config, statistics_batch=batch_size)
+def workers_of(model, images, batch_size, accelerator, transform=None, together=True):
+    """Return what is asked of workers."""
+    return SimpleNamespace(
+        raw_model=model,
+        cluster=SimpleNamespace(weights=FlatWeights(model)),
+        data=SimpleNamespace(train=images, transform=lambda *_: transform),
+        config=SimpleNamespace(seed=0),
+        plans=SimpleNamespace(statistics_batch=batch_size),
+        accelerator=accelerator,
+        shares_evaluation=together,
+        side=4,
+    )
 
 
 def _recomputed(rank, world_size, model):
@@ -52,11 +60,11 @@ def _recomputed(rank, world_size, model):
     images = PixelStore(torch.from_numpy(pixels), torch.zeros(60, dtype=torch.int64))
     place = {"process_index": rank, "num_processes": world_size}
     accelerator = SimpleNamespace(autocast=nullcontext, reduce=_mean, **place)
-    weights = FlatWeights(model)
     transform = Transform(4, "none", False, (0.5,) * 3, (0.5,) * 3, 0)
-    run = as_run(model, images, 10, transform)
-    recompute_statistics(run, weights, accelerator, together=world_size > 1)
-    return weights.buffers.tolist()
+    together = world_size > 1
+    workers = workers_of(model, images, 10, accelerator, transform, together)
+    recompute_statistics(workers)
+    return workers.cluster.weights.buffers.tolist()
 
 
 def _mean(tensor, reduction):
@@ -78,9 +86,9 @@ def test_processes_share_the_images_and_agree_on_the_statistics(run_ranks):
 
 
 def test_without_batch_norm_no_image_is_read_nor_anybody_waited_for():
-    weights, images, accelerator = FlatWeights(nn.LayerNorm(3)), MagicMock(), MagicMock()
+    images, accelerator = MagicMock(), MagicMock()
     images.__len__.return_value = 8
-    recompute_statistics(as_run(nn.LayerNorm(3), images, 4), weights, accelerator, together=True)
+    recompute_statistics(workers_of(nn.LayerNorm(3), images, 4, accelerator))
     assert not images.batches.called
     assert not accelerator.reduce.called
 

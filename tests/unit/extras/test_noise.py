@@ -159,15 +159,17 @@ def test_a_round_that_is_left_in_the_middle_does_not_leak_into_the_next_one():
 def chosen(large, sync="bsp", processes=1, device="cpu", wire="float32"):
     """Return the probe of a run of four workers, one with small batches."""
     model = TimeModel(0.001, 0.01)
-    run = SimpleNamespace(
-        plans={8: plan_dual_batch(400, 4, 1, large, model, PlanRules(time_ratio=1.2))},
+    plans = SimpleNamespace(
+        first={8: plan_dual_batch(400, 4, 1, large, model, PlanRules(time_ratio=1.2))},
         known=SimpleNamespace(models={8: [model] * 4}),
-        model=nn.Linear(1, 1, device=device),
         rounds=1,
         sampler=SimpleNamespace(least=1),
-        config=RunConfig(sync=sync, wire=wire),
+        config=RunConfig(sync=sync, wire=wire, workers=4),
     )
-    return dbsl.extras.noise.choose_probe(run, processes)
+    accelerator = SimpleNamespace(num_processes=processes)
+    model = nn.Linear(1, 1, device=device)
+    workers = SimpleNamespace(plans=plans, raw_model=model, accelerator=accelerator)
+    return dbsl.extras.noise.choose_probe(workers)
 
 
 def test_gradients_are_joined_of_workers_at_the_same_weights_in_one_process():

@@ -15,15 +15,15 @@ import torch
 from dbsl.checkpoint.disk import pack, unpack
 from dbsl.config.hooks import Extra, Extras, Machine
 from dbsl.log import lines as display
+from dbsl.log.evaluation import Evaluation
 from dbsl.log.log import RunLog
-from dbsl.log.meter import StepMeter
 from dbsl.log.rows import PLAN_TOTALS, read_metrics, step_row
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.solve import TimeModel, plan_dual_batch
 from dbsl.plan.stages import make_stages, stage_at
 from dbsl.plan.types import Handover, LostWorker, RoundReport, StepLine, Turn
-from dbsl.run.evaluation import Evaluation
-from dbsl.run.session import Progress
+from dbsl.run.meter import StepMeter
+from dbsl.run.turns import Progress
 from train import Config
 
 STAGES = make_stages(2, [24, 32], learning_rate=0.1)
@@ -66,30 +66,29 @@ def make_log(tmp_path, accelerator):
         restart=None,
         **settings,
     ):
-        run = SimpleNamespace(
+        planned = SimpleNamespace(
             config=Config(workers=len(plans[24].workers), epochs=stages[-1].end_epoch, **settings),
-            data=SimpleNamespace(
-                train=Images(), evaluation=Images(range(evaluated)), num_classes=1
-            ),
             stages=stages,
             stage_at=lambda epoch: stage_at(stages, epoch),
-            plans=plans,
+            first=plans,
             planner=planner,
-            model=torch.nn.BatchNorm1d(2) if normalises else torch.nn.Linear(1, 1),
             known=SimpleNamespace(measured=True),
             machine=Machine(),
             extras=Extras(extras or {}),
         )
-        session = SimpleNamespace(
-            run=run,
-            folder=tmp_path,
+        workers = SimpleNamespace(
+            plans=planned,
+            data=SimpleNamespace(
+                train=Images(), evaluation=Images(range(evaluated)), num_classes=1
+            ),
+            raw_model=torch.nn.BatchNorm1d(2) if normalises else torch.nn.Linear(1, 1),
             accelerator=accelerator if main else SimpleNamespace(is_main_process=False),
             meter=StepMeter(0),
             progress=Progress(),
             cluster=SimpleNamespace(refused=0, time_s=42.5),
             stopwatch=SimpleNamespace(start_up_s=1.0, total_s=30.0),
         )
-        return RunLog(session, state, restart)
+        return RunLog(tmp_path, workers, state, restart)
 
     return make
 
@@ -174,10 +173,10 @@ def test_metrics_of_your_own_are_plain_numbers_with_names_that_no_field_has():
     more = {"f1": np.float32(0.5), "count": torch.tensor(3)}
     found = Evaluation(0.5, 1.0, 10, 8, more=more).more
     assert [(type(value), value) for value in found.values()] == [(float, 0.5), (int, 3)]
-    with pytest.raises(ValueError, match="auc in more of Evaluation must be a number, got unset"):
+    with pytest.raises(ValueError, match="auc of evaluate must be a number, got unset"):
         Evaluation(0.5, 1.0, 10, 8, more={"auc": None})
     for name in ("accuracy", "ema_loss", "epoch"):
-        with pytest.raises(ValueError, match=f"more of Evaluation .* got '{name}', which "):
+        with pytest.raises(ValueError, match=f"a metric of evaluate .* got '{name}', which "):
             Evaluation(0.5, 1.0, 10, 32, more={name: 0.25})
 
 
@@ -212,8 +211,8 @@ def test_the_longest_epoch_line_fits_120_columns(make_log, capsys):
         for worker in range(8):
             usual = {"resolution": 256, "samples": 160000, "loss": 6.9, "learning_rate": 1.23456e-5}
             log.round(report_of(worker, 998, time_s=88.8 + worker, **usual))
-        evaluation = Evaluation(0.98765, 1.23456, 9999, 256)
-        log.epoch_end(998, evaluation.also("ema", evaluation), train_time_s=100.0)
+        ema = {"ema_accuracy": 0.98765, "ema_loss": 1.23456}
+        log.epoch_end(998, Evaluation(0.98765, 1.23456, 9999, 256, **ema), train_time_s=100.0)
     (line,) = capsys.readouterr().out.splitlines()
     assert line == (
         "epoch  999/1000  256 px  lr 1.23e-05  loss 6.900  eval 98.8 %, loss 1.235  EMA 98.8 %  "
@@ -234,8 +233,8 @@ def take_steps(log, turn, number, rate, before=lambda: None):
     for _ in range(number):
         before()
         step = Step((Part(turn.workers[0], np.arange(5), 1.0),), progress=0.0)
-        with log.meter.step(step, rate, Progress()):
-            pass
+        log.meter.begin_step(step)
+        log.meter.end_step(step, rate, Progress())
 
 
 def test_progress_bar_on_a_terminal_moves_with_every_step(make_log, monkeypatch):
@@ -504,7 +503,7 @@ def test_patience_is_counted_on_the_main_process_alone(make_log):
     """The others have no evaluations to compare with, and one wish ends the run."""
     with make_log() as log:
         log.epoch_end(0, EVALUATION, train_time_s=1.0)
-        assert not log.is_best(EVALUATION)
+        assert not log.is_best(EVALUATION.accuracy, EVALUATION.loss)
         log.enabled = False
-        assert log.is_best(EVALUATION)
+        assert log.is_best(EVALUATION.accuracy, EVALUATION.loss)
         log.enabled = True

@@ -10,10 +10,10 @@ from torch import nn
 
 from dbsl.checkpoint.disk import pack, unpack
 from dbsl.cluster.wire import encode, read_report
-from dbsl.log.meter import MEASURED, StepMeter, gradient_square
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.types import RoundReport, Turn
-from dbsl.run.session import Progress
+from dbsl.run.meter import MEASURED, StepMeter, gradient_square
+from dbsl.run.turns import Progress
 from experiments.benchmarks.operators import Operators
 
 CPU = SimpleNamespace(device=torch.device("cpu"), scaler=None)
@@ -23,7 +23,7 @@ WORKERS, ROUNDS, STEPS, BATCH = 2, 3, 5, 4
 def make_meter(lines, every=3, tell=True, state=None, load=StepMeter.load_state_dict):
     meter = StepMeter(every)
     meter.tell = lines.append if tell else None
-    stepper = SimpleNamespace(model=nn.Linear(2, 1, bias=False), on_gradients=None)
+    stepper = SimpleNamespace(model=nn.Linear(2, 1, bias=False))
     meter.attach(range(WORKERS), stepper, CPU)
     if state is not None:
         load(meter, state)
@@ -45,9 +45,10 @@ def train(meter, stepper, todo, progress, until=math.inf):
             before = progress.sums.get(worker, torch.zeros(1))
             progress.sums[worker] = before + BATCH * value
             progress.samples[worker] = progress.samples.get(worker, 0) + BATCH
-            with meter.step(step, 0.1, progress):
-                stepper.model.weight.grad = torch.tensor([[3.0, 4.0]]) * value
-                stepper.on_gradients(0.5)
+            meter.begin_step(step)
+            stepper.model.weight.grad = torch.tensor([[3.0, 4.0]]) * value
+            meter.look(0.5)
+            meter.end_step(step, 0.1, progress)
             progress.steps += 1
         sums = {w: own.tolist() for w, own in progress.sums.items()}
         meter.end(sums, progress.samples)
@@ -146,7 +147,7 @@ def test_other_workers_count_on_from_the_furthest():
 
 def test_a_server_without_steps_of_its_own_keeps_how_far_its_workers_are():
     server, lines = StepMeter(3), []
-    server.attach((), SimpleNamespace(model=nn.Linear(2, 1), on_gradients=None), CPU)
+    server.attach((), SimpleNamespace(model=nn.Linear(2, 1)), CPU)
     report = RoundReport(0, 0, 0, 8, BATCH, 20, steps=STEPS, time_s=1.0, loss=1.0, merge_weight=1.0)
     server.hear(report)
     server.hear(replace(report, worker=1))
@@ -166,10 +167,10 @@ def test_steps_without_a_line_add_no_operator():
     stepper.model.weight.grad = torch.ones(1, 2)
     added = []
     for number in range(6):
-        with (
-            Operators() as operators,
-            meter.step(Step((Part(0, np.arange(BATCH), 1.0),), number / STEPS), 0.1, Progress()),
-        ):
-            stepper.on_gradients(1.0)
+        step = Step((Part(0, np.arange(BATCH), 1.0),), number / STEPS)
+        with Operators() as operators:
+            meter.begin_step(step)
+            meter.look(1.0)
+            meter.end_step(step, 0.1, Progress())
         added.append(operators.computing.total() + operators.others.total())
     assert [count > 0 for count in added] == [False, False, True] * 2

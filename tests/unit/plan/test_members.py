@@ -41,12 +41,12 @@ def leave_out(planner, *workers):
 
 def samples_of(run, epoch):
     """Return the samples of each worker in an epoch."""
-    return [row.samples for row in run.planner.at(epoch).plan.workers]
+    return [row.samples for row in run.plans.planner.at(epoch).plan.workers]
 
 
 def test_a_worker_that_was_lost_has_a_share_again_from_the_first_epoch_that_nobody_has_begun():
     run = prepare(case())
-    planner = run.planner
+    planner = run.plans.planner
     know(planner, 1, 2, 1, inside=(0, 1, 2))
     assert planner.drop(2, 8) == 60  # of epochs 2 and 3, begun
     assert samples_of(run, 3) == [45, 45, 0]
@@ -57,7 +57,7 @@ def test_a_worker_that_was_lost_has_a_share_again_from_the_first_epoch_that_nobo
 
 def test_a_worker_that_is_back_and_has_begun_nothing_is_lost_without_a_sample():
     run = prepare(case(rounds=3))
-    planner = run.planner
+    planner = run.plans.planner
     leave_out(planner, 2)
     know(planner, 1, 1, 0, inside=(1,), lost=(2,))
     assert planner.bring_back(24) == 1
@@ -69,7 +69,7 @@ def test_a_worker_that_is_back_and_has_begun_nothing_is_lost_without_a_sample():
 def test_what_a_loss_leaves_of_an_epoch_is_shared_by_those_that_are_in_it():
     """While a worker that is back waits for the next one."""
     run = prepare(case(rounds=6))
-    planner = run.planner
+    planner = run.plans.planner
     leave_out(planner, 2)
     know(planner, 1, 1, 0, inside=(0, 1), lost=(2,))
     assert planner.bring_back(48) == 1
@@ -106,9 +106,9 @@ def test_what_other_workers_left_of_an_epoch_is_trained_on_once_after_a_loss_and
 @pytest.mark.parametrize("left", [(), ((0, 90),)])
 def test_a_served_worker_asks_for_the_plan_of_an_epoch_that_a_loss_may_change(left):
     run = prepare(case())
-    leave_out(run.planner, 2)
-    now = Segment(run.planner.ledger.current[8], left=left)
+    leave_out(run.plans.planner, 2)
+    now = Segment(run.plans.planner.ledger.current[8], left=left)
     cluster = ServedCluster.__new__(ServedCluster)
-    cluster._link = SimpleNamespace(ask=lambda kind: (kind, 0, 0, encode(now)))
+    cluster._link = SimpleNamespace(ask=lambda kind: (kind, encode(now)))
     cluster._waited_s = 0.0
     assert cluster.segment(Turn((1,), 0, 0)) == now

@@ -18,7 +18,7 @@ from dbsl.config.settings import RunConfig
 from dbsl.plan.follow import PlanMaker
 from dbsl.plan.machines import KnownWorkers, largest_remainder
 from dbsl.plan.solve import PlanRules, TimeModel, merge_weights, plan_dual_batch
-from dbsl.run.prepare import count_workers
+from dbsl.run.plans import count_workers
 from dbsl.tools.plan import main as plan_from_the_shell
 from tests.helpers import refused
 

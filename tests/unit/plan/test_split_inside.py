@@ -9,7 +9,7 @@ from dbsl.plan.islands import Islands, split_inside
 from dbsl.plan.solve import plan_dual_batch
 from dbsl.plan.text import format_plan
 from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, RoundReport, StepLine, TimeModel, join_reports
-from dbsl.run.prepare import count_workers, settle_islands
+from dbsl.run.plans import count_workers, settle_islands
 
 TWO_EACH = {"worker_processes": (2,)}
 

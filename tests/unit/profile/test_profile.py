@@ -20,10 +20,10 @@ from dbsl.profile.cache import Profiler, cache_file, write_profiles
 from dbsl.profile.fit import fit_time_model, measure_step_times
 from dbsl.profile.memory import GIB, MemoryModel, PeakMemory, confirm_batch, give_back
 from dbsl.profile.timing import NO_OPTIMIZER, StepSpec, fit_profile, profile_memory, profile_steps
-from dbsl.run.prepare import prepare
-from dbsl.run.workers import Measurements, _reserve_bytes, largest_auto_batch, make_profiler
+from dbsl.run.times import Measurements, _reserve_bytes, largest_auto_batch, make_profiler
 from dbsl.tools import profile as command
-from tests.helpers import refused, run
+from tests.helpers import planned, refused, run
+from train import Config
 
 SIZES = [31, 62, 125, 250, 500]
 
@@ -257,8 +257,12 @@ def test_a_run_measures_its_own_step(monkeypatch, tmp_path):
         losses.append(float(step._loss_of(torch.nn.Identity(), torch.ones(2), None)))
         return fit_profile(step.resolution, batch_sizes, batch_sizes, [0.0] * len(batch_sizes))
 
+    def seven(model, x, labels, config):
+        return 7 * model(x).sum(), {}
+
     monkeypatch.setattr("dbsl.profile.cache.profile_steps", fake)
-    monkeypatch.setattr(train, "loss_function", lambda model, x, labels, config: 7 * model(x).sum())
+    monkeypatch.setattr(train, "loss_function", seven)
+
     unknown = {"slope": None, "intercept": None, "train_samples": 200, "plan_only": True}
     for seed, extra in enumerate(({"optimizer": "adamw"}, {"push": "gradients"})):
         run(tmp_path, **unknown, **extra, seed=seed)
@@ -359,10 +363,10 @@ def test_what_measuring_took_of_a_gpu_is_given_back_before_training(accelerator,
     for device, times in (("cpu", 0), ("cuda", 1)):
         give_back(torch.device(device))
         assert len(emptied) == times
-    monkeypatch.setattr("dbsl.run.prepare.give_back", given.append)
+    monkeypatch.setattr("dbsl.run.times.give_back", given.append)
     settings = {"train_samples": 60, "eval_samples": 20, "resolutions": (16,), "slope": (0.001,)}
-    config = RunConfig(model="test_resnet", lr=0.1, intercept=(0.01,), **settings)
-    prepare(config, accelerator, lambda model, images, *_: model(images).sum())
+    config = Config(model="test_resnet", lr=0.1, intercept=(0.01,), **settings)
+    planned(config, accelerator)
     assert given == [accelerator.device]
 
 
@@ -501,7 +505,7 @@ def test_one_worker_alone_measures_for_a_short_time(
         return fit_profile(step.resolution, batch_sizes, batch_sizes, batch_sizes, MEMORY)
 
     monkeypatch.setattr("dbsl.profile.cache.profile_steps", fake)
-    config = RunConfig(model="test_resnet", resolutions=(16,), **settings)
+    config = Config(model="test_resnet", resolutions=(16,), **settings)
     data = SimpleNamespace(num_classes=3, example=None)
     make_profiler(config, model, data, accelerator, None).profile(16, 64)
     assert given == [seconds]

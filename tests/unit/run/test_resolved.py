@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 import yaml
 
-import dbsl.open
+import train
 from dbsl.base.errors import RunStopped
 from dbsl.config.complete import found_by, still_true
 from dbsl.config.fields import JOINT, NODES, PROCESSES, UNLIKE, sources
@@ -42,7 +42,7 @@ def machine(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patches:
         patches.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patches.setattr("dbsl.profile.cache.profile_steps", measured)
-        patches.setattr("dbsl.open.threads_of_process", lambda: 1)
+        patches.setattr("dbsl.runs.threads_of_process", lambda: 1)
         yield
 
 
@@ -60,7 +60,7 @@ def planned(tmp_path, monkeypatch):
             train_by(*flags, "--output-dir", str(tmp_path / "again"))
         return runs.pop()
 
-    monkeypatch.setattr(dbsl.open, "connect", stop)
+    monkeypatch.setattr(train, "Workers", stop)
     return plan
 
 
@@ -106,12 +106,12 @@ def test_what_follows_from_other_settings_is_planned_and_nothing_is_measured_ane
     file, slope = ("--config", str(folder / "config.yaml")), read(folder)["resolved"]["slope"]
     run = planned(*file, "--small-ratio", "0.75", "--epochs", "10")
     assert run.config.small_workers == 3
-    assert sum(worker.small for worker in run.plans[32].workers) == 3
+    assert sum(worker.small for worker in run.first[32].workers) == 3
     assert (run.config.lr_milestones, run.config.warmup_epochs) == ((6, 9), 1.0)
     assert list(run.config.slope) == slope
     assert planned(*file, "--epochs", "40").config.warmup_epochs == 2.0  # at most
     run = planned(*file, "--resolutions", "24", "--slope", "0.001", "--intercept", "0.01")
-    assert (run.config.slope, set(run.plans)) == ((0.001,), {24})
+    assert (run.config.slope, set(run.first)) == ((0.001,), {24})
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_measured_floor_is_planned_with_and_goes_with_its_slope(planned):
     assert run.config.floor == pytest.approx((0.005, 0.005))
     times = (run.config.slope, run.config.intercept, run.config.floor)
     assert [*run.known.models[32]] == [TimeModel(*(x[0] for x in times))] * 4
-    assert all(w.predicted_time_s >= 0.005 * w.steps for w in run.plans[32].workers)
+    assert all(w.predicted_time_s >= 0.005 * w.steps for w in run.first[32].workers)
     given = Config()
     found = found_by(given, run.config, 1)
     assert set(still_true(found, given, given, 1)) >= {"slope", "intercept", "floor"}

@@ -8,23 +8,22 @@ from pathlib import Path
 
 import pytest
 
-import dbsl.open
 from dbsl.base.errors import SettingError, one_line_errors
-from dbsl.run.folder import RunFolder, default_folder, holder_of
+from dbsl.run.folder import LockedFolder, default_folder, holder_of
 from tests.helpers import run, short
 from train import Config
 
 
 def test_runs_of_one_second_that_nobody_named_get_a_folder_each(tmp_path, accelerator):
     path = tmp_path / "runs/digits-resnet18-now"
-    folders = [RunFolder(path, accelerator, new=True, named=False) for _ in range(3)]
+    folders = [LockedFolder(path, accelerator, new=True, named=False) for _ in range(3)]
     assert [folder.path.name[len(path.name) :] for folder in folders] == ["", "-2", "-3"]
     for folder in folders:
         folder.release()
-    with RunFolder(path, accelerator, new=True) as folder:
+    with LockedFolder(path, accelerator, new=True) as folder:
         (folder.path / "something").touch()
     with pytest.raises(ValueError, match="output_dir must be a new folder"):
-        RunFolder(path, accelerator, new=True)
+        LockedFolder(path, accelerator, new=True)
 
 
 def test_a_folder_is_named_after_the_weights_that_a_run_starts_from():
@@ -39,13 +38,13 @@ def test_a_folder_left_empty_goes_again_with_the_parents_that_were_made_for_it(
 ):
     (tmp_path / "mine").mkdir()  # this stays: it was somebody else's
     for name in ("mine/a/b", "mine"):
-        with RunFolder(tmp_path / name, accelerator, new=True) as folder:
+        with LockedFolder(tmp_path / name, accelerator, new=True) as folder:
             assert (folder.path / ".lock").exists()
         assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_any_data_is_read(monkeypatch):
-    monkeypatch.setattr(dbsl.open, "prepare", lambda *_: pytest.fail("went on"))
+    monkeypatch.setattr("train.load_images", lambda *_: pytest.fail("went on"))
     with pytest.raises(ValueError, match="output_dir must be a folder that can be written"):
         run("/proc/no/such")
 
@@ -53,17 +52,17 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_data_is_read(monk
 def test_a_killed_process_frees_its_folder(tmp_path, accelerator):
     told, tell = os.pipe()
     if (child := os.fork()) == 0:
-        with RunFolder(tmp_path / "run", accelerator, new=True):
+        with LockedFolder(tmp_path / "run", accelerator, new=True):
             os.write(tell, b"held")
             signal.pause()
     os.read(told, 4)
     assert holder_of(tmp_path / "run").startswith(f"process {child} on ")
     with pytest.raises(ValueError, match=f"in use by process {child} on "):
-        RunFolder(tmp_path / "run", accelerator, new=False)
+        LockedFolder(tmp_path / "run", accelerator, new=False)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert holder_of(tmp_path / "run") is None
-    with RunFolder(tmp_path / "run", accelerator, new=False):
+    with LockedFolder(tmp_path / "run", accelerator, new=False):
         assert holder_of(tmp_path / "run").startswith(f"process {os.getpid()} on ")
 
 
@@ -73,7 +72,7 @@ def test_a_file_system_without_locks_is_refused_in_one_line(tmp_path, accelerato
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with pytest.raises(ValueError, match=r"output_dir must be a folder .* No locks available"):
-        RunFolder(tmp_path / "run", accelerator, new=True)
+        LockedFolder(tmp_path / "run", accelerator, new=True)
 
 
 def test_a_disk_that_is_full_at_the_start_leaves_nothing(tmp_path, accelerator, monkeypatch):
@@ -85,7 +84,7 @@ def test_a_disk_that_is_full_at_the_start_leaves_nothing(tmp_path, accelerator, 
     (tmp_path / "mine").mkdir()
     for name in ("run", "mine"):
         with pytest.raises(SettingError, match=r"output_dir must be a folder .* No space left"):
-            RunFolder(tmp_path / name, accelerator, new=True)
+            LockedFolder(tmp_path / name, accelerator, new=True)
     assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
 
 
@@ -102,7 +101,7 @@ def test_ctrl_c_while_measuring_is_one_line_and_leaves_nothing(tmp_path, monkeyp
         assert (tmp_path / "run").exists()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dbsl.run.prepare.know_workers", interrupt)
+    monkeypatch.setattr("dbsl.run.times.know_workers", interrupt)
     with pytest.raises(SystemExit) as ended, one_line_errors():
         run(tmp_path / "run")
     assert ended.value.code == 130

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dbsl.run.folder import RunFolder, commit_of, read_code, script_of
+from dbsl.run.folder import LockedFolder, commit_of, read_code, script_of
 
 MAIN = SimpleNamespace(is_main_process=True)
 
@@ -42,7 +42,7 @@ def test_a_resume_by_another_script_names_it_and_keeps_that_of_before(script, tm
     path = tmp_path / "run"
     for number, text in enumerate(("one", "one", "two", "three")):
         script.write_text(text)
-        with RunFolder(path, MAIN, new=number == 0) as folder:
+        with LockedFolder(path, MAIN, new=number == 0) as folder:
             folder.keep_script(read_code())
         said = capsys.readouterr().out
         assert ("mine.py has changed since the run began" in said) == (number > 1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dbsl.config.settings import RunConfig
-from dbsl.run.workers import Measurements, know_workers, largest_auto_batch
+from dbsl.run.times import Measurements, know_workers, largest_auto_batch
 from tests.helpers import run
 
 
@@ -50,7 +50,7 @@ def test_a_joint_batch_is_held_to_memory_and_not_to_the_steps_that_a_round_shoul
 
     monkeypatch.setattr(Measurements, "__init__", lambda *_: None)
     monkeypatch.setattr(Measurements, "largest_batches", found)
-    monkeypatch.setattr("dbsl.run.workers.make_profiler", lambda *_: None)
+    monkeypatch.setattr("dbsl.run.times.make_profiler", lambda *_: None)
     settings = {"resolutions": (16,), "workers": 2, "small_workers": 0, "sync": "step"}
     settings |= {"large_batch_size": "auto", "slope": (0.001,), "intercept": (0.01,)}
     data = SimpleNamespace(train=range(200), unit="image")
@@ -65,7 +65,7 @@ def test_a_joint_batch_is_held_to_memory_and_not_to_the_steps_that_a_round_shoul
 def test_a_resolution_without_an_epoch_is_measured_for_a_later_resume_and_that_is_said(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("dbsl.run.prepare.know_workers", lambda *_: 1 / 0)
+    monkeypatch.setattr("dbsl.run.times.know_workers", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(tmp_path / "run", resolutions=(8, 16), epochs=1, slope=None, intercept=None)
     told = "no epoch is at 8 px: every learning-rate stage is shorter than 2 epochs; measured all"

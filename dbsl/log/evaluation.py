@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dbsl.base.errors import short_loss
@@ -33,22 +33,26 @@ class Evaluation:
     more: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        taken = {field.name: "Evaluation itself" for field in fields(self)}
+        taken = {field.name: "evaluate itself" for field in fields(self)}
         for name in self.more:
-            check_free(name, "a metric in more of Evaluation", taken)
+            check_free(name, "a metric of evaluate", taken)
         more = self.more.items()  # numbers of numpy and torch are made those of Python
         plain = {n: v if getattr(v, "ndim", 1) else v.item() for n, v in more}
         for name, value in plain.items():
             bad = not isinstance(value, (int, float))
-            refuse([(bad, f"{name} in more of Evaluation must be a number", value)])
+            refuse([(bad, f"{name} of evaluate must be a number", value)])
         object.__setattr__(self, "more", plain)
 
-    def also(self, name: str, result: Evaluation) -> Evaluation:
-        """Return this result with that of other samples or weights, as NAME_accuracy and so on."""
-        found = {"accuracy": result.accuracy, "loss": result.loss, **result.more}
-        more = {**self.more, **{f"{name}_{key}": value for key, value in found.items()}}
-        own = {field.name: more.pop(field.name) for field in fields(self) if field.name in more}
-        return replace(self, **own, more=more)
+    @classmethod
+    def of(cls, metrics: Mapping[str, Any], resolution: int) -> Evaluation:
+        """Return what a loop's `evaluate` found; names that are no fields are metrics of yours."""
+        missing = {"accuracy", "loss", "samples"} - metrics.keys()
+        text = "evaluate must return accuracy, loss and samples"
+        refuse([(missing, text, f"no {min(missing, default='')}")])
+        known = {field.name for field in fields(cls)} - {"more", "resolution"}
+        own = {name: value for name, value in metrics.items() if name in known}
+        more = {name: value for name, value in metrics.items() if name not in known}
+        return cls(**own, resolution=resolution, more=more)
 
 
 def more_in_words(evaluation: Evaluation) -> str:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
@@ -19,12 +18,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from dbsl.base.errors import SettingError
 from dbsl.cluster.steps import Stepper
 from dbsl.plan.sampler import Step
 from dbsl.plan.types import RoundReport, StepLine, Turn
 from dbsl.profile.memory import GIB, memory_in_use
-from dbsl.run.session import Progress
+from dbsl.run.turns import Progress
 
 MEASURED = ("images_per_s", "memory_gib")  # in a line: these differ from run to run
 
@@ -46,17 +44,18 @@ class _Window:
 class StepMeter:
     """Counts the steps of this process's workers, and makes a line of every so many of each.
 
-    `every` 0 makes no lines; `figures` are the names of the loss function's. Without `tell`, lines
-    are kept for the round's report. `on_step` gets each step's samples, epoch, learning rate and
-    worker, None for a joint step.
+    `every` 0 makes no lines. Without `tell`, lines are kept for the round's report. `on_step` gets
+    each step's samples, epoch, learning rate and worker, None for a joint step.
     """
 
     shares_batch = False  # whether this process takes a part of its worker's batch
     tell: Callable[[StepLine], object] | None = None  # the main process's log sets both
     on_step: Callable[[int, int, float, int | None], object] = staticmethod(lambda *_: None)
 
-    def __init__(self, every: int, figures: Sequence[str] = ()) -> None:
-        self._every, self._figures = every, tuple(figures)
+    def __init__(self, every: int) -> None:
+        self._every = every
+        # Names of what the loop logs besides the loss; None: no batch has told them.
+        self.figures: tuple[str, ...] | None = None
         self._windows: defaultdict[int, _Window] = defaultdict(_Window)
         self._kept: defaultdict[int, list[StepLine]] = defaultdict(list)
         self._heard: defaultdict[int, int] = defaultdict(int)  # steps by worker, of reports
@@ -71,7 +70,6 @@ class StepMeter:
         for worker in workers:
             self._windows[worker] = _Window()
         self._parameters = list(stepper.model.parameters())
-        stepper.on_gradients = self.look
         self._device, self._scaler = accelerator.device, accelerator.scaler
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)  # profiling came before
@@ -82,18 +80,20 @@ class StepMeter:
         for worker in turn.workers if anew else ():
             self._kept[worker].clear()
 
-    @contextmanager
-    def step(self, step: Step, learning_rate: float, progress: Progress) -> Iterator[None]:
-        """Enclose an optimizer step, whose forward and backward passes `progress` has."""
+    def begin_step(self, step: Step) -> None:
+        """Begin an optimizer step, whose forward and backward passes are taken."""
         workers = [part.worker for part in step.parts]
         for worker in workers:
             self._windows[worker].steps += 1
         if self._every:
             self._due = [w for w in workers if self._windows[w].steps % self._every == 0]
-        yield
+
+    def end_step(self, step: Step, learning_rate: float, progress: Progress) -> None:
+        """Count a step that is taken; make a line of it, if one is due."""
         if self._due:
             self._write(step, learning_rate, progress)
         self._due, self._square = [], None
+        workers = [part.worker for part in step.parts]
         samples = sum(len(part.indices) for part in step.parts)
         if self.shares_batch and samples:  # the others of its worker have the rest
             samples = round(samples / step.parts[0].weight)
@@ -135,7 +135,7 @@ class StepMeter:
         """Return what `load_state_dict` goes on from, also in the middle of a round."""
         self._count_time()
         return {
-            "figures": self._figures,
+            "figures": self.figures,
             "windows": {worker: asdict(window) for worker, window in self._windows.items()},
             "kept": {worker: [tuple(x) for x in lines] for worker, lines in self._kept.items()},
             "heard": dict(self._heard),
@@ -143,7 +143,7 @@ class StepMeter:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        self._check_figures(state)
+        self.figures = state["figures"] and tuple(state["figures"])
         self.take_over(state)
         for worker, window in state["windows"].items():
             self._windows[worker] = _Window(**window)
@@ -156,19 +156,12 @@ class StepMeter:
 
         The main process will hear of the last `reports`.
         """
-        self._check_figures(state)
         self._heard.update(state["heard"])
         pushed = Counter(state["heard"])
         for report in reports:
             pushed[report["worker"]] += report["steps"]
         for worker, window in self._windows.items():
             window.steps = pushed[worker]
-
-    def _check_figures(self, state: Mapping[str, Any]) -> None:
-        before, now = (", ".join(names) or "none" for names in (state["figures"], self._figures))
-        if before != now:
-            must = f"loss_function must return the same figures as before ({before})"
-            raise SettingError(f"{must}, got {now}")
 
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Count on from other workers' steps: all begin where the furthest of them was."""
@@ -189,7 +182,8 @@ class StepMeter:
     def _write(self, step: Step, learning_rate: float, progress: Progress) -> None:
         """Make a line for each worker that is due; the only wait for the device."""
         square = torch.full((), math.nan) if self._square is None else self._square
-        zeros = square.new_zeros(1 + len(self._figures))
+        figures = self.figures or ()
+        zeros = square.new_zeros(1 + len(figures))
         running = [progress.sums.get(worker, zeros).to(square) for worker in self._due]
         *found, (square, *_) = torch.stack([*running, square.expand_as(zeros)]).tolist()
         # Six digits: the last ones of its float64 sum may differ.
@@ -212,7 +206,7 @@ class StepMeter:
                 gradient_norm=norm,
                 images_per_s=round(samples / max(window.seconds, 1e-9), 1),
                 memory_gib=round(memory_gib, 3),
-                figures=dict(zip(self._figures, means, strict=True)),
+                figures=dict(zip(figures, means, strict=True)),
             )
             self._windows[worker] = _Window(window.steps, [-value for value in sums], -counted)
             if self.tell is None:

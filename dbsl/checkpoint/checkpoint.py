@@ -8,25 +8,32 @@ wait for nobody, rank 0 writes the server's state alone.
 from __future__ import annotations
 
 import json
-import random
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from accelerate.utils import reduce
 from torch import Tensor
 
-from dbsl.base.errors import BadRoundsError, RunStopped, SaveError, SettingError, steadier
+from dbsl.base.errors import (
+    BadRoundsError,
+    NothingLeft,
+    RunStopped,
+    SaveError,
+    SettingError,
+    steadier,
+)
 from dbsl.base.files import describe, link_or_copy, sync_file
 from dbsl.checkpoint.disk import (
     MODEL_FILE,
     CheckpointError,
+    Found,
     Manifest,
+    newest,
     pack,
     prune,
     reading_checkpoint,
@@ -34,13 +41,16 @@ from dbsl.checkpoint.disk import (
     write_manifest,
     write_shard,
 )
-from dbsl.checkpoint.resume import Resumed
+from dbsl.checkpoint.resume import Resumed, read_resumed
 from dbsl.cluster.wire import SERVER_RANK
-from dbsl.config.settings import CHECKPOINTS, parse_interval
-from dbsl.model import BEST, FINAL, save_model
+from dbsl.config.fields import refuse
+from dbsl.config.settings import CHECKPOINTS, RunConfig, parse_interval
+from dbsl.model import BEST, save_model
 from dbsl.optimizer import load_optimizer
 from dbsl.plan.types import Action, EpochEnd, Handover
-from dbsl.run.session import Session
+from dbsl.run.stopping import Stopping
+from dbsl.run.turns import WorkerTurn, random_state
+from dbsl.run.workers import Workers
 
 _BEST_FILE = f"{BEST}.safetensors"
 _SEEN_S = 30.0  # that a shared disk may take to show rank 0 what another node has written
@@ -60,54 +70,94 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-class Checkpointer:
-    """Saves a run and brings it back; a context manager around its loop.
+class Stateful(Protocol):
+    """What has a state that is saved."""
 
-    What is resumed is refused on every process if it does not fit the run of any.
+    def state_dict(self) -> Any:
+        """Return tensors, numbers, texts, lists and dicts of them."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from what `state_dict` returned."""
+
+
+class RunPlace(Protocol):
+    """Where a run is saved: `dbsl.runs.RunFolder`, or a `PlainFolder`."""
+
+    folder: Path
+    found: Found | None  # what is to be resumed
+    stopping: Stopping
+    log: Any  # None: there is none
+
+    def complete(self, config: RunConfig) -> RunConfig:
+        """Return the settings with what was found out, by name."""
+
+
+class PlainFolder:
+    """A folder that has nothing but checkpoints; the newest of them is gone on from."""
+
+    log = None
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.stopping, self.found = folder, Stopping(), newest(folder)
+
+    def complete(self, config: RunConfig) -> RunConfig:
+        """Return the settings as they are."""
+        return config
+
+
+class Checkpoint:
+    """Saves a run and brings it back; a context manager around its turns.
+
+    `run` is the run's folder, or the path of any folder. `states` are objects of yours by name,
+    which are saved and brought back, too. What is resumed is refused on every process if it does
+    not fit the run of any.
     """
 
-    def __init__(self, session: Session, resumed: Resumed | None) -> None:
-        self._session = session
-        self._run = session.run
-        self._cluster, self._stepper = session.cluster, session.stepper
-        self._accelerator, self._stopping = session.accelerator, session.stopping
-        self._progress = session.progress
-        self._rank = session.accelerator.process_index
-        self._every, self._minutes = parse_interval(self._run.config.checkpoint_every)
-        self._keep = self._run.config.keep_checkpoints
+    def __init__(self, run: RunPlace | Path, workers: Workers, **states: Stateful) -> None:
+        run = PlainFolder(run) if isinstance(run, Path) else run
+        self._run, self._workers, self._states = run, workers, states
+        self._plans, self._config = workers.plans, run.complete(workers.config)
+        self._cluster, self._stepper = workers.cluster, workers.stepper
+        self._accelerator, self._stopping = workers.accelerator, run.stopping
+        self._progress = workers.progress
+        self._rank = workers.accelerator.process_index
+        self._every, self._minutes = parse_interval(self._config.checkpoint_every)
+        self._keep = self._config.keep_checkpoints
+        found = run.found  # what is resumed
+        self.resumed = resumed = read_resumed(found, workers, self._config) if found else None
         # Whether this process leaves saves, and the ends of epochs, to rank 0.
-        self._served = not session.cluster.saves_workers and self._rank != SERVER_RANK
+        self._served = not workers.cluster.saves_workers and self._rank != SERVER_RANK
         self._sequence = resumed.sequence if resumed else 0  # number of the last save
         self._epochs_done = 0
         self._end: EpochEnd | None = None  # the epoch that has just ended, until a step is taken
         self._saved_epoch = -1  # the last whose end was saved
-        self._random: dict[str, Any] | None = None  # to go on with in the middle of a round
         self._saved_at = time.monotonic()
         self._last_good = resumed.folder if resumed else None  # the last one that is whole
         if resumed:
             self._load_all(resumed)
 
-    def __enter__(self) -> Checkpointer:
+    def __enter__(self) -> Checkpoint:
         self._stopping.on_signal = self._cluster.interrupt
         self._cluster.on_stop = self._stop
-        self._cluster.idle = partial(self.after_step, round_over=True)  # it takes no steps
+        self._cluster.idle = partial(self._after_step, round_over=True)  # it takes no steps
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stopping.on_signal = lambda: None
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        """Save the end of a run that has come to it, or that nobody is left of."""
+        try:
+            if over := kind is None or issubclass(kind, NothingLeft):
+                self._finish()
+        finally:
+            self._stopping.on_signal = lambda: None
+        return over
 
-    def restore_random_state(self) -> None:
-        """Bring the random state back, if a resumed run was stopped inside this round."""
-        if self._random is not None:
-            torch.set_rng_state(self._random["cpu"])
-            np.random.set_state(self._random["numpy"])  # noqa: NPY002
-            random.setstate(self._random["python"])
-            if self._accelerator.device.type == "cuda" and "cuda" in self._random:
-                torch.cuda.set_rng_state(self._random["cuda"], self._accelerator.device)
-            self._random = None
-
-    def after_step(self, *, round_over: bool) -> None:
+    def after_step(self, turn: WorkerTurn) -> None:
         """Save if it is time to; if the run is to stop, save and raise `RunStopped`."""
+        if self._run.log is not None:  # at once, not at the end of a long round
+            self._run.log.hear(self._cluster)
+        self._after_step(round_over=turn.is_over)
+
+    def _after_step(self, *, round_over: bool) -> None:
         self._end = None
         self._check()
         action = self._cluster.agree(self._due(), round_over=round_over)
@@ -123,22 +173,22 @@ class Checkpointer:
         """
         self._check()
         self._epochs_done, self._end = end.epoch + 1, end
-        last = self._epochs_done == self._run.config.epochs
+        last = self._epochs_done == self._config.epochs
         if self._cluster.telling and not last:
             return  # the model has that epoch's weights; what the run came from tells it again
-        if not last and self._finishes(self._session.finishing):
+        if not last and self._finishes(self._workers.finishing):
             self._finish_early()
         elif self._keep if last else self._every and self._epochs_done % self._every == 0:
             self._save(end=end)
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Have the last checkpoint: all of this process's turns are over."""
-        epochs = self._run.config.epochs
+        epochs = self._config.epochs
         over = self._cluster.is_over if self._served else self._epochs_done == epochs
         if not (over or self._cluster.finished_early):
             if self._end is None or not self._finishes(True):
                 raise SettingError(
-                    "train must take all turns, or end after checkpointer.after_epoch of an epoch "
+                    "a loop must take all turns, or end after checkpoint.after_epoch of an epoch "
                     f"that was evaluated, got a return after {self._epochs_done} of {epochs} epochs"
                 )
             self._finish_early()
@@ -146,27 +196,28 @@ class Checkpointer:
     def clean_up(self) -> None:
         """Remove the checkpoints of a run that is finished which are not to be kept."""
         if self._rank == SERVER_RANK:
-            prune(self._session.folder, self._keep)
+            prune(self._run.folder, self._keep)
 
     def _finishes(self, wish: bool) -> bool:
         """Whether any process wishes it and this epoch was evaluated; else the next is the last."""
-        session = self._session
-        evaluated = session.log.evaluated_epoch == self._end.epoch
+        log = self._run.log
+        evaluated = log is None or log.evaluated_epoch == self._end.epoch
         wish, evaluated = self._cluster.highest(wish, evaluated)
-        session.finishes_next = bool(wish and not evaluated)
+        self._workers.finishes_next = bool(wish and not evaluated)
         return bool(wish and evaluated)
 
     def _finish_early(self) -> None:
-        session = self._session
-        session.save_model(FINAL)
+        if self._rank == SERVER_RANK:
+            workers = self._workers
+            save_model(workers.raw_model, self._run.folder, workers.side, workers.data)
         if self._keep and self._saved_epoch != self._end.epoch:
             self._save(end=self._end)
         self._cluster.finish()
 
     def _check(self) -> None:
-        most = self._run.config.max_bad_rounds
+        most = self._config.max_bad_rounds
         if self._cluster.refused > most:
-            config, precision = self._run.config, str(self._accelerator.mixed_precision)
+            config, precision = self._config, str(self._accelerator.mixed_precision)
             remedy = steadier(config.lr, config.optimizer, precision, finite_loss=True)
             raise BadRoundsError(
                 f"max_bad_rounds must be at least the {self._cluster.refused} rounds whose loss or "
@@ -199,7 +250,7 @@ class Checkpointer:
 
         `SaveError`, in all processes that wait for each other, if it could not be written in any.
         """
-        target, files, error = self._session.folder / CHECKPOINTS / name, {}, None
+        target, files, error = self._run.folder / CHECKPOINTS / name, {}, None
         control, (manifest, packed) = self._cluster.control, self._copy()
         try:
             files = self._write_own(target, packed, with_model=with_model)
@@ -214,7 +265,8 @@ class Checkpointer:
         if error is None and self._rank == SERVER_RANK:
             try:
                 _wait_for(target / name for name in files)
-                sync_file(self._session.folder / "metrics.jsonl")  # as long as the shard says
+                if self._run.log is not None:  # metrics.jsonl is as long as the shard says
+                    sync_file(self._run.folder / "metrics.jsonl")
                 write_manifest(target, replace(manifest, files=files))
             except Exception as reason:
                 error = reason
@@ -222,24 +274,24 @@ class Checkpointer:
             if self._rank == SERVER_RANK:
                 remove(target)
             raise SaveError(
-                f"a checkpoint could not be written to {self._session.folder} "
+                f"a checkpoint could not be written to {self._run.folder} "
                 f"({_reason(error)}); {self._good()}"
             ) from error
         self._last_good = target  # it is whole: whatever fails from here on, it stays
         if self._rank == SERVER_RANK:
-            prune(self._session.folder, max(1, self._keep))
+            prune(self._run.folder, max(1, self._keep))
 
     def _write_own(
         self, target: Path, packed: tuple[Any, dict[str, Tensor]], *, with_model: bool
     ) -> dict[str, dict[str, Any]]:
         """Write this process's files; return what the manifest says of them."""
         target.mkdir(parents=True, exist_ok=True)
-        files, session = write_shard(target, self._rank, *packed), self._session
+        files, workers = write_shard(target, self._rank, *packed), self._workers
         if self._rank != SERVER_RANK:
             return files
         if with_model:
-            save_model(session.model, target, session.side, session.data)
-        if (best := session.folder / _BEST_FILE).exists():
+            save_model(workers.raw_model, target, workers.side, workers.data)
+        if (best := self._run.folder / _BEST_FILE).exists():
             link_or_copy(best, target / _BEST_FILE)
         paths = (target / name for name in (MODEL_FILE, "config.json", _BEST_FILE))
         # Your own model has no config.json.
@@ -247,7 +299,7 @@ class Checkpointer:
 
     def _stop(self) -> None:
         why = self._stopping.reason or "another process was asked to stop"
-        resume = f"to go on: --resume {self._session.folder}"
+        resume = f"to go on: --resume {self._run.folder}"
         self._cluster.leave()
         if self._served:
             raise RunStopped(f"stopped ({why}), and rank 0 saves; {resume}")
@@ -256,10 +308,11 @@ class Checkpointer:
 
     def _copy(self) -> tuple[Manifest, tuple[Any, dict[str, Tensor]]]:
         """Return a manifest without files, and the state of one moment in host memory."""
-        session, log, cluster = self._session, self._session.log, self._cluster
+        workers, log, cluster = self._workers, self._run.log, self._cluster
         scaler, rounds = self._accelerator.scaler, []
         with cluster.held():  # copied, too, in one moment: other threads push meanwhile
-            log.hear(cluster)  # who was lost in that moment
+            if log is not None:
+                log.hear(cluster)  # who was lost in that moment
             if cluster.saves_workers:
                 counts = self._progress.steps or cluster.holds_weights
                 vector = cluster.weights.vector if counts else None
@@ -271,16 +324,17 @@ class Checkpointer:
                 "model": {"weights": vector, "counters": cluster.weights.counters},
                 **of_workers,
                 "scaler": scaler.state_dict() if scaler else None,
-                "meter": session.meter.state_dict(),
-                "extras": self._run.extras.state_dict(),
+                "meter": workers.meter.state_dict(),
+                "extras": self._plans.extras.state_dict(),
                 "epochs_done": self._epochs_done,
-                **session.stopwatch.state_dict(),
-                "log": log.state_dict() if log.enabled else None,
+                **workers.stopwatch.state_dict(),
+                "log": log.state_dict() if log is not None and log.enabled else None,
                 "cluster": cluster.state_dict(),
-                "planner": self._run.planner.state_dict(),
+                "planner": self._plans.planner.state_dict(),
+                "states": {name: own.state_dict() for name, own in self._states.items()},
             }
             packed = pack(state)
-        config, data = session.config, session.data
+        config, data = self._config, workers.data
         manifest = Manifest(
             sequence=self._sequence,
             epoch=self._epochs_done,
@@ -298,16 +352,11 @@ class Checkpointer:
     def _of_workers(self) -> dict[str, Any]:
         """Return what this process's workers have, to go on at their steps."""
         progress = self._progress if self._progress.steps else None
-        kind, keys, *more = np.random.get_state()  # noqa: NPY002
-        drawn = {"cpu": torch.get_rng_state()}  # dropout draws from it
-        drawn |= {"numpy": (kind, keys.tolist(), *more), "python": random.getstate()}  # a loop may
-        if self._accelerator.device.type == "cuda":
-            drawn["cuda"] = torch.cuda.get_rng_state(self._accelerator.device)
         return {
             "stepper": self._stepper.state_dict(),
             "timer": self._stepper.timer.state_dict() if progress else {},
             "progress": progress and asdict(progress),
-            "random": drawn if progress else None,
+            "random": random_state(self._accelerator.device) if progress else None,
         }
 
     def _load_all(self, resumed: Resumed) -> None:
@@ -325,7 +374,7 @@ class Checkpointer:
             )
 
     def _load(self, state: Mapping[str, Any], handover: Handover | None) -> None:
-        session, weights, planner = self._session, self._cluster.weights, self._run.planner
+        workers, weights, planner = self._workers, self._cluster.weights, self._plans.planner
         if handover:  # other workers: the global weights, and what is left of the epoch
             self._cluster.take_over(handover)
             planner.take_over(handover)
@@ -334,14 +383,14 @@ class Checkpointer:
                     load_optimizer(optimizer, handover.optimizers[worker])
             self._progress.steps = self._progress.counted = handover.steps
             self._progress.learning_rate = handover.learning_rate  # no step may be left
-            session.meter.take_over(state["meter"])
+            workers.meter.take_over(state["meter"])
         else:
             self._cluster.load_state_dict(state["cluster"])
             planner.load_state_dict(state["planner"])
             if self._cluster.saves_workers:
                 self._load_workers(state)
             else:
-                session.meter.load_pushed(state["meter"], state["cluster"]["server"]["reports"])
+                workers.meter.load_pushed(state["meter"], state["cluster"]["server"]["reports"])
         if self._accelerator.scaler and state["scaler"]:
             self._accelerator.scaler.load_state_dict(state["scaler"])
         vector = handover.weights if handover else state["model"]["weights"]
@@ -350,9 +399,13 @@ class Checkpointer:
         for counter, saved in zip(weights.counters, state["model"]["counters"], strict=True):
             counter.copy_(saved)
         same = self._cluster.saves_workers and not handover
-        self._run.extras.load_state_dict(state["extras"], same=same)
+        self._plans.extras.load_state_dict(state["extras"], same=same)
+        for name, own in self._states.items():
+            text = "resume must be of a run that saved the same states"
+            refuse([(name not in state["states"], text, f"none of {name}")])
+            own.load_state_dict(state["states"][name])
         self._epochs_done = state["epochs_done"]
-        session.stopwatch.load_state_dict(state)
+        workers.stopwatch.load_state_dict(state)
 
     def _load_workers(self, state: Mapping[str, Any]) -> None:
         """Take back what `_of_workers` returned, and the windows of their steps."""
@@ -360,5 +413,5 @@ class Checkpointer:
         self._stepper.timer.load_state_dict(state["timer"])
         if state["progress"] is not None:
             self._progress.load(state["progress"], self._cluster.weights.vector.device)
-            self._random = state["random"]
-        self._session.meter.load_state_dict(state["meter"])
+            self._workers.go_on_with(state["random"])
+        self._workers.meter.load_state_dict(state["meter"])

@@ -1,0 +1,199 @@
+"""A run from its settings to its summary: the processes that take part, and its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from dbsl.base.machine import check_installed, threads_of_process
+from dbsl.checkpoint import resume
+from dbsl.checkpoint.checkpoint import Checkpoint
+from dbsl.checkpoint.disk import reading_checkpoint
+from dbsl.config.complete import found_by, with_resolved
+from dbsl.config.hooks import Extra, Extras
+from dbsl.config.settings import RunConfig, check_effects
+from dbsl.data.dataset import Data, load_data
+from dbsl.data.sources import TrainingData
+from dbsl.log.evaluation import Evaluation
+from dbsl.log.lines import print_run
+from dbsl.log.log import RunLog, check_result
+from dbsl.model import save_model
+from dbsl.optimizer import check_optimizer, default_learning_rate
+from dbsl.plan.types import EpochEnd
+from dbsl.run import accelerator as processes
+from dbsl.run.folder import LockedFolder, check_alike, default_folder, read_code
+from dbsl.run.plans import Plans, count_workers, settle_islands
+from dbsl.run.stopping import Stopping, deadline_of
+from dbsl.run.turns import WorkerTurn
+from dbsl.run.workers import Workers
+
+Metrics = Mapping[str, Any] | None
+
+
+def start_accelerator(given: RunConfig) -> Accelerator:
+    """Meet the other processes; refuse settings and code that are not rank 0's (a collective)."""
+    check_installed()
+    config = with_resolved(given)
+    check_optimizer(given.optimizer, given.optimizer_settings, given.momentum, given.weight_decay)
+    torch.set_num_threads(config.cpu_threads or threads_of_process())  # the bits depend on them
+    config = _with_rate(replace(config, cpu_threads=torch.get_num_threads()))
+    check = partial(check_alike, config, read_code())
+    return processes.start_accelerator(config.mixed_precision, config.worker_timeout, check)
+
+
+def load_images(config: RunConfig, accelerator: Accelerator) -> Data:
+    """Return the images that the settings name: samples by number, on the device."""
+    with processes.first_on_node(accelerator):  # one process decodes, the others read its cache
+        return load_data(config, config.seed, accelerator.device)
+
+
+def _with_rate(config: RunConfig) -> RunConfig:
+    return config if config.lr else replace(config, lr=default_learning_rate(config.optimizer))
+
+
+class RunFolder(AbstractContextManager):
+    """A run's folder: what it was given, what it leaves, and what it goes on from.
+
+    All is checked and read before anything is written, by `begin`. `config` are the settings with
+    all that this launch decides: workers, precision, learning rate.
+    """
+
+    is_finished = False  # nothing is to be trained
+
+    def __init__(self, given: RunConfig, accelerator: Accelerator) -> None:
+        self._given, self._accelerator, self._code = given, accelerator, read_code()
+        self.stopping = Stopping(deadline_of(given.max_minutes))
+        self.log: RunLog | None = None  # metrics, lines, trackers
+        self._exits = ExitStack()
+        # What was left open is settled: auto, and threads, of which unlike nodes have their own.
+        count, nodes = accelerator.num_processes, processes.nodes_of(accelerator)
+        threads = processes.common_threads(accelerator)
+        found_out = {"mixed_precision": accelerator.mixed_precision, "cpu_threads": threads}
+        config = settle_islands(
+            _with_rate(replace(with_resolved(given), **found_out)), count, nodes
+        )
+        self.found = found = resume.find_checkpoint(config, accelerator)
+        if found and resume.is_finished(found, config):
+            # What could not be done at its end is done now.
+            self.is_finished, self.folder, self.config = True, found.run_folder, config
+            if changes := resume.without_effect(self.folder, given):
+                accelerator.print(f"warning: without effect on a finished run: {changes}")
+            accelerator.print(f"{self.folder} is finished: nothing to resume")
+            return
+        if found is None:
+            check_effects(config, count)
+        now = resume.adapt_to_processes(config, found, count, given)
+        self._given = _given_now(given, config, now)
+        self._unset = self._given.workers is None and count == 1
+        self.config = count_workers(settle_islands(now, count, nodes), count)
+        Extras.of(self.config).first(Extra.machine, self.config, accelerator)  # it refuses early
+        named = found.run_folder if found else config.output_dir
+        self.folder, self._named = Path(named or default_folder(config)), bool(named)
+
+    def __enter__(self) -> RunFolder:
+        if not (self.is_finished or self.config.plan_only):
+            # First of all: nobody likes to measure and decode for a folder that cannot be written.
+            new, named = self.found is None, self._named
+            locked = LockedFolder(self.folder, self._accelerator, new=new, named=named)
+            self._locked = self._exits.enter_context(locked)
+            self.folder = locked.path
+            if self.found:
+                resume.check_newest(self.found, self.config, self._accelerator)
+        return self
+
+    def tell(self, plans: Plans, data: TrainingData, model: nn.Module) -> None:
+        """Print what a run would do: the plan of each resolution, with timelines."""
+        print_run(plans, data, model, self._accelerator, unset=self._unset)
+
+    def begin(self, workers: Workers, checkpoint: Checkpoint) -> None:
+        """Write what the run was given and has found, or take over what is in the folder.
+
+        All has been read, and fits: from here on the folder is written.
+        """
+        self.workers, self._checkpoint, found = workers, checkpoint, self.found
+        accelerator, plans, resumed = self._accelerator, workers.plans, checkpoint.resumed
+        self._exits.enter_context(self.stopping)
+        settings = (self._given, self.complete(plans.config).resolved, plans.first)
+        if found is None:  # first of all: a folder without settings cannot be resumed
+            self._locked.write_settings(*settings)
+        self._locked.keep_script(self._code)
+        if found:
+            resume.take_over_folder(found, plans.config, accelerator)
+            self._locked.write_settings(*settings)
+        state, handover = (resumed.state.get("log"), resumed.handover) if resumed else (None, None)
+        with reading_checkpoint(resumed and resumed.folder):
+            done = min(state["so_far"]["epochs"] if state else 0, plans.config.epochs - 1)
+            shown = (plans, workers.data, workers.raw_model, accelerator, self.folder)
+            print_run(*shown, begin=done, unset=self._unset)
+            self.log = RunLog(self.folder, workers, state, handover)
+        self._exits.enter_context(plans.extras)
+        self._exits.enter_context(self.log)
+        self._exits.push(self._sum_up)
+        self.log.started(workers.stopwatch.start_training())
+
+    def complete(self, config: RunConfig) -> RunConfig:
+        """Return a run's settings with what was found out, by name, beside what was given."""
+        processes = self._accelerator.num_processes
+        return replace(config, resolved=found_by(self._given, config, processes))
+
+    def plan(self, turn: WorkerTurn) -> None:
+        """Record the plan of a turn, if it is another than before."""
+        self.log.plan(turn.epoch, turn.round, turn.plan)
+
+    def rounds(self) -> None:
+        """Record what workers say of their rounds, and which of them were lost."""
+        cluster = self.workers.cluster
+        for report in cluster.reports():  # all workers' rounds; none but on the main process
+            self.log.round(report, virtual_time_s=cluster.time_s)
+        self.log.hear(cluster)
+
+    def epoch(self, end: EpochEnd, metrics: Metrics) -> None:
+        """Record the end of an epoch; print a line."""
+        workers = self.workers
+        result = None if metrics is None else Evaluation.of(metrics, workers.side)
+        clocks = {"train_time_s": workers.train_time_s, "virtual_time_s": workers.cluster.time_s}
+        self.log.epoch_end(end.epoch, result, **clocks)
+
+    def is_best(self, metrics: Mapping[str, Any]) -> bool:
+        """Whether metrics that are not recorded yet have the best accuracy so far."""
+        return self.log.is_best(metrics["accuracy"], metrics["loss"])
+
+    def evaluate_more(
+        self, end: EpochEnd, metrics: Metrics, evaluate: Callable[[], Mapping[str, Any]]
+    ) -> Metrics:
+        """Return metrics with what extras add; the merged weights are in the model."""
+        return self.workers.plans.extras.evaluated(self, end, metrics, evaluate)
+
+    def save_model(self, name: str) -> None:
+        """Write the model's weights as they are now, on the main process."""
+        workers = self.workers
+        if self._accelerator.is_main_process:
+            save_model(workers.raw_model, self.folder, workers.side, workers.data, name=name)
+
+    def _sum_up(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None:
+            self.log.sum_up()
+            self._checkpoint.clean_up()
+
+    def __exit__(self, *error: Any) -> None:
+        """Sum the run up, unless something has ended it; let go of the folder."""
+        self._exits.__exit__(*error)
+        if error[0] is None:
+            self._accelerator.end_training()
+            if self.is_finished or self.log is not None:
+                check_result(self.folder, self.config, self._accelerator)
+
+
+def _given_now(given: RunConfig, before: RunConfig, now: RunConfig) -> RunConfig:
+    """Return the settings as given, but for those of other workers, which a resumed run adapts."""
+    names = [field.name for field in fields(given) if getattr(given, field.name) is not None]
+    adapted = {n: getattr(now, n) for n in names if getattr(before, n) != getattr(now, n)}
+    return replace(given, **adapted)
