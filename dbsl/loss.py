@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dbsl.base.errors import SettingError
-from dbsl.data.transforms import global_streams
+from dbsl.base.errors import SettingError, short_loss
+from dbsl.data.transforms import global_streams, seed_streams
 from dbsl.plan.types import RESERVED
 
 Figures = Mapping[str, Tensor | float]  # means over the batch, as the loss
 Loss = tuple[Tensor, Figures]  # the mean loss of a batch, and figures
 # Takes a model, its inputs, their labels and the settings.
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Any], Loss]
+_MEAN = 0.02  # relative difference that rounding may make
 LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]  # the same for one run, without figures
 
 
@@ -44,8 +45,7 @@ def check_loss(
 ) -> list[str]:
     """Return which trained parameters a loss function leaves out; refuse one that gives no mean.
 
-    One call tells, whose faults show here and not in the first step. Its mean over the batch twice
-    is that over the batch.
+    One call tells, whose faults show here and not in the first step.
     """
     model = copy.deepcopy(model)  # it may keep tensors of a pass
     with without_trace(model):
@@ -61,6 +61,35 @@ def check_loss(
         check_figures(found[1])
         loss.backward()
     return [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+
+
+def not_a_mean(
+    loss_function: LossFunction, model: nn.Module, batch: tuple[Tensor, Tensor], config: Any
+) -> str:
+    """Return why a loss of two samples is not the mean of each one's; empty: it is.
+
+    Workers' batches are weighted by their samples. With another loss training depends on how a
+    batch is split.
+    """
+    images, labels = batch
+    halves = [(images[n : n + 1], labels[n : n + 1]) for n in range(2)]
+    model = copy.deepcopy(model).eval()  # in training batch norm and dropout see the whole batch
+    with without_trace(model):
+        losses = []
+        for own in (batch, *halves):
+            seed_streams(0)  # what is drawn is the same for all
+            torch.manual_seed(0)
+            try:
+                losses.append(float(loss_function(model, *own, config)[0]))
+            except Exception:  # in evaluation the model gives something else: nothing is known
+                return ""
+    whole, mean = losses[0], sum(losses[1:]) / 2
+    if abs(whole - mean) <= _MEAN * max(abs(whole), abs(mean), 1e-3):
+        return ""
+    return (
+        f"the loss of two samples is {short_loss(whole)}, and the mean of their own losses is "
+        f"{short_loss(mean)}: loss_function should return a mean over the samples"
+    )
 
 
 def check_figures(figures: Figures) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields, replace
@@ -69,6 +70,7 @@ class RunFolder(AbstractContextManager):
     is_finished = False  # nothing is to be trained
 
     def __init__(self, given: RunConfig, accelerator: Accelerator) -> None:
+        self._began = time.perf_counter()
         self._given, self._accelerator, self._code = given, accelerator, read_code()
         self.stopping = Stopping(deadline_of(given.max_minutes))
         self.log: RunLog | None = None  # metrics, lines, trackers
@@ -137,7 +139,7 @@ class RunFolder(AbstractContextManager):
         self._exits.enter_context(plans.extras)
         self._exits.enter_context(self.log)
         self._exits.push(self._sum_up)
-        self.log.started(workers.stopwatch.start_training())
+        self.log.started(workers.stopwatch.start_training(self._began))
 
     def complete(self, config: RunConfig) -> RunConfig:
         """Return a run's settings with what was found out, by name, beside what was given."""

@@ -136,6 +136,7 @@ class Manifest:
     samples: int  # training images
     # By worker: rounds that it had pushed, where it goes on; empty: all go on at their steps.
     rounds: list[int] = field(default_factory=list)
+    data: str = ""  # what tells its training samples from others; empty: their settings do
     held_out: str = UNKNOWN  # which images were not trained on; see `dbsl.data.dataset.Data`
     saved_at: str = field(
         default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")

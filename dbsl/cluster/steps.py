@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dbsl.cluster.formats import DTYPES, LowRank
 from dbsl.cluster.weights import FlatWeights, uncompiled
+from dbsl.config.fields import refuse
 from dbsl.config.hooks import Machine
 from dbsl.config.settings import FLOAT32, Wire
 from dbsl.data.transforms import global_streams
@@ -314,8 +315,15 @@ class DistributedSteps(Stepper):
         self._weight = step.parts[0].weight  # all its micro-batches have the same
         # What is computed without DDP stays here until its last micro-batch sums it all.
         syncs = part.ends and not step.odd
+        self._exchanged = not syncs
         with super().micro_batch(step, part) as (weight, _):
             yield (weight if step.odd else weight * self._world_size), syncs
+        self._check_exchanged()
+
+    def _check_exchanged(self) -> None:
+        """Refuse a backward pass that has gone past DDP, which sums gradients only in its own."""
+        text = "the training loop must call workers.model(...), with DDP around it, and once"
+        refuse([(not self._exchanged, text, "a backward pass in which no gradient was summed")])
 
     def complete(self, step: Step) -> float:
         """Have gradients be the same in every process."""
@@ -394,9 +402,10 @@ class DistributedSteps(Stepper):
                 **one,
             )
         self.model.register_comm_hook(None, self._exchange)
-        drawn = torch.random.fork_rng(devices or [])
+        drawn, self._exchanged = torch.random.fork_rng(devices or []), False
         with weights.kept(), drawn, global_streams(), uncompiled(self._raw):
             self._example_loss(self.model).backward()
+        self._check_exchanged()
         # The next forward pass would do it, and wait for processes that have no sample then.
         self.model.reducer._rebuild_buckets()
         self._warm = True
@@ -405,6 +414,7 @@ class DistributedSteps(Stepper):
     # Without annotations: DDP compares them with types, and here they would be strings.
     def _exchange(self, _, bucket):
         self._on_exchange()
+        self._exchanged = True
         if self._warm:
             # After the last only waiting for the others follows.
             self.timer.mark(last=bucket.is_last())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -42,7 +44,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class TrainingData(Protocol):
-    """Your own data, for `open_session`. `dbsl.data.sources.TensorData` is such."""
+    """Your own data. `dbsl.data.sources.TensorData` is such."""
 
     name: str  # in the settings and the run folder
     unit: str  # what a sample is called
@@ -83,6 +85,14 @@ class TensorSource(Source):
     def __len__(self) -> int:
         return len(self.inputs)
 
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the samples, which tells them from others."""
+        found = hashlib.sha256()
+        for tensor in (self.inputs, self.labels):
+            found.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
+        return found.hexdigest()
+
     def on(self, device: torch.device) -> TensorSource:
         """Return the samples on a device."""
         return type(self)(self.inputs.to(device), self.labels.to(device), self.bad)
@@ -98,7 +108,7 @@ class TensorSource(Source):
 
 @dataclass(frozen=True)
 class TensorData:
-    """Two map-style datasets of (input tensor, label) as data for `open_session`.
+    """Two map-style datasets of (input tensor, label) as data of a run.
 
     Each sample is read once, checked, and kept on the device: datasets become sources.
     """
@@ -192,6 +202,9 @@ def _read(
             labels.append(label)
             continue
         raise SettingError(f"{split} must have {bound}, got {value} in sample {number}")
+    again, _ = dataset[0]
+    text = f"{split} must give the same tensor each time, since each sample is read once"
+    refuse([(not torch.equal(again, inputs[0]), text, "two for sample 0")])
     return TensorSource(torch.stack(inputs), torch.tensor(labels))
 
 

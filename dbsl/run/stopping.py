@@ -143,10 +143,14 @@ class Stopwatch:
         """Seconds since the run began, earlier sessions and their starts included."""
         return self.start_up_s + time.perf_counter() - self._loop_began
 
-    def start_training(self) -> float:
-        """Note that training begins here; return the seconds of this session's start-up."""
-        start_up_s = time.perf_counter() - self._made
-        self._loop_began += start_up_s
+    def start_training(self, since: float | None = None) -> float:
+        """Note that training begins here; return the seconds of this session's start-up.
+
+        They count from this watch's making, or `since` a moment of time.perf_counter().
+        """
+        now = time.perf_counter()
+        self._loop_began += now - self._made
+        start_up_s = now - (self._made if since is None else since)
         self.start_up_s += start_up_s
         self._begun = time.perf_counter()
         return start_up_s

@@ -16,11 +16,12 @@ from torch import nn
 
 from dbsl.base.errors import SettingError, plural, px
 from dbsl.cluster.formats import check_rank, trained_shapes
+from dbsl.cluster.wire import share_text
 from dbsl.config.complete import for_workers, from_workers
 from dbsl.config.fields import refuse
 from dbsl.config.settings import AGAIN, RunConfig, meets_at_server, takes_joint_steps, wire_of
 from dbsl.data.sources import TrainingData
-from dbsl.loss import LossFunction, LossOf, bind_loss, check_loss, digest_of
+from dbsl.loss import LossFunction, LossOf, bind_loss, check_loss, digest_of, not_a_mean
 from dbsl.model import check_model
 from dbsl.optimizer import BuildOptimizer, check_parameters, join_optimizers
 from dbsl.plan.islands import Islands
@@ -70,6 +71,7 @@ def step_times(
     Measured are steps of a copy of the model on `data.example`, with this loss and this optimizer.
     Before, whatever cannot be trained is refused.
     """
+    _check_alike(data, accelerator)
     alike_models(model, accelerator)
     least = check_model(model, data, config.model, config.resolutions)
     _check_samples(data, config, least)
@@ -78,6 +80,8 @@ def step_times(
     with accelerator.autocast():
         example = data.example(2, config.resolutions[0])
         unused = check_loss(loss_function, model, example, config)
+    if unlike := not_a_mean(loss_function, model, example, config):
+        accelerator.print(f"warning: {unlike}")
     joint = accelerator.num_processes > 1 and (config.sync == "step" or Islands.of(config).several)
     must = "loss_function must use every parameter that is trained, where several processes take "
     must += "joint steps (requires_grad_(False) freezes others)"
@@ -87,6 +91,15 @@ def step_times(
     give_back(accelerator.device)  # what measuring took
     blocks = getattr(data.train, "blocks", None)  # your own data may not know of them
     return Times(config, known, len(data.train), least, blocks)
+
+
+def _check_alike(data: TrainingData, accelerator: Accelerator) -> None:
+    """Refuse data of your own that differ between processes (a collective)."""
+    digest = getattr(data.train, "digest", "")
+    unlike = digest != share_text(digest, accelerator)
+    ranks = accelerator.gather(torch.tensor([int(unlike)], device=accelerator.device))
+    which = f"others on rank {int(ranks.argmax())}"
+    refuse([(ranks.any(), "data must be the same in all processes", which)])
 
 
 def alike_models(model: nn.Module, accelerator: Accelerator) -> None:

@@ -29,7 +29,6 @@ from dbsl.config import parse
 from dbsl.config.complete import with_resolved
 from dbsl.config.hooks import found_extras
 from dbsl.config.parse import parse_config
-from dbsl.log.evaluation import Evaluation
 from dbsl.model import load_model
 from dbsl.plan.types import LostWorker
 from dbsl.runs import _given_now
@@ -151,7 +150,7 @@ def test_killed_and_resumed_is_the_unbroken_run(tmp_path, unbroken, mode, saved)
 def test_a_loop_may_draw_from_the_random_numbers_of_numpy_and_python(tmp_path, monkeypatch):
     def loss_function(model, images, labels, config):
         lam = np.random.beta(0.2, 0.2) * random.random()  # noqa: NPY002
-        return lam * torch.nn.functional.cross_entropy(model(images), labels)
+        return lam * torch.nn.functional.cross_entropy(model(images), labels), {}
 
     monkeypatch.setattr("train.loss_function", loss_function)
     run(tmp_path / "whole")
@@ -380,7 +379,8 @@ def test_an_epoch_under_way_keeps_its_resolution_where_a_run_is_made_longer(tmp_
 def evaluating_to(monkeypatch, accuracies):
     """Have evaluations come to these accuracies, one after the other."""
     results = iter(accuracies)
-    monkeypatch.setattr("train.evaluate", lambda *_: Evaluation(next(results), 1.0, 20, 16))
+    rest = {"loss": 1.0, "samples": 20}
+    monkeypatch.setattr("train.evaluate", lambda *_: {"accuracy": next(results), **rest})
 
 
 def test_the_best_weights_are_kept_and_go_with_a_resumed_run(tmp_path, monkeypatch):
