@@ -233,8 +233,8 @@ def main(config: Config) -> None:
         training = Training(
             config, accelerator, data, augment, stages, model, workers, checkpoint, run
         )
-        run.begin(workers, checkpoint)  # config.yaml, plan.json, W&B, the printed plan
         with workers, checkpoint:  # dbsl: a lost process is named; SIGTERM saves, then ends
+            run.begin(workers, checkpoint)  # config.yaml, plan.json, W&B, the printed plan
             for turn in workers.turns():  # rounds of this process's workers, and ends of epochs
                 if not turn.ends_epoch:
                     train_turn(turn, training)

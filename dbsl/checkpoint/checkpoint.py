@@ -344,7 +344,7 @@ class Checkpoint:
             classes=data.num_classes,
             samples=len(data.train),
             rounds=rounds,
-            data=getattr(data.train, "digest", ""),
+            data=getattr(data, "digest", ""),
             held_out=getattr(data, "held_out", ""),
             files={},
         )

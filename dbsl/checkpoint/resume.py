@@ -304,7 +304,7 @@ def read_resumed(found: Found, workers: Workers, config: RunConfig) -> Resumed |
     text = "dataset must have the classes that the run began with"
     shown = f"{manifest.classes} classes in the checkpoint, {classes} in the data"
     refuse([(manifest.classes != classes, text, shown)])
-    other = manifest.data != getattr(workers.data.train, "digest", "")
+    other = manifest.data != getattr(workers.data, "digest", "")
     refuse([(other, "data must be those that the run has trained on", "other samples")])
     with reading_checkpoint(found.folder):
         state, handover = found.shard(SERVER_RANK), None

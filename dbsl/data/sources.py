@@ -85,14 +85,6 @@ class TensorSource(Source):
     def __len__(self) -> int:
         return len(self.inputs)
 
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of the samples, which tells them from others."""
-        found = hashlib.sha256()
-        for tensor in (self.inputs, self.labels):
-            found.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
-        return found.hexdigest()
-
     def on(self, device: torch.device) -> TensorSource:
         """Return the samples on a device."""
         return type(self)(self.inputs.to(device), self.labels.to(device), self.bad)
@@ -130,6 +122,14 @@ class TensorData:
                 samples = _read(samples, split, self.num_classes, first)
                 object.__setattr__(self, split, samples)  # frozen: there is no other way
             first = samples.inputs[0]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the training samples, which tells them from others."""
+        found = hashlib.sha256()
+        for tensor in (self.train.inputs, self.train.labels):
+            found.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
+        return found.hexdigest()
 
     def on(self, device: torch.device) -> TensorData:
         """See `TrainingData.on`."""

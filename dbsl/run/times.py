@@ -95,7 +95,7 @@ def step_times(
 
 def _check_alike(data: TrainingData, accelerator: Accelerator) -> None:
     """Refuse data of your own that differ between processes (a collective)."""
-    digest = getattr(data.train, "digest", "")
+    digest = getattr(data, "digest", "")
     unlike = digest != share_text(digest, accelerator)
     ranks = accelerator.gather(torch.tensor([int(unlike)], device=accelerator.device))
     which = f"others on rank {int(ranks.argmax())}"
