@@ -25,9 +25,9 @@ dbsl/cluster/merges.py, and a run is saved in dbsl/checkpoint/checkpoint.py.
 """
 
 if __name__ == "__main__":
-    from dbsl.base.errors import one_line_errors, quiet_interrupts
+    from dbsl.base import errors
 
-    quiet_interrupts()  # Ctrl-C during the imports, which take seconds, ends without traceback
+    errors.quiet_interrupts()  # Ctrl-C during the imports, which take seconds: no traceback
 
 import math
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from dbsl.checkpoint.checkpoint import Checkpoint
 from dbsl.config.fields import Role, Within
-from dbsl.model import create_model, train_mode
+from dbsl.model import create_model
 from dbsl.optimizer import create_optimizer
 from dbsl.plan.stages import Stages
 from dbsl.run.plans import Plans
@@ -121,15 +121,18 @@ class Training:
 
 
 def train_turn(turn: Any, training: Training) -> None:
-    """Train one round: of one worker, or in joint steps of all workers of this process."""
+    """Train one round: of one worker, or in joint steps of all workers of this process.
+
+    What a turn offers: `dbsl.run.turns.WorkerTurn`.
+    """
     config, accelerator, workers = training.config, training.accelerator, training.workers
-    model, checkpoint, stage = training.model, training.checkpoint, training.stages.at(turn.epoch)
+    checkpoint, model = training.checkpoint, training.model
     training.run.plan(turn)  # dbsl: says so where batch sizes are not those of the round before
     # Stands for a DataLoader: this worker's samples in batches of its size, in an order that
     # depends on seed and epoch alone. Loader processes begin here, while the weights come.
-    steps = turn.steps(training.data.train, training.augment[stage.resolution])
+    steps = turn.steps(training.data.train, training.augment[turn.stage.resolution])
     workers.pull(turn)  # dbsl: the global weights; in joint steps they are here
-    train_mode(model, stage.dropout)
+    workers.train_mode(turn)  # model.train(), with the dropout of its stage; frozen modules stay
     if turn.is_over:  # dbsl: it has no samples in this round, but others save while they train
         checkpoint.after_step(turn)
     for step in steps:
@@ -205,6 +208,20 @@ def end_epoch(end: Any, training: Training) -> None:
     run.epoch(end, metrics)
 
 
+def train(training: Training) -> None:
+    """Train from the start, or from where the run was saved, to the end."""
+    workers, checkpoint, run = training.workers, training.checkpoint, training.run
+    with workers, checkpoint:  # dbsl: a lost process is named; SIGTERM saves, then ends
+        run.begin(workers, checkpoint)  # config.yaml, plan.json, W&B, the printed plan
+        for turn in workers.turns():  # rounds of this process's workers, and ends of epochs
+            if not turn.ends_epoch:
+                train_turn(turn, training)
+            run.rounds()  # dbsl: what the workers say of their rounds
+            if turn.ends_epoch:
+                end_epoch(turn, training)
+                checkpoint.after_epoch(turn)
+
+
 def main(config: Config) -> None:
     """Train, evaluate and save one run, or go on with one."""
     accelerator = start_accelerator(config)  # dbsl: all processes, with the same settings and code
@@ -233,17 +250,9 @@ def main(config: Config) -> None:
         training = Training(
             config, accelerator, data, augment, stages, model, workers, checkpoint, run
         )
-        with workers, checkpoint:  # dbsl: a lost process is named; SIGTERM saves, then ends
-            run.begin(workers, checkpoint)  # config.yaml, plan.json, W&B, the printed plan
-            for turn in workers.turns():  # rounds of this process's workers, and ends of epochs
-                if not turn.ends_epoch:
-                    train_turn(turn, training)
-                run.rounds()  # dbsl: what the workers say of their rounds
-                if turn.ends_epoch:
-                    end_epoch(turn, training)
-                    checkpoint.after_epoch(turn)
+        train(training)
 
 
 if __name__ == "__main__":
-    with one_line_errors():
+    with errors.one_line_errors():
         main(Config.from_flags())

@@ -129,7 +129,8 @@ def without_trace(model: nn.Module) -> Iterator[None]:
 def digest_of(*functions: Callable[..., Any]) -> str | None:
     """Return what tells these functions' text from others; None: one has none that can be read."""
     try:
-        texts = [inspect.getsource(getattr(one, "func", one)) for one in functions]  # of a partial
+        plain = [inspect.unwrap(one) for one in functions]
+        texts = [inspect.getsource(getattr(one, "func", one)) for one in plain]  # of a partial
     except (OSError, TypeError):  # it was typed at a prompt, or is no plain function
         return None
     return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]

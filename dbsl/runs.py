@@ -130,7 +130,9 @@ class RunFolder(AbstractContextManager):
         if found:
             resume.take_over_folder(found, plans.config, accelerator)
             self._locked.write_settings(*settings)
-        state, handover = (resumed.state.get("log"), resumed.handover) if resumed else (None, None)
+        state, handover = None, resumed and resumed.handover
+        if resumed and resumed.state["log"]:
+            state = {**resumed.state["log"], "stages": resumed.state["stages"]}
         with reading_checkpoint(resumed and resumed.folder):
             done = min(state["so_far"]["epochs"] if state else 0, plans.config.epochs - 1)
             shown = (plans, workers.data, workers.raw_model, accelerator, self.folder)

@@ -327,6 +327,7 @@ class Checkpoint:
                 "meter": workers.meter.state_dict(),
                 "extras": self._plans.extras.state_dict(),
                 "epochs_done": self._epochs_done,
+                "stages": [asdict(stage) for stage in self._plans.stages],
                 **workers.stopwatch.state_dict(),
                 "log": log.state_dict() if log is not None and log.enabled else None,
                 "cluster": cluster.state_dict(),

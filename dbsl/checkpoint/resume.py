@@ -320,7 +320,7 @@ def read_resumed(found: Found, workers: Workers, config: RunConfig) -> Resumed |
                 why = ", which has drawn the evaluation images from those to train on"
                 raise must_stay(name, *changed[name], why)
         check_held_out(manifest.held_out, workers.data, config.dataset)
-        if accelerator.is_main_process:
+        if accelerator.is_main_process and state["log"] is not None:
             path, keep = found.run_folder / "metrics.jsonl", state["log"]["metrics_bytes"]
             size = path.stat().st_size if path.exists() else 0
             text = f"metrics.jsonl must have the {keep} bytes it had at the checkpoint"
@@ -621,7 +621,7 @@ def check_epochs_under_way(
     for name in orders if under_way else ():
         advice = f"it draws the order of its samples; {saved.advice}"
         raise must_stay(name, before[name], getattr(config, name), " inside an epoch", advice)
-    stages = saved.state["log"]["stages"]
+    stages = saved.state["stages"]
     was = {e: s["resolution"] for s in stages for e in range(s["first_epoch"], s["end_epoch"])}
     for epoch in under_way:
         if was[epoch] == (now := workers.plans.stage_at(epoch).resolution):

@@ -21,7 +21,7 @@ from dbsl.config.settings import FLOAT32, RunConfig, Wire, takes_joint_steps, wi
 from dbsl.data.sources import TrainingData
 from dbsl.log.evaluation import Evaluation, further_sets, more_in_words
 from dbsl.plan.alone import epoch_times
-from dbsl.plan.stages import Stage, learning_rate_at
+from dbsl.plan.stages import Stage
 from dbsl.plan.text import format_run, nodes_in_words, sizes_in_words
 from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, LostWorker, Plan, RoundReport
 from dbsl.run.accelerator import describe_precision
@@ -70,7 +70,7 @@ def print_run(
     nodes = [of_processes[own.start] for own in islands.processes if own.stop <= len(of_processes)]
     text = format_run(
         *(plans.stages, plans.first, config.rounds_per_epoch),
-        rates=lambda stage: _rates(plans, stage),
+        rates=lambda stage: _rates(config, stage),
         timelines=folder is None,
         nodes=nodes if processes > 1 else (),
         processes=islands.sizes,
@@ -148,17 +148,10 @@ def _on_ways(plans: Plans, model: nn.Module, accelerator: Accelerator) -> list[s
     return lines
 
 
-def _rates(plans: Plans, stage: Stage) -> str:
-    """Return a stage's learning rate in words; one that falls inside it, from where to where."""
-    config = plans.config
-    if config.lr_schedule == "step":
-        return f"{stage.learning_rate:g}"
-    moments = [stage.first_epoch, stage.end_epoch]
-    if stage.first_epoch < config.warmup_epochs < stage.end_epoch:
-        moments.insert(1, config.warmup_epochs)  # its highest
-    how = {"stages": plans.stages, "base": config.lr, "schedule": config.lr_schedule}
-    how |= {"warmup_epochs": config.warmup_epochs, "min_lr": config.min_lr}
-    return " to ".join(f"{learning_rate_at(moment, **how):.3g}" for moment in moments)
+def _rates(config: RunConfig, stage: Stage) -> str:
+    """Return a stage's learning rate in words."""
+    falls = config.lr_schedule == "cosine"
+    return f"{config.lr:g} to {config.min_lr:g} (cosine)" if falls else f"{stage.learning_rate:g}"
 
 
 # --- as it goes

@@ -167,7 +167,6 @@ class RunLog:
             "metrics_bytes": os.path.getsize(self._file.name),
             "planned_since": dict(self._since),
             "plans": {resolution: asdict(plan) for resolution, plan in self._plans.items()},
-            "stages": [asdict(stage) for stage in self._all_plans.stages],
             "rounds": {e: [asdict(r) for r in reports] for e, reports in self._rounds.items()},
             "evaluations": [asdict(evaluation) for evaluation in self._evaluations],
             "so_far": asdict(self._so_far),

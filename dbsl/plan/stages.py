@@ -8,13 +8,12 @@ resolutions also meet the high learning rates; one-pass progressive resizing rai
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dbsl.config.fields import refuse
-from dbsl.config.settings import NO_SIDE, LrSchedule, RunConfig, Schedule
+from dbsl.config.settings import NO_SIDE, RunConfig, Schedule
 
 
 @dataclass(frozen=True)
@@ -168,25 +167,3 @@ def unused_resolutions(
 def stage_at(stages: Sequence[Stage], epoch: int) -> Stage:
     """Return the stage that covers `epoch`."""
     return next(stage for stage in stages if epoch in stage.epochs)
-
-
-def learning_rate_at(
-    progress: float,
-    stages: Sequence[Stage],
-    *,
-    base: float,
-    schedule: LrSchedule = "step",
-    warmup_epochs: float = 0.0,
-    min_lr: float = 0.0,
-) -> float:
-    """Return the learning rate `progress` epochs after the start, fractions of an epoch counted.
-
-    `step` holds each stage's rate. `cosine` falls from `base` to `min_lr` along half a cosine over
-    the epochs after the warm-up. Warm-up rises linearly, and stays above `base`/100.
-    """
-    if progress < warmup_epochs:
-        return base * max(progress / warmup_epochs, 0.01)
-    if schedule == "step":
-        return stage_at(stages, int(progress)).learning_rate
-    share = (progress - warmup_epochs) / max(stages[-1].end_epoch - warmup_epochs, 1e-9)
-    return min_lr + (base - min_lr) * 0.5 * (1.0 + math.cos(math.pi * share))

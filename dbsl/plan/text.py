@@ -157,7 +157,7 @@ def format_run(
             continue
         plain = plan.global_batch_size or len(plan.workers) == 1
         ratio = "" if plain else f"; time ratio {plan.time_ratio:.3f}"
-        rate = ", ".join(map(rates, its_stages))
+        rate = ", ".join(dict.fromkeys(map(rates, its_stages)))
         lines.append(f"{px(resolution, after=', ')}{epoch_spans(its_stages)}, lr {rate}{ratio}")
         lines.append(format_plan(plan, nodes, processes))
         lines += [timeline(plan, rounds), ""] if timelines else [""]

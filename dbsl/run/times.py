@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +75,12 @@ def step_times(
     alike_models(model, accelerator)
     least = check_model(model, data, config.model, config.resolutions)
     _check_samples(data, config, least)
-    check_parameters(join_optimizers(build_optimizer(model)), model, config.optimizer)
+
+    @wraps(build_optimizer)  # whose text step times are kept by, as that of the loss
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        return join_optimizers(build_optimizer(model))
+
+    check_parameters(build(model), model, config.optimizer)
     loss_of = bind_loss(loss_function, config, accelerator.autocast)
     with accelerator.autocast():
         example = data.example(2, config.resolutions[0])
@@ -87,7 +92,7 @@ def step_times(
     must += "joint steps (requires_grad_(False) freezes others)"
     refuse([(joint and unused, must, f"no gradient of {', '.join(unused[:1])}")])
     check_rank(wire_of(config), trained_shapes(model), config.wire)
-    known, config = know_workers(config, model, data, accelerator, loss_of, build_optimizer, least)
+    known, config = know_workers(config, model, data, accelerator, loss_of, build, least)
     give_back(accelerator.device)  # what measuring took
     blocks = getattr(data.train, "blocks", None)  # your own data may not know of them
     return Times(config, known, len(data.train), least, blocks)

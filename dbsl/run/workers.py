@@ -17,7 +17,7 @@ from dbsl.config.settings import meets_at_server
 from dbsl.data.sources import TrainingData, as_source
 from dbsl.data.transforms import Mixing
 from dbsl.loss import LossFunction, bind_loss
-from dbsl.model import kept_modes
+from dbsl.model import kept_modes, train_mode
 from dbsl.optimizer import BuildOptimizer, join_optimizers, keep_ratios
 from dbsl.plan.sampler import evaluation_batches
 from dbsl.plan.types import EpochEnd
@@ -138,6 +138,10 @@ class Workers:
                 self._forget(turn)
         self.stepper.begin(place, anew=anew)
         self.meter.begin(place, anew=anew)
+
+    def train_mode(self, turn: WorkerTurn) -> None:
+        """Put the model into training mode; see `dbsl.model.train_mode`."""
+        train_mode(self.raw_model, turn.stage.dropout)
 
     def push(self, turn: WorkerTurn) -> None:
         """Hand over what a round came to: weights, or the sum of its weighted gradients.

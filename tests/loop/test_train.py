@@ -97,7 +97,7 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, monkeypatch, capsys):
         ({"workers": 2}, ["2 workers simulated in one process, 0 on small batches, sync"]),
         (
             {"lr_schedule": "cosine", "warmup_epochs": 2, "epochs": 20},
-            ["16 px, epochs 1-20, lr 0.0002 to 0.02 to 0.01, 0.01 to 0.00134, 0.00134 to 0"],
+            ["16 px, epochs 1-20, lr 0.02 to 0 (cosine)"],
         ),
         (SETTINGS, ["|SSSS", "predicted for all 3 epochs", "one equal batch"]),
         (

@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +26,10 @@ from torch.utils.data import DataLoader
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.model import build_model
-from dbsl.optimizer import build_optimizer
-from dbsl.plan.stages import learning_rate_at, make_stages
+from dbsl.optimizer import create_optimizer
 from dbsl.run.accelerator import keep_freed_memory
 from experiments.benchmarks.demos.arms import half_of
+from train import learning_rate
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,14 @@ def main() -> None:
     side = data.image_side
     model = build_model(settings.model, data.num_classes, (side,), seed=settings.seed)
     model = model.to(memory_format=torch.channels_last)
-    optimizer = build_optimizer("sgd", model, settings.lr, 0.9, 5e-4)
+    optimizer = create_optimizer("sgd", model, settings.lr, 0.9, 5e-4)
     loader = DataLoader(range(len(data.train)), settings.batch, shuffle=True, drop_last=True)
-    stages = make_stages(settings.epochs, (side,))
+    schedule = {"lr": 1.0, "lr_schedule": "cosine", "min_lr": 0.0, "epochs": settings.epochs}
+    schedule = SimpleNamespace(**schedule, warmup_epochs=1.0)
     steps = len(loader) // accelerator.num_processes * accelerator.num_processes  # an epoch's
 
     def share_of_rate(step: int) -> float:
-        return learning_rate_at(
-            step / steps, stages=stages, base=1.0, schedule="cosine", warmup_epochs=1.0
-        )
+        return learning_rate(step / steps, schedule, schedule)
 
     scheduler = LambdaLR(optimizer, share_of_rate)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)

@@ -88,6 +88,8 @@ def make_log(tmp_path, accelerator):
             cluster=SimpleNamespace(refused=0, time_s=42.5),
             stopwatch=SimpleNamespace(start_up_s=1.0, total_s=30.0),
         )
+        if state:
+            state = {"stages": [asdict(stage) for stage in STAGES], **state}
         return RunLog(tmp_path, workers, state, restart)
 
     return make
@@ -400,6 +402,7 @@ def test_a_longer_run_counts_on_from_the_steps_taken_and_records_its_new_stages(
     with make_log(plans, stages, state=state) as log:
         assert log._display.total - log._display.done == (epochs - 2) * high
         again = unpack(*pack(log.state_dict()))
+    again["stages"] = [asdict(stage) for stage in stages]
     with make_log(plans, stages, state=again):
         pass
     new = [row for row in rows("plan") if "from_epoch" in row]

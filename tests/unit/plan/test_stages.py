@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 import dbsl.plan.stages
 from dbsl.config.settings import RunConfig
 from dbsl.plan.solve import TimeModel, plan_dual_batch
-from dbsl.plan.stages import default_milestones, default_resolutions, learning_rate_at, make_stages
+from dbsl.plan.stages import Stages, default_milestones, default_resolutions, make_stages
 from dbsl.plan.text import format_run
+from train import learning_rate
 
 
 def rows(stages):
@@ -82,8 +83,9 @@ def test_bad_schedules_are_named_with_bound_and_value(arguments, message):
 
 
 def rate(progress, **options):
-    stages = make_stages(10, (32,), learning_rate=0.4, milestones=(6,), gamma=0.5)
-    return learning_rate_at(progress, stages, base=0.4, **options)
+    given = {"epochs": 10, "lr": 0.4, "lr_milestones": (6,), "warmup_epochs": 0.0}
+    stages = Stages(RunConfig(**given | options), (32,))
+    return learning_rate(progress, stages.config, stages)
 
 
 def test_the_cosine_is_that_of_timms_scheduler():
@@ -91,10 +93,9 @@ def test_the_cosine_is_that_of_timms_scheduler():
     # With a prefix, timm counts the epochs of the warm-up on top.
     how = {"t_initial": 15, "lr_min": 0.02, "warmup_t": 5, "warmup_prefix": True}
     theirs = timm.scheduler.CosineLRScheduler(optimizer, cycle_limit=1, **how)
-    stages = make_stages(20, (32,), learning_rate=0.4)
-    options = {"schedule": "cosine", "warmup_epochs": 5, "min_lr": 0.02}
+    options = {"lr_schedule": "cosine", "warmup_epochs": 5, "min_lr": 0.02, "epochs": 20}
     for epoch in range(5, 20):
-        found = learning_rate_at(epoch, stages, base=0.4, **options)
+        found = rate(epoch, lr_milestones=None, **options)
         assert found == pytest.approx(theirs._get_lr(epoch)[0]), epoch
 
 
@@ -107,7 +108,7 @@ def test_learning_rate_steps_at_milestones_and_warms_up():
     assert rate(0.0, warmup_epochs=2) == pytest.approx(0.004)
     assert rate(1.0, warmup_epochs=2) == pytest.approx(0.2)
     assert rate(2.0, warmup_epochs=2) == pytest.approx(0.4)
-    assert rate(6.0) == pytest.approx(0.2)
+    assert rate(6.0, lr_gamma=0.5) == pytest.approx(0.2)
 
 
 def test_defaults_follow_the_images_and_the_length_of_the_run():
