@@ -6,16 +6,16 @@ import os
 
 import pytest
 import torch
-from dbsl.open import open_session
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import dbsl
+import train
 from dbsl.data.sources import TensorData
 from dbsl.plan.types import Turn
-from tests.helpers import place_of
-from train import Config, learning_rate, loss_function, train
+from tests.helpers import free_port, own, place_of
+from train import Config, learning_rate
 
 SAMPLES, EPOCHS, ROUNDS = 96, 3, 2
 LR = 0.1
@@ -38,15 +38,15 @@ def unwrapped(model):
     return model
 
 
-def planned(session, rank):
+def planned(training, rank):
     """Yield a worker's rounds: the weight of each, and its batches' samples and learning rates."""
-    run = session.run
+    plans, how = training.workers.plans, (training.config, training.stages)
     for moment in range(EPOCHS * ROUNDS):
         turn = Turn((rank,), *divmod(moment, ROUNDS))
-        segment = run.planner.at(turn.epoch, turn.round)
-        steps = list(run.sampler.steps(segment, turn))
+        segment = plans.planner.at(turn.epoch, turn.round)
+        steps = list(plans.sampler.steps(segment, turn))
         batches = [torch.from_numpy(step.parts[0].indices) for step in steps]
-        rates = [learning_rate(session, turn.epoch + step.progress) for step in steps]
+        rates = [learning_rate(turn.epoch + step.progress, *how) for step in steps]
         yield segment.plan.workers[rank].merge_weight, list(zip(batches, rates, strict=True))
 
 
@@ -92,8 +92,8 @@ class Loop:
         return saved
 
 
-def both(rank, folder, settings, every, outer, wrap):
-    os.environ.update(place_of(rank, 2))
+def both(rank, port, folder, settings, every, outer, wrap):
+    os.environ.update(place_of(rank, 2, port))
     torch.manual_seed(5 + rank)
     data = TensorData(table(SAMPLES), table(20), 3)
     common = {"output_dir": str(folder), "report_to": "none", "cpu_threads": 1, "sync": "bsp"}
@@ -101,25 +101,30 @@ def both(rank, folder, settings, every, outer, wrap):
         epochs=EPOCHS, workers=2, rounds_per_epoch=ROUNDS, large_batch_size=(12,), lr=LR,
         slope=(0.001,), intercept=(0.01,), mixed_precision="no", **common, **settings,
     )  # fmt: skip
-    given = {"data": data, "model": build_model, "optimizer": build_optimizer}
-    with open_session(config, loss_function, **given) as session:
-        start = copy.deepcopy(session.model.state_dict())
-        todo = list(planned(session, rank))
-        train(session)
-        own = build_model()
+    found, whole = [], train.train
+
+    def trained(training):
+        model = training.model
+        start, todo = copy.deepcopy(model.state_dict()), list(planned(training, rank))
+        whole(training)
+        plain = build_model()
         if rank == 0:
-            own.load_state_dict(start)
+            plain.load_state_dict(start)
         how = {"every": every, "outer": outer, "wire": settings.get("wire", "float32")}
-        loop = Loop(own, wrap, (data.train.inputs, data.train.labels), todo, **how)
+        loop = Loop(plain, wrap, (data.train.inputs, data.train.labels), todo, **how)
         saved = loop.train(save_after=len(todo[0][1]) + 1)  # in the middle of the second round
         again = Loop(build_model(), wrap, loop.data, todo, **how)
         again.load(saved)
         again.train()
-        vectors = [
-            torch.cat([v.flatten().double() for v in m.state_dict().values()]).numpy()
-            for m in (session.model, own, getattr(again.model, "module", again.model))
-        ]
-    return vectors
+        for m in (model, plain, getattr(again.model, "module", again.model)):
+            values = [v.flatten().double() for v in m.state_dict().values()]
+            found.append(torch.cat(values).numpy())
+
+    with pytest.MonkeyPatch.context() as patch:
+        parts = {"build_optimizer": build_optimizer, "train": trained}
+        own(patch, data, build_model, **parts)
+        train.main(config)
+    return found
 
 
 DELTA = {"merge": "delta", "outer_lr": 0.7, "outer_momentum": 0.9}
@@ -140,7 +145,7 @@ DUAL = {"small_workers": 1, "small_batch_size": (5,)}
 def test_rounds_are_a_run_at_a_barrier_to_the_bit(
     run_ranks, tmp_path, settings, every, outer, wrap
 ):
-    found = run_ranks(both, tmp_path / "run", settings, every, outer, wrap)
-    for trained, own, again in found:
-        assert (trained == own).all()
-        assert (again == own).all()
+    found = run_ranks(both, free_port(), tmp_path / "run", settings, every, outer, wrap)
+    for trained, plain, again in found:
+        assert (trained == plain).all()
+        assert (again == plain).all()
