@@ -3,7 +3,7 @@
 Every rule is ``rule(global_ [P], pushed [n, P], factors [n]) -> [P]`` and leaves its arguments as
 they are. `mean` and `Delta` get the pushes of all workers together, the others each push alone
 (n = 1). For your own rule copy one of these, change it, and give it to
-``open_session(merge=...)``. What a rule keeps is saved with the run if it has `state_dict` and
+``Workers(merge=...)``. What a rule keeps is saved with the run if it has `state_dict` and
 `load_state_dict`, as `Delta` has.
 
 `mean`, `ratio`, `half`: Lu, Liu, Hong, Wu (COMPSAC 2022 and arXiv 2509.26092).
