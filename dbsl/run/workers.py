@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from dbsl.cluster.merges import MergeRule
 from dbsl.cluster.weights import uncompiled
+from dbsl.config.fields import refuse
 from dbsl.config.hooks import Extra
-from dbsl.config.settings import meets_at_server
+from dbsl.config.settings import FLOAT32, RunConfig, meets_at_server
 from dbsl.data.sources import TrainingData, as_source
 from dbsl.data.transforms import Mixing
 from dbsl.loss import LossFunction, bind_loss
@@ -56,6 +57,8 @@ class Workers:
         merge: MergeRule | None = None,
     ) -> None:
         config = plans.config
+        if merge is not None:
+            _refuse_unasked(config)
         self.plans, self.config, self.accelerator, self.data = plans, config, accelerator, data
         self.raw_model = model  # nothing is wrapped around it
         self.side = config.resolutions[-1]  # of evaluation images, in pixels
@@ -224,3 +227,11 @@ class Workers:
     def sum_of_processes(self, totals: Tensor) -> Tensor:
         """Return totals summed over the processes that evaluate together."""
         return self.accelerator.reduce(totals) if self.shares_evaluation else totals
+
+
+def _refuse_unasked(config: RunConfig) -> None:
+    """Refuse settings by which a merge rule of your own would not be asked."""
+    usual = {"merge": None, "push": "weights", "wire": FLOAT32.name}
+    bounds = [(getattr(config, n) != v, f"{n} must be left out", n) for n, v in usual.items()]
+    bounds.append((config.sync == "step", "sync must not be step", "sync"))
+    refuse([(bad, f"{text} with your own merge", getattr(config, n)) for bad, text, n in bounds])
