@@ -21,11 +21,13 @@ from dbsl.plan.sampler import EpochSampler
 
 
 def build_model():
-    torch.manual_seed(0)  # the same weights in every process
+    """Return the network, with the same weights in every process."""
+    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))
 
 
 def build_optimizer(model):
+    """Return what steps on a model: each worker has its own."""
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
@@ -83,6 +85,7 @@ def train_jointly(model, data, local_batch_sizes, epochs, seed=0):
 
 
 def main():
+    """Plan, train and evaluate."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--sync", choices=["bsp", "step"], default="bsp")
     parser.add_argument("--epochs", type=int, default=20)
