@@ -27,8 +27,8 @@ from dbsl.checkpoint.disk import (
 )
 from dbsl.cluster.weights import vector_length
 from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_text
-from dbsl.config.complete import RESOLVED, follow, is_as_given, set_back, still_true, with_resolved
-from dbsl.config.fields import NODES, PROCESSES, Role, refuse, sources, with_role
+from dbsl.config.complete import RESOLVED, is_as_given, set_back, with_resolved
+from dbsl.config.fields import Role, refuse, with_role
 from dbsl.config.hooks import found_extras
 from dbsl.config.parse import (
     RUN_FOLDER,
@@ -55,7 +55,7 @@ from dbsl.plan.types import EpochEnd, Handover, Segment, Turn, report_from_plain
 from dbsl.run.workers import Workers
 
 Changes = dict[str, tuple[Any, Any]]  # settings that are not what they were: before, now
-_TIMES = with_role(RunConfig, Role.TIMES)
+_TIMES = ("slope", "intercept", "floor")
 _PER_WORKER = with_role(RunConfig, Role.PER_WORKER)
 
 
@@ -175,9 +175,9 @@ def check_changes(
         free.update(with_role(cls, Role.WORKERS | Role.PER_WORKER))
     if "epochs" in changed and config.epochs > changed["epochs"][0]:
         free.add("epochs")  # a run may always be made longer
-    follows = _follows(changed, config, found, processes)
-    why = {name: f" (not given: it follows {source})" for name, source in follows.items()}
-    mathematics = {n: change for n, change in changed.items() if n not in free | follows.keys()}
+    anew = _found_anew(changed, config, found, processes)
+    why = dict.fromkeys(anew, " (not given: found anew)")
+    mathematics = {n: change for n, change in changed.items() if n not in free | anew}
     if mathematics:
         # It was allowed when it came into the file, and the run was killed before it had saved.
         agreed = with_resolved(_read_own(found.run_folder, cls))
@@ -192,26 +192,23 @@ def check_changes(
     refuse([(mathematics and not config.allow_config_change, text, listed)])
 
 
-def _follows(changed: Changes, now: RunConfig, found: Found, processes: int) -> dict[str, str]:
-    """Return what changed because something else did, which is to be agreed to: name and source.
+def _found_anew(changed: Changes, now: RunConfig, found: Found, processes: int) -> set[str]:
+    """Return what changed because it was found anew, where something else did.
 
-    What is free is no such source: step times that are measured again, or batches that are to fit
+    What is free is no such cause: step times that are measured again, or batches that are to fit
     into other memory, are no more free than if they were given.
     """
-    cls, before = type(now), found.manifest.config.get(RESOLVED, ())
-    found_out = [
+    before = found.manifest.config.get(RESOLVED, ())
+    found_out = {
         name
         for name, (old, new) in changed.items()
-        if name in sources(cls)
-        and (old is None or name in before)
-        and (new is None or name in now.resolved)
-    ]
-    moved = changed.keys() - {*with_role(cls, Role.FREE), *found_out}
-    if found.manifest.processes != processes:
-        moved.add(PROCESSES)
-    if "cpu_threads" in found_out and None in changed["cpu_threads"]:
-        moved.add(NODES)  # they were unlike, or are so now
-    return follow(cls, found_out, moved)
+        if (old is None or name in before) and (new is None or name in now.resolved)
+    }
+    moved = changed.keys() - {*with_role(type(now), Role.FREE), *found_out}
+    if moved or found.manifest.processes != processes:
+        return found_out
+    # Unlike nodes have threads of their own: the nodes were unlike, or are so now.
+    return found_out & {"cpu_threads"} if None in changed.get("cpu_threads", ()) else set()
 
 
 def without_effect(run_folder: Path, given: RunConfig) -> str:
@@ -244,9 +241,8 @@ def adapt_to_processes(
     now = workers_of(config, processes) or workers
     changes: dict[str, Any] = {"workers": now}
     if now != workers:
-        same = config.resolved.get(PROCESSES)  # a launch of other processes has dropped its own
-        kept = still_true(config.resolved, config, replace(config, workers=now), same)
-        config = set_back(config, given, config.resolved.keys() - kept.keys() - {"workers"})
+        of_workers = {*with_role(type(config), Role.WORKERS | Role.PER_WORKER)} - {"workers"}
+        config = set_back(config, given, config.resolved.keys() & of_workers)
         for name in _PER_WORKER:  # what has a value for each worker, as it was, has no meaning now
             value = getattr(config, name)
             if value in (None, "auto"):

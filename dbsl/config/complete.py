@@ -1,8 +1,8 @@
-"""What a run was given, and what it found out; what was found holds until its sources change.
+"""What a run was given, and what it found out.
 
 A run's ``config.yaml`` has settings as they were given at the top level, and a mapping ``resolved``
-of those that the run found out. Read back unchanged, the file repeats the run; a setting that
-changes drops what was found from it, which is then found again.
+of those that the run found out. Read back unchanged, the file repeats the run. What was found holds
+while no other setting and no number of processes has changed; else all of it is found anew.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from dbsl.base.errors import SettingError
-from dbsl.config.fields import JOINT, PROCESSES, UNLIKE, Role, sources, with_role
-from dbsl.config.settings import RunConfig, takes_joint_steps
+from dbsl.config.fields import Role, with_role
+from dbsl.config.settings import RunConfig
 
 T = TypeVar("T")
 _SAID = ("profile",)  # has had its say once step times are found
+_OF_EPOCHS = ("lr_milestones", "warmup_epochs")  # found from the number of epochs
+PROCESSES = "processes"  # beside what was found: how many processes there were
 RESOLVED = "resolved"  # the mapping in config.yaml, and the field of Config that has it
 
 
@@ -27,18 +29,6 @@ def says_unlike(config: RunConfig) -> bool:
     return several or config.small_ratio > 0
 
 
-def follow(cls: type, found: Collection[str], changed: Collection[str]) -> dict[str, str]:
-    """Return which found settings change with their sources, and so on: name and source."""
-    follows: dict[str, str] = {}
-    while True:
-        moved = {*changed, *follows}
-        left = {name: sources(cls).get(name, ()) for name in found if name not in moved}
-        new = {name: own[0] for name, of in left.items() if (own := [s for s in of if s in moved])}
-        if not new:
-            return follows
-        follows |= new
-
-
 def still_true(
     resolved: Mapping[str, Any],
     before: RunConfig,
@@ -46,21 +36,25 @@ def still_true(
     processes: int,
     launched_precision: str | None = None,
 ) -> dict[str, Any]:
-    """Return what a run found out, without what does not follow from the settings of now.
+    """Return what a run found out, as far as it holds: all, unless a setting has changed.
 
-    `before` are the settings that it was given; `processes` and `launched_precision`, which stands
-    in for ``auto``, are this launch's.
+    Those count that are not free, or that plans are made from. `before` are the settings that the
+    run was given; `processes` and `launched_precision`, which stands in for ``auto``, are this
+    launch's. More epochs alone change what follows from their number.
     """
-    moved = {f.name: getattr(before, f.name) != getattr(now, f.name) for f in fields(now)}
-    moved[PROCESSES] = resolved.get(PROCESSES) != processes
-    moved[JOINT] = takes_joint_steps(before) != takes_joint_steps(now)
-    moved[UNLIKE] = says_unlike(before) != says_unlike(now)
-    own = now.mixed_precision != "auto"
-    if not own and launched_precision not in (None, resolved.get("mixed_precision")):
-        moved["mixed_precision"] = True
-    changed = {name for name, has_moved in moved.items() if has_moved}
-    changed |= follow(type(now), resolved, changed).keys()
-    return {name: value for name, value in resolved.items() if name not in changed}
+    cls, auto = type(now), now.mixed_precision == "auto"
+    precision = launched_precision if auto else None
+    if resolved.get(PROCESSES) != processes:
+        return {}
+    if precision not in (None, resolved.get("mixed_precision")):
+        return {}
+    free = {*with_role(cls, Role.FREE)} - {*with_role(cls, Role.PLAN)} | {RESOLVED}
+    names = (field.name for field in fields(now) if field.name not in free)
+    changed = {name for name in names if getattr(before, name) != getattr(now, name)}
+    if changed - {"epochs"}:
+        return {}
+    gone = _OF_EPOCHS if changed else ()
+    return {name: value for name, value in resolved.items() if name not in gone}
 
 
 def with_resolved(given: RunConfig) -> RunConfig:
@@ -79,8 +73,10 @@ def set_back(config: RunConfig, given: RunConfig, names: Collection[str]) -> Run
 
 def found_by(given: RunConfig, complete: RunConfig, processes: int) -> dict[str, Any]:
     """Return what a run found out: where its complete settings are not those it was given."""
-    names = [name for name in sources(type(given)) if not is_as_given(name, given, complete)]
-    return {PROCESSES: processes, **{name: getattr(complete, name) for name in names}}
+    free = {RESOLVED, *with_role(type(given), Role.FREE)}
+    names = (field.name for field in fields(given) if field.name not in free)
+    found = (name for name in names if not is_as_given(name, given, complete))
+    return {PROCESSES: processes, **{name: getattr(complete, name) for name in found}}
 
 
 def is_as_given(name: str, given: RunConfig, complete: RunConfig) -> bool:

@@ -1,4 +1,4 @@
-"""What a field of settings says in its type: bounds, its part in a run, what it is found from.
+"""What a field of settings says in its type: bounds, and its part in a run.
 
 `parse_kwargs` reads the settings that are ``name=value`` texts.
 """
@@ -111,13 +111,6 @@ class Role(Flag):
     SPLIT = auto()  # who trains on how much of an epoch
     PLAN = auto()  # plans are made from it: with another, those that were saved do not hold
     ORDER = auto()  # the order of an epoch's samples is drawn by it
-    ROUND = auto()  # how many samples a worker's round has
-    STEP = auto()  # what a step computes, and so its time and its memory
-    SOLVED = auto()  # a small batch is solved from it
-    TIMED = auto()  # step times are found from it, as from all of STEP
-    TIMES = auto()  # how long steps take
-    MODEL = auto()  # says nothing of a model that the script brings
-    DATA = auto()  # says nothing of data that the script brings
 
 
 class Needs:
@@ -181,18 +174,6 @@ def is_on(config: Any, name: str, among: tuple[Any, ...] | None = None) -> bool:
     return bool(value) and value != getattr(type(config), name)
 
 
-# Sources that are no settings: how many processes there are, on which nodes, whether all workers
-# share each step, and whether something is said of unlike workers.
-PROCESSES, NODES, JOINT, UNLIKE = "processes", "nodes", "joint steps", "unlike workers"
-
-
-class Derived:
-    """A run may find it out, from these sources: names, or a `Role` that several settings have."""
-
-    def __init__(self, *sources: str | Role) -> None:
-        self.sources = sources
-
-
 @lru_cache
 def markers(cls: type, kind: type[M]) -> list[tuple[str, M]]:
     """Return what of a kind the fields of a dataclass have in their types, each with its field."""
@@ -211,16 +192,6 @@ def _metadata(hint: Any) -> Iterator[Any]:
 def with_role(cls: type, role: Role) -> tuple[str, ...]:
     """Return the fields of a dataclass that have a role, or one of several."""
     return tuple(name for name, own in markers(cls, Role) if own & role)
-
-
-@lru_cache
-def sources(cls: type) -> dict[str, tuple[str, ...]]:
-    """Return every setting that a run may find out, and what it is found from."""
-    several = [(name, one) for name, found in markers(cls, Derived) for one in found.sources]
-    names: dict[str, tuple[str, ...]] = {name: () for name, _ in markers(cls, Derived)}
-    for name, one in several:
-        names[name] += with_role(cls, one) if isinstance(one, Role) else (one,)
-    return names
 
 
 def refuse(refusals: Iterable[Refusal]) -> None:

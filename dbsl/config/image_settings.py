@@ -22,17 +22,17 @@ class ImageConfig:
 
     # --- data
     # digits, a folder, a .parquet file or a Hugging Face hub id
-    dataset: Annotated[str, Role.ROUND | Role.TIMED] = "digits"
+    dataset: str = "digits"
     # column of the images; unset: the only one
-    image_column: Annotated[str | None, Role.ROUND] = None
+    image_column: str | None = None
     # column of the classes; unset: label, or the class column with most classes
-    label_column: Annotated[str | None, Role.ROUND] = None
+    label_column: str | None = None
     # images to train on, a stratified and seeded subset; unset: all
-    train_samples: Annotated[Count | None, Role.ROUND] = None
+    train_samples: Count | None = None
     # images to evaluate on, a stratified and seeded subset; unset: all
     eval_samples: Annotated[Count | None, Role.FREE] = None
     # share of the training images to evaluate on instead of the test split, in (0, 1)
-    holdout: Annotated[float | None, Within(0, 1, open_low=True, open_high=True), Role.ROUND] = None
+    holdout: Annotated[float | None, Within(0, 1, open_low=True, open_high=True)] = None
     # crop: random crop and flip; paper: flip, rotation and zoom; timm: timm's pipeline; none: as in
     # evaluation; unset: timm with --aa, else crop
     augment: Augment | None = None

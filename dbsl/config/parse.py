@@ -23,15 +23,13 @@ import yaml
 
 from dbsl.base.errors import SettingError, as_given
 from dbsl.base.machine import launched_precision, recall
-from dbsl.config.complete import RESOLVED, still_true
+from dbsl.config.complete import PROCESSES, RESOLVED, still_true
 from dbsl.config.fields import (
     PAIRS,
-    PROCESSES,
     UNSET,
     described,
     is_readable,
     read_text,
-    sources,
 )
 from dbsl.config.settings import CHECKPOINT, CHECKPOINTS, RunConfig
 
@@ -117,9 +115,8 @@ def _keep_found(config: T, files: Sequence[Mapping[str, Any]]) -> T:
     if not isinstance(resolved, Mapping):
         raise SettingError(f"resolved must map settings to values, got {resolved!r}")
     found = {name: value for name, value in resolved.items() if name != PROCESSES}
-    if others := found.keys() - sources(cls).keys():
-        must = f"resolved must name settings that a run finds out ({', '.join(sources(cls))})"
-        raise SettingError(f"{must}, got {min(others)}")
+    for name in found.keys() - {field.name for field in dataclasses.fields(cls)}:
+        raise SettingError(f"resolved must name settings, got {name}")
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     before = SimpleNamespace(**defaults | _read_flags(cls, yaml_to_argv(_merged(files))))
     typed = _read_flags(cls, yaml_to_argv(found))

@@ -12,15 +12,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from dbsl.base.errors import SettingError
 from dbsl.config.fields import (
-    JOINT,
-    NODES,
     PAIRS,
-    PROCESSES,
-    UNLIKE,
     Amount,
     BelowOne,
     Count,
-    Derived,
     Excludes,
     Needs,
     Number,
@@ -58,10 +53,8 @@ def check_resolutions(resolutions: Sequence[int]) -> None:
         Within(1, 8192, order=lt).check("resolutions", tuple(resolutions))
 
 
-_Times = Annotated[tuple[float, ...] | None, Role.PLAN | Role.TIMES | Role.PER_WORKER]
-_Sizes = Annotated[tuple[Count, ...] | Literal["auto"] | None, Role.TIMED | Role.PER_WORKER]
-# What the largest batch that fits is found from.
-_FITS = (JOINT, Role.ROUND | Role.STEP, "global_batch_size", "local_batch_sizes")
+_Times = Annotated[tuple[float, ...] | None, Role.PLAN | Role.PER_WORKER]
+_Sizes = Annotated[tuple[Count, ...] | Literal["auto"] | None, Role.PER_WORKER]
 _JOINTLY = Needs(sync="step") | Needs(push="gradients")
 _SHARED = ", where all workers share each global batch (see local_batch_sizes)"
 _NO_JOINTLY = Excludes(sync="step", why=_SHARED) | Excludes(push="gradients")
@@ -73,45 +66,42 @@ class TrainingConfig(ImageConfig):
     """What is trained, in which batches and for how long, and how workers meet."""
 
     # --- mixing
-    mixup: Annotated[Amount, Role.DATA] = 0.0  # alpha of mixup, say 0.2; 0: off
+    mixup: Amount = 0.0  # alpha of mixup, say 0.2; 0: off
     # alpha of CutMix, say 1.0; 0: off; with --mixup, each batch gets one of the two
-    cutmix: Annotated[Amount, Role.DATA] = 0.0
+    cutmix: Amount = 0.0
     # --- model
     # timm name, local-dir:FOLDER or hf-hub:USER/NAME; the last two start from its weights
-    model: Annotated[str, Role.STEP | Role.SOLVED] = "resnet18"
+    model: str = "resnet18"
     # start from timm's weights of the model; they are downloaded unless cached
-    pretrained: Annotated[bool, Role.MODEL] = False
+    pretrained: bool = False
     # file of initial weights (safetensors or torch); a classifier or small-image stem that does not
     # fit is new. Images are normalised as the config.json next to the file says, else as timm's
     # weights of the model; --mean and --std win
-    initial_checkpoint: Annotated[str | None, Role.MODEL, Excludes("pretrained")] = None
+    initial_checkpoint: Annotated[str | None, Excludes("pretrained")] = None
     # more arguments of timm's model as name=value: drop_path_rate=0.1 (stochastic depth)
     # drop_block_rate=0.1 global_pool=avg bn_eps=1e-3 init_values=1e-6
-    model_kwargs: Annotated[tuple[str, ...], Role.STEP | Role.MODEL] = field(
-        default=(), metadata=PAIRS
-    )
+    model_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
     # compute activations twice instead of keeping them: less memory, more time
-    grad_checkpointing: Annotated[bool, Role.STEP | Role.MODEL] = False
+    grad_checkpointing: bool = False
     # --- optimizer
     # name in timm.optim; sgd has Nesterov momentum, momentum is plain SGD
-    optimizer: Annotated[str, Role.STEP] = "sgd"
+    optimizer: str = "sgd"
     # momentum of SGD and optimizers that have one, in [0, 1)
     momentum: BelowOne = 0.9
     weight_decay: Amount = 5e-4  # weight decay; biases and norms have none
     # more arguments of timm's optimizer as name=value: eps=1e-8 betas=0.9,0.95 amsgrad=True;
     # layer_decay=0.75 (each layer's learning rate over that of the layer above)
     # layer_decay_min_scale=0.1 (least factor of a layer)
-    opt_kwargs: Annotated[tuple[str, ...], Role.STEP] = field(default=(), metadata=PAIRS)
+    opt_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
     # bound of the norm of all gradients before each optimizer step; unset: no clipping.
     # gradient_norm in metrics.jsonl is the norm before clipping
-    clip_grad: Annotated[Positive | None, Role.STEP] = None
+    clip_grad: Positive | None = None
     # --- workers and their batch sizes
     # workers simulated in one process; unset: 1, or 4 with --small-ratio, --small-workers or
     # --local-batch-sizes; with several processes, their number
     workers: Annotated[
         Count | None,
-        Role.WORKERS | Role.SPLIT | Role.ROUND | Role.TIMED,
-        Derived(PROCESSES, "dedicated_server", UNLIKE, "worker_processes"),
+        Role.WORKERS | Role.SPLIT,
     ] = None
     # processes that take each worker's steps together: one number for all workers, one for each
     # (8,8,2), or node: a worker has all processes of its machine; unset: one
@@ -124,28 +114,25 @@ class TrainingConfig(ImageConfig):
     # number of workers on the small batch; wins over --small-ratio
     small_workers: Annotated[
         Number | None,
-        Role.WORKERS | Role.PLAN | Role.SOLVED,
-        Derived("small_ratio", "workers"),
+        Role.WORKERS | Role.PLAN,
         _NO_JOINTLY,
     ] = None
     # time that an epoch of dual batch may take, over that of all-large workers: a ratio k > 1
-    time_ratio: Annotated[float, Within(1, open_low=True), Role.PLAN | Role.SOLVED, _SMALL] = 1.05
+    time_ratio: Annotated[float, Within(1, open_low=True), Role.PLAN, _SMALL] = 1.05
     # samples per step of a large worker; one value, one per resolution, or one per resolution and
     # worker; auto: the largest that fits; unset: up to 128
-    large_batch_size: Annotated[_Sizes, Role.PLAN | Role.SOLVED, Derived(*_FITS)] = None
+    large_batch_size: Annotated[_Sizes, Role.PLAN] = None
     # samples per step set by hand; one value per worker, or per resolution and worker
     local_batch_sizes: Annotated[
         tuple[Count, ...] | None,
-        Role.PLAN | Role.SPLIT | Role.TIMED | Role.PER_WORKER,
-        Derived("workers", "resolutions"),
+        Role.PLAN | Role.SPLIT | Role.PER_WORKER,
         Excludes("small_ratio"),
         Excludes("small_workers"),
     ] = None
     # samples per joint step over all workers; unset: the sum of their batches
     global_batch_size: Annotated[
         Count | None,
-        Role.WORKERS | Role.PLAN | Role.SPLIT | Role.TIMED,
-        Derived(JOINT, Role.ROUND, "local_batch_sizes"),
+        Role.WORKERS | Role.PLAN | Role.SPLIT,
         _JOINTLY,
         Excludes("local_batch_sizes", why=", whose sum it is"),
     ] = None
@@ -153,34 +140,32 @@ class TrainingConfig(ImageConfig):
     small_batch_size: Annotated[
         tuple[Number, ...] | None,
         Role.PLAN | Role.PER_WORKER,
-        Derived(JOINT, Role.ROUND | Role.SOLVED | Role.TIMES),
         _SMALL,
     ] = None
     # largest number of a worker's samples on its device at once: a step sums the gradients of
     # micro-batches of that size, with as many values as --large-batch-size may have; auto: what
     # fits; unset: the whole batch. Batch norm, mixup and CutMix see one micro-batch at a time
-    micro_batch_size: Annotated[_Sizes, Derived(*_FITS, "large_batch_size", "push")] = None
+    micro_batch_size: _Sizes = None
     # smallest batch that a solved or balanced plan may give a worker
-    min_batch_size: Annotated[Count, Role.PLAN | Role.SOLVED] = 2
+    min_batch_size: Annotated[Count, Role.PLAN] = 2
     # seconds per sample; one value, one per resolution, or one per resolution and worker (of
     # --worker-processes: and process); unset: measured
     slope: Annotated[
         _Times,
-        Derived(Role.STEP | Role.TIMED | Role.TIMES),
         Needs("intercept"),
     ] = None
     # seconds per step, with as many values as --slope may have; unset: measured
-    intercept: Annotated[_Times, Derived("slope"), Needs("slope")] = None
+    intercept: Annotated[_Times, Needs("slope")] = None
     # least seconds of a step, with as many values as --slope may have; unset: measured with the
     # slope, or 0 where that is given
-    floor: Annotated[_Times, Derived("slope"), Needs("slope")] = None
+    floor: Annotated[_Times, Needs("slope")] = None
     # file of step times from python -m dbsl.profile --output; again: measure them even if the cache
     # has them; unset: the cache, or measured for 30 s (one worker alone: 3 s)
-    profile: Annotated[str | None, Role.FREE | Role.TIMED, Excludes("slope")] = None
+    profile: Annotated[str | None, Role.FREE | Role.PLAN, Excludes("slope")] = None
     # merge weight of small workers: d_S/d_L (data), its square root (sqrt) or 1 (none)
-    update_factor: Annotated[UpdateFactor, Role.PLAN | Role.SOLVED, _SMALL] = "data"
+    update_factor: Annotated[UpdateFactor, Role.PLAN, _SMALL] = "data"
     # rounding of plans: to the nearest, as the journal; truncate: as the conference paper
-    rounding: Annotated[Rounding, Role.PLAN | Role.SOLVED] = "round"
+    rounding: Annotated[Rounding, Role.PLAN] = "round"
     # whether plans stay as they are (none), follow measured times (dynamic), or follow the
     # published rule (dbs)
     balance: Annotated[Balance, Role.PLAN | Role.SPLIT] = "none"
@@ -220,7 +205,7 @@ class TrainingConfig(ImageConfig):
     outer_momentum: Annotated[BelowOne, Needs(merge="delta", new=True)] = 0.9
     # pushes per worker and epoch
     rounds_per_epoch: Annotated[
-        Count, Role.MEETING | Role.ROUND, Excludes(push="gradients", why=" (see push)")
+        Count, Role.MEETING, Excludes(push="gradients", why=" (see push)")
     ] = 1
     # rank 0 serves and evaluates but does not train
     dedicated_server: Annotated[
@@ -236,27 +221,26 @@ class TrainingConfig(ImageConfig):
     # side and the whole side, or 160 and 224 if sides differ
     resolutions: Annotated[
         tuple[int, ...] | None,
-        Role.PLAN | Role.ROUND | Role.TIMED,
-        Derived("dataset", "image_column"),
+        Role.PLAN,
     ] = None
     # whether the resolution climbs in every learning-rate stage (cyclic), once (progressive), or
     # stays as it is (fixed)
     schedule: Schedule = "cyclic"
     # dropout before the classifier, in [0, 1); one value, or one per resolution
-    dropout: Annotated[tuple[BelowOne, ...], Role.MODEL] = (0.0,)
+    dropout: tuple[BelowOne, ...] = (0.0,)
     # learning rate of the first stage; unset: 0.1 for SGD, else the optimizer's own (adamw 0.001)
-    lr: Annotated[Positive | None, Derived("optimizer")] = None
+    lr: Positive | None = None
     # how the learning rate falls: at milestones (step), or along a cosine (cosine)
     lr_schedule: LrSchedule = "step"
     # scale a worker's learning rate by batch / large batch (linear), or its square root (sqrt)
     lr_scaling: Annotated[Literal["none", "sqrt", "linear"], _NO_JOINTLY] = "none"
     # epochs after which a new stage begins and, with --lr-schedule step, the learning rate falls;
     # unset: 4/7 and 6/7 of the run
-    lr_milestones: Annotated[tuple[int, ...] | None, Derived("epochs")] = None
+    lr_milestones: tuple[int, ...] | None = None
     # factor on the learning rate at each milestone, with --lr-schedule step
     lr_gamma: Annotated[Positive, Needs(lr_schedule="step", new=True)] = 0.2
     # epochs of linear rise from lr/100; unset: a tenth of the run, at most 2
-    warmup_epochs: Annotated[Amount | None, Derived("epochs")] = None
+    warmup_epochs: Amount | None = None
     # learning rate that cosine ends at
     min_lr: Annotated[Amount, Needs(lr_schedule="cosine")] = 0.0
     # when workers clear their optimizer's state: never, when a stage or resolution begins (stage),
@@ -293,15 +277,11 @@ class MachineConfig:
     seed: Annotated[int, Within(0, 2**63 - 1), Role.ORDER] = 0
     # torch's threads; unset: this process's part of the cores, at most OMP_NUM_THREADS, unless the
     # launcher itself set that to 1
-    cpu_threads: Annotated[
-        int | None, Within(1, 1024), Role.NODE | Role.TIMED, Derived(PROCESSES, NODES)
-    ] = None
+    cpu_threads: Annotated[int | None, Within(1, 1024), Role.NODE] = None
     # precision of forward passes; auto: as accelerate launch says, else bf16 if the device computes
     # it natively, else no; no: float32, with TF32 in convolutions on CUDA
     mixed_precision: Annotated[
         Precision,
-        Role.STEP,
-        Derived(),
         Excludes(push="gradients", but=("no", "bf16"), why=", as loss scales of fp16 would differ"),
     ] = "auto"
     # samples per step of evaluation; unset: 256, on CUDA four times the largest batch, up to 2,000
@@ -333,7 +313,6 @@ class RunConfig(MachineConfig, TrainingConfig):
     # use torch.compile, and compile for all batch sizes before training
     compile: Annotated[
         bool,
-        Role.STEP,
         Excludes("balance", why=", which changes batch sizes: each would be compiled"),
     ] = False
     # new run folder; unset: runs/<dataset>-<model>-<time>

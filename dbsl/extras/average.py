@@ -84,7 +84,8 @@ class Average(Extra):
             recompute_statistics(run.workers)
             found = evaluate()
             run.save_model(EMA)  # the run may end here: that is known later
-        return {**metrics, "ema_accuracy": found["accuracy"], "ema_loss": found["loss"]}
+        own = found.keys() - {"samples", "top5_accuracy", "time_s"}
+        return {**metrics, **{f"ema_{name}": found[name] for name in sorted(own)}}
 
     def state_dict(self) -> dict[str, Any]:
         return {"vector": self.vector}

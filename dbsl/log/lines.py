@@ -77,7 +77,7 @@ def print_run(
         begin=begin,
     )
     lines = [
-        f"{config.model} on {config.dataset}: {len(data.train)} training {data.unit}s, "
+        f"{_named(model, data, config)}: {len(data.train)} training {data.unit}s, "
         f"{len(data.evaluation)} for evaluation ({data.eval_split}), {data.num_classes} classes",
         f"{plural(config.workers, 'worker')} {where}{small}{unset}{sync}; {accelerator.device}, "
         f"torch {torch.__version__}, precision {describe_precision(accelerator)}, {threads}",
@@ -92,6 +92,12 @@ def print_run(
         "",
     ]
     accelerator.print("\n".join(lines))
+
+
+def _named(model: nn.Module, data: TrainingData, config: RunConfig) -> str:
+    """Return model and data by the settings, or by what a script has in their place."""
+    own = config.model if hasattr(model, "created_with") else type(model).__name__
+    return f"{own} on {getattr(data, 'name', config.dataset)}"
 
 
 def _on_ratio(config: RunConfig) -> list[str]:

@@ -288,7 +288,7 @@ def _profiled_name(config: RunConfig, model: nn.Module, data: TrainingData) -> s
     inputs, _ = data.example(1, config.resolutions[-1])
     sides = () if config.resolutions[-1] else inputs.shape[1:]
     kind = str(inputs.dtype).removeprefix("torch.")  # it is no precision of the steps
-    return "-".join([config.model, kind, "inputs", *map(str, sides), *config.opt_kwargs])
+    return "-".join([type(model).__name__, kind, "inputs", *map(str, sides), *config.opt_kwargs])
 
 
 def _reserve_bytes(

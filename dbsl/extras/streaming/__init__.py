@@ -41,9 +41,9 @@ class StreamSettings(ImageConfig):
     # --- data
     # GiB of disk cache for parquet shards (a folder, a URL or a hub id) that may be larger than the
     # disk; unset: no cache
-    cache_gib: Annotated[float | None, Within(0, open_low=True), Role.ORDER | Role.DATA] = None
+    cache_gib: Annotated[float | None, Within(0, open_low=True), Role.ORDER] = None
     # images shuffled together, with --cache-gib; more mix better and need a larger cache
-    shuffle_block: Annotated[int, Within(1), Role.ORDER | Role.DATA, Needs("cache_gib")] = 8192
+    shuffle_block: Annotated[int, Within(1), Role.ORDER, Needs("cache_gib")] = 8192
 
 
 class Streaming(Extra):

@@ -121,7 +121,7 @@ def test_what_was_found_follows_its_source_and_what_was_given_does_not():
     """Milestones that follow from the epochs change with them; those that were given stay."""
     found = replace(BEFORE, resolved=("lr_milestones",))
     now = replace(found, epochs=8, lr_milestones=(4, 7))
-    assert any("(not given: it follows epochs)" in line for line in changes(now, before=found))
+    assert any("(not given: found anew)" in line for line in changes(now, before=found))
     with pytest.raises(ValueError, match=r"lr_milestones 3,5 -> 4,7$"):
         changes(replace(now, resolved=()), before=found)
 
