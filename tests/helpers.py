@@ -173,7 +173,7 @@ def rows(folder, *events):
 
 def samples_by_epoch(folder, epochs=3):
     """Return the samples that metrics.jsonl has of each epoch."""
-    found = rows(folder, "round", "restart")
+    found = rows(folder, "round", "restart")  # joint steps that others took, and no round has
     return [sum(r["samples"] for r in found if r["epoch"] == epoch) for epoch in range(epochs)]
 
 
@@ -217,6 +217,11 @@ def stopped_when(due):
         each_step(lambda saver, _: due(saver) and os.kill(os.getpid(), signal.SIGTERM)),
     ):
         yield
+
+
+def stopped_at_round(number):
+    """Stop when all workers have pushed so many rounds, and the first is in its next."""
+    return stopped_when(lambda saver: {*saver._cluster.server.clocks} == {number})
 
 
 def stopped_at_step(number):

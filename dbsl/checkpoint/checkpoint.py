@@ -174,8 +174,6 @@ class Checkpoint:
         self._check()
         self._epochs_done, self._end = end.epoch + 1, end
         last = self._epochs_done == self._config.epochs
-        if self._cluster.telling and not last:
-            return  # the model has that epoch's weights; what the run came from tells it again
         if not last and self._finishes(self._workers.finishing):
             self._finish_early()
         elif self._keep if last else self._every and self._epochs_done % self._every == 0:

@@ -232,19 +232,18 @@ class Found:
                 why = f"({error.strerror})"
             raise CheckpointError(f"{self.folder} is damaged: {name} {why}")
 
-    def shard(self, rank: int, *, tensors: bool = True) -> Any:
-        """Return the state that a process saved, its tensors in host memory, or without them."""
+    def shard(self, rank: int) -> Any:
+        """Return the state that a process saved, its tensors in host memory."""
         names = shard_names(rank)
         if not self.manifest.files.keys() >= {*names}:
             raise CheckpointError(f"{self.folder} has no shard of process {rank}")
-        self.check(names if tensors else names[:1])
+        self.check(names)
         with reading_checkpoint(self.folder):
             text, weights = (self.folder / name for name in names)
             tree = json.loads(text.read_text(encoding="utf-8"))
             # A file's tensors lie anywhere in it; clones are aligned, like a run's own. Sums of
             # other alignment may differ in their last bits.
-            found = {n: each.clone() for n, each in load_file(weights).items()} if tensors else None
-            return unpack(tree, found) if tensors else tree
+            return unpack(tree, {n: each.clone() for n, each in load_file(weights).items()})
 
 
 def newest(

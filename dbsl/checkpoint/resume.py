@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -50,8 +50,8 @@ from dbsl.config.settings import (
 from dbsl.data.sources import TrainingData
 from dbsl.model import BEST, EMA
 from dbsl.optimizer import optimizer_class
-from dbsl.plan.ledger import Ledger, Members, left_of_epochs
-from dbsl.plan.types import EpochEnd, Handover, Segment, Turn, report_from_plain
+from dbsl.plan.ledger import Ledger, Members
+from dbsl.plan.types import Handover, Segment, Turn, report_from_plain
 from dbsl.run.workers import Workers
 
 Changes = dict[str, tuple[Any, Any]]  # settings that are not what they were: before, now
@@ -321,17 +321,24 @@ def read_resumed(found: Found, workers: Workers, config: RunConfig) -> Resumed |
             size = path.stat().st_size if path.exists() else 0
             text = f"metrics.jsonl must have the {keep} bytes it had at the checkpoint"
             refuse([(size < keep, text, f"{size} in {path}")])
-        before = manifest.processes, manifest.workers, manifest.samples
+        others = {
+            "workers": (manifest.workers, config.workers),
+            "processes": (manifest.processes, processes),
+            "training images": (manifest.samples, len(workers.data.train)),
+        }
+        others = {what: pair for what, pair in others.items() if pair[0] != pair[1]}
         anew = {*with_role(type(config), Role.MEETING | Role.PLAN)}
         if at_epoch_end and manifest.processes > 1 and config.sync == "bsp":
             anew |= {"wire", "merge"}  # which decide what a barrier keeps of a round
-        now = processes, config.workers, len(workers.data.train)
-        if before == now and not changed.keys() & anew:
+        others |= {name: pair for name, pair in changed.items() if name in anew}
+        if not others:
             if saved.server_alone:
                 state = with_lost_workers(state, workers, saved.settings["epochs"])
             else:
                 state = found.shard(rank) if rank else state
         else:
+            if not saved.is_open:
+                raise _closed(*next(iter(others.items())), found, workers)
             handover = make_handover(saved, _optimizers(found, saved, config.workers), workers)
             if takes_joint_steps(config) and not (saved.joint or saved.pushes):
                 accelerator.print("warning: optimizers of workers are dropped: all share one now")
@@ -427,7 +434,7 @@ def _optimizers(found: Found, saved: Saved, workers: int) -> dict[int, Any]:
     return optimizers
 
 
-# --- other workers, or other plans: the weights, and what is left of epochs
+# --- other workers, or other plans: the weights, and what is left of the epoch under way
 
 
 def must_stay(what: str, old: Any, new: Any, why: str, advice: str = "") -> SettingError:
@@ -456,6 +463,20 @@ class Saved:
         self.server_alone = asynchronous and "queue" not in state["cluster"]
         if asynchronous:
             self.advice = "it may change where no worker is inside an epoch"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether other workers or plans may go on from here: what is left is one piece.
+
+        Joint steps may anywhere. Else all workers must have pushed the same rounds, of which none
+        is lost with a worker that was ahead, and every epoch's end must have been told.
+        """
+        if self.joint:
+            return True
+        members, server = self.members, self.state["cluster"]["server"]
+        clocks = {members.clocks[worker] for worker in members.active}
+        begun = self.state["planner"]["begun"]  # where a loss has left rounds as they were planned
+        return len(clocks) == 1 and max(clocks) >= begun and not server["finished"]
 
     @property
     def rounds(self) -> int:
@@ -493,38 +514,41 @@ class Saved:
         return self.ledger.under_way(members, self.settings["epochs"] * self.rounds)
 
 
+def _closed(what: str, pair: tuple[Any, Any], found: Found, workers: Workers) -> SettingError:
+    """Return the refusal of a change at a checkpoint that is not open, which names one that is."""
+    advice = "the run has no checkpoint where they have"
+    for other in checkpoints_in(found.run_folder):
+        with suppress(CheckpointError):
+            settings = _complete(other.manifest.config, workers.config)
+            its = Saved(other.shard(SERVER_RANK), settings, other.manifest.samples, workers)
+            if its.is_open:
+                advice = f"--resume {other.folder} goes on where they have"
+                break
+    return must_stay(what, *pair, " until all workers have pushed the same rounds", advice)
+
+
 def make_handover(saved: Saved, optimizers: Mapping[int, Any], workers: Workers) -> Handover:
-    """Return what a run takes over from one whose workers had `optimizers`; refuse what is lost."""
+    """Return what a run takes over from an open one whose workers had `optimizers`."""
     if saved.joint:
         return _joint_handover(saved, optimizers, workers)
-    cluster, members, rounds = saved.state["cluster"], saved.members, saved.rounds
-    server = cluster["server"]
-    at_barrier = saved.settings["sync"] == "bsp"  # what it has collected is not merged
-    ahead = list(saved.ledger.ahead(members, again=at_barrier))
-    if ahead:
-        _check_inside_epoch({turn.epoch for turn, _ in ahead}, saved, workers)
-    epoch, round_ = lowest = divmod(members.slowest(), rounds)
-    again = [w for w in members.active if at_barrier and members.clocks[w] > members.slowest()]
+    cluster, server = saved.state["cluster"], saved.state["cluster"]["server"]
+    epoch, round_ = divmod(saved.members.slowest(), saved.rounds)
+    if round_:
+        _check_inside_epoch(epoch, saved, workers)
     if saved.pushes:
-        _check_whole_steps(ahead, saved, workers, inside_epoch=round_ > 0)
         more = _optimizer_of_all(server["optimizer"], workers)
     else:
-        left = left_of_epochs(ahead, replace(workers.plans.sampler, rounds=rounds))
+        sampler = replace(workers.plans.sampler, rounds=saved.rounds)
+        taken = sampler.start_of(saved.ledger.at(epoch, round_), round_) if round_ else 0
         if takes_joint_steps(workers.config):  # whose optimizers must be alike in all processes
             optimizers = {}
-        more = {"left": left, "optimizers": optimizers, "outer": server["outer"]}
+        more = {"taken": taken, "optimizers": optimizers, "outer": server["outer"]}
     return Handover(
         weights=server["weights"],
         refused=cluster["refused"],
-        clock=epoch * workers.plans.rounds + (round_ if rounds == workers.plans.rounds else 0),
+        clock=epoch * workers.plans.rounds + round_,
         time_s=cluster["time_s"] or 0.0,
-        reports=tuple(
-            report
-            for report in map(report_from_plain, server["reports"])
-            if report.worker not in again or (report.epoch, report.round) != lowest
-        ),
-        finished=tuple(EpochEnd(**end) for end in server["finished"]),
-        again=tuple((worker, *lowest) for worker in sorted(again)),
+        reports=tuple(map(report_from_plain, server["reports"])),
         **more,
     )
 
@@ -542,7 +566,7 @@ def _joint_handover(saved: Saved, optimizers: Mapping[int, Any], workers: Worker
     epoch, round_ = divmod(cluster["clock"], saved.rounds)
     if not round_ and not steps:
         return replace(handover, clock=epoch * workers.plans.rounds)
-    _check_inside_epoch({epoch}, saved, workers)
+    _check_inside_epoch(epoch, saved, workers)
     turn, plans = Turn(tuple(range(workers.config.workers)), epoch, round_), workers.plans
     segment = Segment(plans.first[plans.stage_at(epoch).resolution])
     ahead = plans.sampler.steps(segment, turn)
@@ -550,10 +574,7 @@ def _joint_handover(saved: Saved, optimizers: Mapping[int, Any], workers: Worker
         handover,
         steps=steps,
         learning_rate=progress.get("learning_rate", 0.0),
-        steps_under_way=steps - counted,
-        samples_under_way=sum(
-            len(part.indices) for step in ahead[counted:steps] for part in step.parts
-        ),
+        samples=sum(len(part.indices) for step in ahead[counted:steps] for part in step.parts),
     )
 
 
@@ -563,42 +584,23 @@ def _optimizer_of_all(state: Mapping[str, Any] | None, workers: Workers) -> dict
     return {"optimizers": {w: state for w in range(workers.config.workers) if state}}
 
 
-def _check_inside_epoch(epochs: Collection[int], saved: Saved, workers: Workers) -> None:
-    """Refuse changes after which nobody could tell which samples of these epochs are left."""
+def _check_inside_epoch(epoch: int, saved: Saved, workers: Workers) -> None:
+    """Refuse changes after which nobody could tell which samples of this epoch are left."""
     config, kept = workers.config, {"training images": (saved.samples, len(workers.data.train))}
-    # Joint steps count the place in an epoch in steps; rounds count it in samples of each worker.
-    names = ["sync", "rounds_per_epoch"] if saved.joint or config.sync == "step" else []
+    # The place in an epoch is counted in rounds, of joint steps in steps.
+    names = ["sync"] if saved.joint or config.sync == "step" else []
     if saved.joint or saved.pushes or takes_joint_steps(config):
         names += ["push", "drop_last"]
+    names.append("rounds_per_epoch")
     kept |= {name: (saved.settings[name], getattr(config, name)) for name in names}
     if saved.joint or saved.pushes:
-        for resolution in sorted({workers.plans.stage_at(epoch).resolution for epoch in epochs}):
-            plans = saved.ledger.current[resolution], workers.plans.first[resolution]
-            what = f"global_batch_size{px(resolution, ' at ')}"
-            kept[what] = tuple(plan.global_batch_size for plan in plans)
+        resolution = workers.plans.stage_at(epoch).resolution
+        plans = saved.ledger.current[resolution], workers.plans.first[resolution]
+        what = f"global_batch_size{px(resolution, ' at ')}"
+        kept[what] = tuple(plan.global_batch_size for plan in plans)
     for what, (old, new) in kept.items():
         if old != new:
             raise must_stay(what, old, new, " inside an epoch", saved.advice)
-
-
-def _check_whole_steps(
-    ahead: Iterable[tuple[Turn, Segment]], saved: Saved, workers: Workers, *, inside_epoch: bool
-) -> None:
-    """Refuse to go on inside an epoch of which more is gone than the pushes of all workers."""
-    before, config = saved.settings, workers.config
-    if any(
-        share.samples and worker not in turn.workers
-        for turn, segment in ahead
-        for worker, share in enumerate(segment.plan.workers)
-    ):
-        names = with_role(type(config), Role.MEETING | Role.SPLIT)
-        pairs = {n: (as_given(before[n]), as_given(getattr(config, n))) for n in names}
-        name = next((n for n, (old, new) in pairs.items() if old != new), "plans")
-        why = " with push gradients until all have pushed the same batches, and those that a lost "
-        why += "worker has left out are over"
-        raise must_stay(name, *pairs.get(name, ("as they are", "others")), why)
-    if inside_epoch and config.push != before["push"]:
-        raise must_stay("push", before["push"], config.push, " inside an epoch")
 
 
 def check_epochs_under_way(

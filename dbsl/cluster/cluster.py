@@ -96,8 +96,6 @@ class Cluster(ABC):
         self._refused = 0
         self._reports: deque[RoundReport] = deque()  # where there is no server
         self._interrupted = False  # the run is to stop
-        self._finished: Sequence[EpochEnd] = ()  # not yet logged when this run took over
-        self.telling = False  # whether an end that is told now is one of these
         self.finished_early = False  # whether `finish` ended the run before its last epoch
         self._losses: deque[LostWorker] = deque()  # not yet logged
         self._exits = ExitStack()
@@ -187,19 +185,8 @@ class Cluster(ABC):
         self._clock, self._refused = start.clock, start.refused
         if self.time_s is not None:
             self.time_s = start.time_s
-        self._finished = start.finished
         if self.server is not None:
             self.server.take_over(start)
-
-    def _ended(self) -> Iterator[EpochEnd]:
-        """Yield the epochs that had ended where all meet now, then have the weights of before."""
-        if not self._finished:
-            return
-        weights, self.telling = self.weights.vector.clone(), True
-        for end in self._finished:
-            yield replace(end, ended_at=time.perf_counter())
-        self.telling = False
-        self.weights.load(weights)
 
     def _place(self, worker: int) -> tuple[int, int]:
         """Return the epoch and the round that a worker is in (in the server's process)."""

@@ -50,7 +50,6 @@ class JointCluster(Cluster):
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield rounds and the ends of epochs, the same in every process."""
-        yield from self._ended()
         while self._clock < self._rounds:
             turn = Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
             self._began, self._spent_s = time.perf_counter() - self._spent_s, 0.0
@@ -276,7 +275,6 @@ class BarrierCluster(Cluster):
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield this worker's rounds in order and, on every rank, the end of each epoch."""
-        yield from self._ended()
         while self._clock < self._rounds:
             turn = Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
             if self.workers:
@@ -334,8 +332,6 @@ class BarrierCluster(Cluster):
 
     def take_over(self, start: Handover) -> None:
         super().take_over(start)
-        if self.server is not None:
-            self.server.finished.clear()  # `_ended` tells them
         if self._delta is not None and start.outer is not None:
             self._delta.load_state_dict(start.outer)
 

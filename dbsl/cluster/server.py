@@ -160,8 +160,7 @@ class Server:
         self._replace_weights(start.weights)
         self.refused = start.refused
         self.members.clocks = [start.clock] * len(self.clocks)
-        now = time.perf_counter()
-        self.finished.extend(replace(end, ended_at=now) for end in start.finished)
+        self.reports.extend(start.reports)
         self._load_rule(start.outer)
 
     def _replace_weights(self, weights: Tensor) -> None:

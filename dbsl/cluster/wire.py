@@ -102,8 +102,7 @@ def read_report(text: str) -> RoundReport:
 def read_segment(text: str) -> Segment:
     """Return the plan and its place that `encode` was given."""
     values = json.loads(text)
-    plan, left = plan_from_plain(values["plan"]), tuple(map(tuple, values["left"]))
-    return Segment(**{**values, "plan": plan, "left": left})
+    return Segment(**{**values, "plan": plan_from_plain(values["plan"])})
 
 
 def check_report(report: RoundReport, worker: int, epoch: int, round_: int) -> None:

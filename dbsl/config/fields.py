@@ -108,7 +108,6 @@ class Role(Flag):
     WORKERS = auto()  # may change with the number of workers
     PER_WORKER = auto()  # the same; one value, one by resolution, or one by resolution and worker
     MEETING = auto()  # how workers meet: with another, no process's own state fits
-    SPLIT = auto()  # who trains on how much of an epoch
     PLAN = auto()  # plans are made from it: with another, those that were saved do not hold
     ORDER = auto()  # the order of an epoch's samples is drawn by it
 

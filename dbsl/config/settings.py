@@ -101,7 +101,7 @@ class TrainingConfig(ImageConfig):
     # --local-batch-sizes; with several processes, their number
     workers: Annotated[
         Count | None,
-        Role.WORKERS | Role.SPLIT,
+        Role.WORKERS,
     ] = None
     # processes that take each worker's steps together: one number for all workers, one for each
     # (8,8,2), or node: a worker has all processes of its machine; unset: one
@@ -125,14 +125,14 @@ class TrainingConfig(ImageConfig):
     # samples per step set by hand; one value per worker, or per resolution and worker
     local_batch_sizes: Annotated[
         tuple[Count, ...] | None,
-        Role.PLAN | Role.SPLIT | Role.PER_WORKER,
+        Role.PLAN | Role.PER_WORKER,
         Excludes("small_ratio"),
         Excludes("small_workers"),
     ] = None
     # samples per joint step over all workers; unset: the sum of their batches
     global_batch_size: Annotated[
         Count | None,
-        Role.WORKERS | Role.PLAN | Role.SPLIT,
+        Role.WORKERS | Role.PLAN,
         _JOINTLY,
         Excludes("local_batch_sizes", why=", whose sum it is"),
     ] = None
@@ -168,7 +168,7 @@ class TrainingConfig(ImageConfig):
     rounding: Annotated[Rounding, Role.PLAN] = "round"
     # whether plans stay as they are (none), follow measured times (dynamic), or follow the
     # published rule (dbs)
-    balance: Annotated[Balance, Role.PLAN | Role.SPLIT] = "none"
+    balance: Annotated[Balance, Role.PLAN] = "none"
     # rounds between two changes of the plan; unset: an epoch
     balance_every: Annotated[Count | None, Needs("balance", new=True)] = None
     # --- how workers meet

@@ -113,7 +113,7 @@ class RunLog:
         if not self.meter.shares_batch:  # else reports have the lines of a worker's processes
             self.meter.tell = self.step
         if handover is not None:
-            self._recount(handover)
+            self._count_steps_of(handover)
         for stage in plans.stages:  # a resumed run's that are not over and are new
             known = state and handover is None and asdict(stage) in state["stages"]
             if not known and (state is None or stage.end_epoch > done):
@@ -181,30 +181,12 @@ class RunLog:
         self._evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
         self._so_far = _SoFar(**state["so_far"])
 
-    def _recount(self, handover: Handover) -> None:
-        """Count what other workers had done as what they hand over of it.
-
-        Their rounds of epochs under way get numbers below 0: those of the new workers begin at 0.
-        """
-        for report in handover.reports:
-            self.round(report)
-        for worker, epoch, round_ in handover.again:
-            for report in list(self._rounds[epoch]):
-                if (report.worker, report.round) == (worker, round_):
-                    self._rounds[epoch].remove(report)
-                    self._so_far.samples -= report.samples
-                    place = {"worker": worker, "epoch": epoch, "round": round_}
-                    self.write("undone", {**place, "samples": report.samples})
-        self._so_far.samples += handover.samples_under_way
-        self._so_far.unreported += handover.samples_under_way
-        taken = {"steps": handover.steps_under_way, "samples": handover.samples_under_way}
-        under_way = {epoch for epoch, reports in self._rounds.items() if reports} | {*handover.left}
-        under_way |= {self._so_far.epochs} if handover.steps else set()
-        for epoch in sorted(under_way.difference(end.epoch for end in handover.finished)):
-            joint = taken if epoch == self._so_far.epochs else dict.fromkeys(taken, 0)
-            self.write("restart", {"epoch": epoch, **joint})
-            past = 1 + max((report.round for report in self._rounds[epoch]), default=0)
-            self._rounds[epoch] = [replace(r, round=r.round - past) for r in self._rounds[epoch]]
+    def _count_steps_of(self, handover: Handover) -> None:
+        """Count joint steps that other workers took of the round under way: no report has them."""
+        if handover.samples:
+            self._so_far.samples += handover.samples
+            self._so_far.unreported += handover.samples
+            self.write("restart", {"epoch": self._so_far.epochs, "samples": handover.samples})
 
     def started(self, start_up_s: float) -> None:
         """Say how long it took until training began."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -27,8 +26,7 @@ _NO_RESULT = 1000.0
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the records of a metrics.jsonl, their epochs counted from 0 as everywhere in the code.
 
-    A last line that a killed run left half is dropped, and so is a round that an ``undone`` event
-    behind it tells of: no weights came of it, and its samples were trained on again.
+    A last line that a killed run left half is dropped.
     """
     records = []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -41,17 +39,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 break
             text = f"{path} line {number} must be a row in JSON, got {line[:60]!r}"
             raise SettingError(text) from error
-    undone: Counter[tuple[Any, ...]] = Counter()
-    kept = []
-    for record in reversed(records):
-        place = tuple(record.get(name) for name in ("worker", "epoch", "round"))
-        if record["event"] == "undone":
-            undone[place] += 1
-        elif record["event"] == "round" and undone[place]:
-            undone[place] -= 1
-            continue
-        kept.append(in_code(record))
-    return kept[::-1]
+    return [in_code(record) for record in records]
 
 
 def for_people(row: Mapping[str, Any]) -> dict[str, Any]:

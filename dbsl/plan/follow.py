@@ -126,14 +126,12 @@ class Planner:
     def bring_back(self, last: int) -> int:
         """Plan with the lost workers, too, from the first epoch on that nobody has begun.
 
-        Nor did other workers, before a resume: they left a part of it, which keeps its plan. The
-        epochs before keep theirs to their end. Of the run's rounds, `last` in all.
+        The epochs before keep theirs to their end. Of the run's rounds, `last` in all.
 
         Returns the first epoch.
         """
         begun, lost = max(self._begun, self.members.begun(last)), self.members.lost
-        left = (e + 1 for e in self.ledger.segments if self.ledger.left_by_others(e))
-        first = max(-(-begun // self._rounds), *left, 0)
+        first = -(-begun // self._rounds)
         plans = self._plans_of(self.members.active | lost)
         for epoch in range(self.members.slowest() // self._rounds, first):
             self.ledger.keep(epoch, self.ledger.planned(epoch))
@@ -145,9 +143,8 @@ class Planner:
     def drop(self, worker: int, last: int) -> int:
         """Plan without a worker, who still counts as there, from the first round not begun.
 
-        An epoch that other workers had begun before this run's keeps its plan to its end. Returns
-        the samples that nobody will train on because it was lost: its part of the rounds, of `last`
-        in the run, that it had not pushed and that keep their plan.
+        Returns the samples that nobody will train on because it was lost: its part of the rounds,
+        of `last` in the run, that it had not pushed and that keep their plan.
         """
         members, ledger, rounds = self.members, self.ledger, self._rounds
         there, clock, lost = members.active - {worker}, members.clocks[worker], 0
@@ -160,9 +157,8 @@ class Planner:
         first = min(clock, members.slowest(but=worker)) // rounds
         stop = -(-self._begun // rounds)
         for epoch in (*range(first, stop), *sorted(e for e in ledger.kept if e >= stop)):
-            segments, before, kept = ledger.planned(epoch), epoch * rounds, rounds
-            if not ledger.left_by_others(epoch):  # then rounds that keep their plan are fewer
-                kept = min(max(self._begun - before, 0), rounds)
+            segments, before = ledger.planned(epoch), epoch * rounds
+            kept = min(max(self._begun - before, 0), rounds)  # rounds that keep their plan
             for round_ in range(max(clock - before, 0), kept):
                 turn = Turn((worker,), epoch, round_)
                 lost += self._sampler.count(ledger.at(epoch, round_), turn)
@@ -178,15 +174,14 @@ class Planner:
         return lost
 
     def take_over(self, start: Handover) -> None:
-        """Keep the first plans for what other workers left of the epochs that they had begun."""
-        samples = self._sampler.samples
-        first_epoch, first_round = divmod(start.clock, self._rounds)
-        for epoch, left in start.left.items():
-            rest = sum(end - begin for begin, end in left)
-            if rest < samples:
-                begun = first_round if epoch == first_epoch else 0
-                plan = self._first[self._resolution_at(epoch)]
-                self.ledger.keep(epoch, [Segment(plan, begun, samples - rest, left)])
+        """Keep the first plan for what other workers' rounds have left of the epoch under way.
+
+        A joint step has the same samples with any plan.
+        """
+        epoch, round_ = divmod(start.clock, self._rounds)
+        plan = self._first[self._resolution_at(epoch)] if round_ else None
+        if plan and plan.global_batch_size is None:
+            self.ledger.keep(epoch, [Segment(plan, round_, start.taken)])
 
     def state_dict(self) -> dict[str, Any]:
         """Return plans and estimates in plain values."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from dbsl.config.settings import RunConfig, steps_of_push
 from dbsl.plan.machines import bounded_split
 from dbsl.plan.sampler import EpochSampler, Order, Step, StepSampler
-from dbsl.plan.types import Plan, Ranges, Segment, Turn, plan_from_plain
+from dbsl.plan.types import Plan, Segment, Turn, plan_from_plain
 
 
 class Members:
@@ -119,7 +119,6 @@ class TurnSampler:
             first_round=segment.first_round,
             start=segment.start,
             least=self.least,
-            left=segment.left,
             blocks=self.blocks,
         )
 
@@ -162,32 +161,12 @@ class Ledger:
         self.segments[epoch] = segments
         self.kept.add(epoch)
 
-    def left_by_others(self, epoch: int) -> bool:
-        """Whether the epoch is the rest of one that other workers or plans had begun."""
-        return any(segment.left for segment in self.segments.get(epoch, ()))
-
     def forget(self, epochs: Collection[int]) -> None:
         """Forget the plans of epochs."""
         for epoch in epochs:
             del self.segments[epoch]
             self.decided.pop(epoch, None)
             self.kept.discard(epoch)
-
-    def ahead(self, members: Members, *, again: bool) -> Iterator[tuple[Turn, Segment]]:
-        """Yield each round from the lowest on with the workers that have not pushed it, its plan.
-
-        It goes on to the end of the epochs that any worker has begun, or that keep the plan of
-        before a loss. Nothing of a lost worker's share is to come: it was counted as lost. All do
-        the lowest round `again` if a barrier has collected it, and merged nothing.
-        """
-        lowest, rounds = members.slowest(), members.rounds
-        begun = max(members.clocks[worker] for worker in members.active)
-        stop = max(-(-begun // rounds), *(epoch + 1 for epoch in self.kept), 0)
-        for moment in range(lowest, stop * rounds):
-            epoch, round_ = divmod(moment, rounds)
-            everyone = again and moment == lowest
-            lacking = (w for w in sorted(members.active) if everyone or members.clocks[w] <= moment)
-            yield Turn(tuple(lacking), epoch, round_), self.at(epoch, round_)
 
     def under_way(self, members: Members, last: int) -> range:
         """Return the epochs, of `last` rounds, that are begun or planned, and are not complete."""
@@ -220,25 +199,3 @@ class Ledger:
             epoch: [Segment(**{**row, "plan": plans[row["plan"]]}) for row in rows]
             for epoch, rows in state["segments"].items()
         }
-
-
-def left_of_epochs(
-    ahead: Iterable[tuple[Turn, Segment]], sampler: TurnSampler
-) -> dict[int, Ranges]:
-    """Return what is left of each epoch that has begun, as places in its order."""
-    left: dict[int, list[tuple[int, int]]] = {}
-    for turn, segment in ahead:
-        ranges = left.setdefault(turn.epoch, [])
-        for worker in turn.workers:
-            ranges += sampler.sampler(segment).places(worker, turn.round)
-    return {epoch: joined(ranges) for epoch, ranges in left.items()}
-
-
-def joined(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """Return ranges in order, those that follow each other as one."""
-    found: list[tuple[int, int]] = []
-    for begin, end in sorted(ranges):
-        if found and found[-1][1] == begin:
-            begin, _ = found.pop()
-        found.append((begin, end))
-    return tuple(found)

@@ -72,8 +72,8 @@ class EpochSampler:
     be wrong, does not occur, and nothing is dropped.
 
     `shares` are samples per worker and epoch, and `least` is a batch's fewest samples. Of an epoch
-    that has begun, its `first_round` rounds have taken `start` samples; `shares` and `rounds` are
-    those that are left, at the places `left` of its order; (): all from `start` on.
+    that has begun, its `first_round` rounds have taken the first `start` samples of its order;
+    `shares` and `rounds` are those that are left.
     """
 
     def __init__(
@@ -85,12 +85,10 @@ class EpochSampler:
         first_round: int = 0,
         start: int = 0,
         least: int = 1,
-        left: Sequence[tuple[int, int]] = (),
         blocks: Order | None = None,
     ) -> None:
         self._shares = np.asarray(shares, dtype=np.int64)
         self.samples = start + int(self._shares.sum())
-        self._left = tuple(left) or ((start, self.samples),)
         self._order = partial(_permutation, self.samples, seed, blocks)
         self._rounds, self._first_round = rounds, first_round
         self._start, self._least = start, least
@@ -101,22 +99,10 @@ class EpochSampler:
 
     def indices(self, worker: int, epoch: int, round_: int) -> np.ndarray:
         """Return the samples that a worker trains on in one round of an epoch, int64 [s]."""
-        order, places = self._order(epoch), self.places(worker, round_)
-        return np.concatenate([order[:0], *(order[begin:end] for begin, end in places)])
-
-    def places(self, worker: int, round_: int) -> list[tuple[int, int]]:
-        """Return where a worker's samples of a round lie in the epoch's order, as ranges."""
         before = self._before(round_)
         taken = self._before(round_ + 1) - before
-        first = int(before.sum()) + int(taken[:worker].sum())
-        last = first + int(taken[worker])
-        found = []
-        for begin, end in self._left:
-            low, high = begin + max(first, 0), min(begin + last, end)
-            if low < high:
-                found.append((low, high))
-            first, last = first - (end - begin), last - (end - begin)
-        return found
+        first = self._start + int(before.sum()) + int(taken[:worker].sum())
+        return self._order(epoch)[first : first + int(taken[worker])].copy()
 
     def steps(self, worker: int, epoch: int, round_: int, local_batch_size: int) -> list[Step]:
         """Return a worker's steps of one round, each one part of at most `local_batch_size`.

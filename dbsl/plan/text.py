@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from dbsl.base.errors import duration, plural, px
-from dbsl.plan.ledger import joined
 from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.stages import Stage
 from dbsl.plan.types import Plan, WorkerPlan
@@ -40,7 +39,11 @@ def worker_rows(
 
 def epoch_spans(stages: Sequence[Stage]) -> str:
     """Return the epochs of these stages in words, counted from 1: ``epochs 1-40, 81-100``."""
-    spans = joined([(stage.first_epoch, stage.end_epoch) for stage in stages])
+    spans: list[tuple[int, int]] = []
+    for start, end in sorted((stage.first_epoch, stage.end_epoch) for stage in stages):
+        if spans and spans[-1][1] == start:  # they follow each other
+            start, _ = spans.pop()
+        spans.append((start, end))
     texts = [str(end) if end == start + 1 else f"{start + 1}-{end}" for start, end in spans]
     if len(texts) > 6:
         texts[5:] = ["…"]

@@ -13,7 +13,6 @@ import numpy as np
 from dbsl.base.errors import SettingError
 
 Numbers = float | np.ndarray  # one, or one for each of n workers
-Ranges = tuple[tuple[int, int], ...]  # places in an epoch's order: first, and one past the last
 
 
 class NoPlanError(SettingError):
@@ -141,8 +140,6 @@ class Segment:
     plan: Plan
     first_round: int = 0
     start: int = 0  # samples of the epoch that earlier rounds took
-    # Places in the epoch's order that earlier rounds left, if these are not all that follow.
-    left: Ranges = ()
 
 
 def plan_from_plain(plan: Mapping[str, Any]) -> Plan:
@@ -298,10 +295,10 @@ class Handover:
 
     weights: Any = field(repr=False)  # the global weights: a tensor
     clock: int  # rounds that every worker starts with behind it
-    # Remainders of the epochs that were begun, as places in their order; other epochs are whole.
-    left: Mapping[int, Ranges] = field(default_factory=dict)
-    steps: int = 0  # joint steps of the round that were taken
-    learning_rate: float = 0.0  # in the last of these
+    taken: int = 0  # samples of the epoch under way that its rounds have taken
+    steps: int = 0  # joint steps of the round under way that were taken
+    samples: int = 0  # of these steps, as far as no log has counted them
+    learning_rate: float = 0.0  # in the last of these steps
     optimizers: Mapping[int, Any] = field(default_factory=dict, repr=False)  # state, by worker
     # State of the server's optimizer, where gradients are pushed.
     server_optimizer: Mapping[str, Any] | None = field(default=None, repr=False)
@@ -310,12 +307,6 @@ class Handover:
     outer: Mapping[str, Any] | None = field(default=None, repr=False)
     refused: int = 0  # rounds that were not finite so far
     reports: tuple[RoundReport, ...] = ()  # merged rounds, not yet logged
-    finished: tuple[EpochEnd, ...] = field(default=(), repr=False)  # not yet logged
-    # Rounds that a barrier had collected, as (worker, epoch, round): nothing was merged from them,
-    # and all workers train on their samples again.
-    again: tuple[tuple[int, int, int], ...] = ()
-    steps_under_way: int = 0  # those of the joint steps that no log has counted
-    samples_under_way: int = 0  # samples of these
 
 
 @dataclass(frozen=True)

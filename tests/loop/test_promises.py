@@ -150,14 +150,15 @@ def test_any_split_of_a_global_batch_gives_the_same_weights(tmp_path, name):
 
 JOINT = {"sync": "step", "global_batch_size": 16}
 SLOWED = {"balance": "dynamic", "balance_every": 1, "slowdown": ("3:3.0",), "workers": 4}
-CHANGES = {  # steps before each stop, and workers from then on
+CHANGES = {  # steps, or rounds of all workers, before each stop, and workers from then on
     "step": (JOINT | {"workers": 4}, ((2, 3), (2, 5), (4, 2))),
-    "bsp": (ROUNDS | {"workers": 4}, ((21, 3), (4, 2))),
-    "bsp, uneven": (ROUNDS | {"local_batch_sizes": (3, 3, 4, 9), "workers": 4}, ((17, 2),)),
+    "bsp": (ROUNDS | {"workers": 4}, ((1, 3), (3, 2))),
+    "bsp, twice": (ROUNDS | {"rounds_per_epoch": 3, "workers": 4}, ((1, 3), (2, 2))),
+    "bsp, uneven": (ROUNDS | {"local_batch_sizes": (3, 3, 4, 9), "workers": 4}, ((1, 2),)),
     "step, balanced": (JOINT | SLOWED | {"rounds_per_epoch": 3}, ((5, 3),)),
-    "bsp, balanced": (ROUNDS | SLOWED | {"rounds_per_epoch": 3}, ((25, 3),)),
-    "asp": (ROUNDS | {"sync": "asp", "slowdown": ("0:2.5",), "workers": 4}, ((17, 2), (4, 3))),
-    "ssp": (ROUNDS | {"sync": "ssp", "slowdown": ("0:2.5",), "workers": 3}, ((25, 4),)),
+    "bsp, balanced": (ROUNDS | SLOWED | {"rounds_per_epoch": 3}, ((2, 3),)),
+    "asp": (ROUNDS | {"sync": "asp", "workers": 4}, ((2, 2), (3, 3))),
+    "ssp": (ROUNDS | {"sync": "ssp", "slowdown": ("0:1.5",), "workers": 3}, ((1, 4),)),
 }
 
 
@@ -165,8 +166,9 @@ CHANGES = {  # steps before each stop, and workers from then on
 def test_workers_that_come_and_go_train_on_each_image_once_an_epoch(tmp_path, trained, mode):
     settings, stops = CHANGES[mode]
     folder, phases, pushed = tmp_path / "run", [], []
-    for step, workers in stops:
-        with helpers.stopped_at_step(step):
+    stopped = helpers.stopped_at_step if mode.startswith("step") else helpers.stopped_at_round
+    for number, workers in stops:
+        with stopped(number):
             run(folder, **settings)
         phases.append(trained())
         if not pushed:

@@ -439,10 +439,13 @@ def test_momentum_is_cleared_where_it_is_said_to_be(tmp_path, monkeypatch, when,
 )
 def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, mode, workers):
     settings = {**MODES[mode], "train_samples": 90, "large_batch_size": (3,)}
-    partly = mode == "bsp"  # it is stopped when a part of the workers has pushed
     if mode == "step":
         settings |= {"large_batch_size": None}
-    stopped(tmp_path / "run", 21 if partly else 17, **settings)
+        stopped(tmp_path / "run", 17, **settings)
+    else:
+        settings |= {"slowdown": None}
+        with helpers.stopped_at_round(3):
+            run(tmp_path / "run", **settings)
     (saved,) = tmp_path.glob("run/checkpoints/save-*/rank-00000.json")
     state = json.loads(saved.read_text())
     content = (tmp_path / "run/metrics.jsonl").read_bytes()[: state["log"]["metrics_bytes"]]
@@ -450,21 +453,56 @@ def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, mode, workers)
     settings |= {"workers": workers, "slowdown": None, "resume": str(tmp_path / "run")}
     run(tmp_path / "run", **settings, allow_config_change=True)
     rounds = rounds_of(tmp_path / "run")
-    events = helpers.metrics_of(tmp_path / "run")
-    undone = sum(e["event"] == "undone" for e in events)  # and done again, by all workers
-    assert (undone > 0) == partly
-    after = rounds[len(before) - undone :]
+    after = rounds[len(before) :]
     for epoch in range(3):
         seen = sum(e["samples"] for e in rounds if e["epoch"] == epoch)
         if mode == "step" and epoch == min(e["epoch"] for e in after):
             seen += state["progress"]["steps"] * 15  # of the round that was under way
         assert seen == 90
     assert {e["worker"] for e in after} == set(range(workers))
+    assert mode == "step" or {e["round"] for e in after if e["epoch"] == 1} == {1}
     before_s = 0.0
     for row in rows(tmp_path / "run", "times") if mode == "step" else ():
         assert row["images_per_s"] * (row["train_time_s"] - before_s) == pytest.approx(90)
         before_s = row["train_time_s"]
     assert helpers.summary_of(tmp_path / "run")["samples_seen"] == 3 * 90
+
+
+@pytest.mark.parametrize(
+    ("mode", "change", "what"),
+    [
+        ("bsp", {"workers": 3}, "workers must stay 4"),
+        ("bsp", {"large_batch_size": (5,)}, "large_batch_size must stay 3,3"),
+        ("asp", {"workers": 2}, "workers must stay 4"),
+        ("ssp", {"train_samples": 72}, "training images must stay 90"),
+        ("gradients", {"sync": "step", "push": "weights"}, "sync must stay bsp"),
+    ],
+)
+def test_other_workers_do_not_go_on_where_some_are_ahead_and_are_told_where_they_may(
+    tmp_path, mode, change, what
+):
+    folder, settings = tmp_path / "run", {**MODES[mode], "train_samples": 90, "slowdown": None}
+
+    def uneven(saver):
+        clocks = saver._cluster.server.clocks
+        return min(clocks) > 0 and len({*clocks}) > 1
+
+    with helpers.stopped_when(uneven):
+        run(folder, **settings, checkpoint_every=0)
+    again = {**settings, "resume": str(folder), "allow_config_change": True, **change}
+    before = files_of(folder)
+    why = f"^{what} until all workers have pushed the same rounds, got .*: "
+    with pytest.raises(ValueError, match=why + "the run has no checkpoint where they have$"):
+        run(folder, **again)
+    assert files_of(folder) == before
+    with helpers.stopped_when(lambda saver: saver._epochs_done and uneven(saver)):
+        run(folder, **settings, resume="auto")
+    named = str(folder / "checkpoints/epoch-0001")
+    with pytest.raises(ValueError, match=why + f"--resume {named} goes on where they have$"):
+        run(folder, **again)
+    run(folder, **{**again, "resume": named})
+    samples = change.get("train_samples", 90)
+    assert samples_by_epoch(folder) == [90, samples, samples]
 
 
 BY_STEP = {**JOINT, "small_workers": None, "rounds_per_epoch": 1}
@@ -476,7 +514,7 @@ CHANGES = {
     ("bsp", "by_hand"): ({"local_batch_sizes": (2, 3, 4, 5), "small_workers": None}, None),
     ("bsp", "train_samples"): ({"train_samples": 72}, "training images must stay 90"),
     ("bsp", "resolutions"): ({"resolutions": (8, 16, 32), "dropout": (0.1,)}, None),
-    ("bsp", "rounds_per_epoch"): ({"rounds_per_epoch": 3}, None),
+    ("bsp", "rounds_per_epoch"): ({"rounds_per_epoch": 3}, "rounds_per_epoch must stay 2"),
     ("bsp", "momentum"): ({"optimizer": "momentum", "momentum": 0.5}, None),
     ("bsp", "seed"): ({"seed": 5}, "seed must stay 0"),
     ("bsp", "asp"): ({"sync": "asp"}, None),
@@ -500,14 +538,20 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory):
-    """Give a run that was stopped after its first epoch, or inside one; each is made once."""
+    """Give a run that was stopped after its first epoch, or inside one; each is made once.
+
+    Rounds are stopped where all workers have pushed the same ones.
+    """
 
     @cache
     def left(mode, inside):
         folder = tmp_path_factory.mktemp(mode) / "run"
         settings = {**MODES[mode], "train_samples": 90}
-        if inside:
-            stopped(folder, 10 if mode in ("step", "gradients") else 21, **settings)
+        if inside and mode == "step":
+            stopped(folder, 10, **settings)
+        elif inside:
+            with helpers.stopped_at_round(1):
+                run(folder, **settings | ({"slowdown": None} if mode == "asp" else {}))
         else:
             run(folder, **settings | {"epochs": 1, "lr_milestones": ()})
         return folder
@@ -738,23 +782,6 @@ def test_rounds_that_were_not_finite_are_counted_on_with_other_workers(left, tmp
     again = {"epochs": 2, "lr_milestones": (), "resume": "auto", "allow_config_change": True}
     run(folder, **ROUNDS, **again, train_samples=90, workers=3)
     assert helpers.summary_of(folder)["refused_rounds"] == 7
-
-
-@pytest.mark.parametrize("stops", [False, True], ids=["", "stopped in a turn without steps"])
-def test_a_rest_of_fewer_samples_than_workers_and_rounds_is_trained_on_once(tmp_path, stops):
-    settings = {"sync": "asp", "rounds_per_epoch": 3, "train_samples": 72, "epochs": 2, **ONE_SIDE}
-    settings |= {"large_batch_size": (4,), "lr_milestones": ()}
-    slow_first = {"slope": (0.5, 0.001), "workers": 2}
-    stopped(tmp_path / "run", 38, **settings, **slow_first)  # the other has done all its rounds
-    settings |= {"workers": 6, "slope": (0.001,), "resume": str(tmp_path / "run")}
-    settings["allow_config_change"] = True
-    if stops:
-        with pytest.raises(RunStopped):  # before its first step
-            run(tmp_path / "run", **settings, max_minutes=1e-6)
-    run(tmp_path / "run", **settings, max_minutes=None)
-    rounds = rounds_of(tmp_path / "run")
-    assert any(e["steps"] == 0 for e in rounds)
-    assert sum(e["samples"] for e in rounds) == 2 * 72
 
 
 def test_a_checkpoint_of_before_a_setting_was_there_has_its_default():

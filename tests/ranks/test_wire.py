@@ -35,7 +35,7 @@ def test_a_report_comes_back_as_it_was_sent_with_figures_and_step_lines():
     ids=["rounds", "steps"],
 )
 def test_a_plan_comes_back_with_every_worker_and_its_place(plan):
-    sent = Segment(plan, 2, 345, ((5, 9),))
+    sent = Segment(plan, 2, 345)
     assert dbsl.cluster.wire.read_segment(encode(sent)) == sent
 
 
@@ -57,8 +57,8 @@ def meeting_rank(rank):
         for round_ in range(3)
     ]
     rest = plan_steps(55, (30, 10), [MODEL] * 2)  # read from a checkpoint, by every rank
-    planner.ledger.keep(2, [Segment(rest, left=((5, 20), (60, 100)))])
-    seen.append(plan_at(2, 0).left)
+    planner.ledger.keep(2, [Segment(rest, start=145)])
+    seen.append(plan_at(2, 0).start)
     own = report_of(rank)
     return seen, control.gather_reports(own), control.gather_reports(own if rank else None)
 
@@ -71,7 +71,7 @@ def report_of(rank):
 def test_all_ranks_take_the_server_ranks_plan_and_see_each_report(run_ranks):
     expected = [report_of(rank) for rank in range(2)]
     for seen, reports, of_one in run_ranks(meeting_rank):
-        assert seen == [[30, 10]] * 6 + [((5, 20), (60, 100))]
+        assert seen == [[30, 10]] * 6 + [145]
         assert reports == expected
         assert of_one == expected[1:]
 

@@ -36,7 +36,7 @@ PROJECT, PICTURE = "dbsl", "plots/run.png"
 THOUSANDTHS = 1000  # steps of an epoch, for trackers whose axis has whole numbers alone
 _STEP = ("loss", "learning_rate", "gradient_norm", "images_per_s", "memory_gib")
 _WORKER = ("local_batch_size", "share", "compute_time_s", "wait_time_s", "idle_time_share")
-_TOLD = ("plan", "lost", "undone", "restart")  # events without figures of their own
+_TOLD = ("plan", "lost", "restart")  # events without figures of their own
 # Not figures of their event: where it stands, and what the epoch's times have.
 _OF_PLACE = {"event", "epoch", "resolution", "samples", "train_resolution", "learning_rate"}
 _OF_PLACE |= {"train_time_s", "virtual_time_s"}

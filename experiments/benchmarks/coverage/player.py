@@ -17,7 +17,7 @@ from dbsl.checkpoint.resume import Saved, make_handover, with_lost_workers
 from dbsl.plan.types import EpochEnd, Handover, RoundReport, Segment, Turn
 from dbsl.run.plans import Plans
 from dbsl.run.workers import Workers
-from experiments.benchmarks.coverage.cases import Case
+from experiments.benchmarks.coverage.cases import Case, Stop
 from experiments.benchmarks.coverage.prepare import prepare
 
 
@@ -75,7 +75,6 @@ class _Player:
         self._counts = np.zeros((epochs, case.samples), dtype=np.int64)
         self._untouched = 0  # epoch that nobody had begun when the last worker was lost
         self._stops = list(case.stops)
-        self._collected: list[tuple[int, Turn, np.ndarray]] = []  # the last pushes, by version
 
     def play(self) -> Played:
         """Play to the end."""
@@ -107,8 +106,9 @@ class _Player:
                 self.played.epochs.append(turn.epoch)
                 continue
             segment = self._cluster.segment(turn)
-            if self._stops and self._stops[0].turn <= self.played.turns:
-                self._stop(self._stops.pop(0).workers)  # inside the round, whose plan is known
+            if stop := next(filter(self._is_due, self._stops), None):
+                self._stops.remove(stop)
+                self._stop(stop.workers)  # inside the round, whose plan is known
                 return True
             self._train(turn, segment)
         return False
@@ -123,7 +123,7 @@ class _Player:
     def _train(self, turn: Turn, segment: Segment) -> None:
         """Count the samples of a turn as trained on, and push."""
         plans, cluster, played = self._run.plans, self._cluster, self.played
-        server, version = cluster.server, cluster.server and cluster.server.version
+        server = cluster.server
         played.turns += 1
         places = range(plans.islands.sizes[turn.workers[0]]) if plans.islands.several else [None]
         several = [_at_place(plans, place).steps(segment, turn) for place in places]
@@ -135,7 +135,6 @@ class _Player:
         for part in (part for of_one in several for step in of_one for part in step.parts):
             own[part.worker] += len(part.indices)
             np.add.at(self._counts[turn.epoch], part.indices, 1)
-            self._collected.append((version, turn, part.indices))
         if server is not None:
             lead = server.clocks[turn.workers[0]] - server.members.slowest()
             played.ahead = max(played.ahead, lead)
@@ -151,8 +150,6 @@ class _Player:
             reports.append(RoundReport(worker, turn.epoch, turn.round, **values))
         cluster.push(reports)
         deque(cluster.reports(), maxlen=0)  # as the log does
-        if server is not None and server.version != version:
-            self._collected.clear()
 
     def _hear(self) -> None:
         """Count who was lost."""
@@ -160,20 +157,30 @@ class _Player:
         for loss in self._cluster.losses():
             played.lost, played.lost_workers = played.lost + loss.samples, played.lost_workers + 1
             epoch = max(server.clocks) // server.members.rounds + 1
-            ledger = (
-                self._run.plans.planner.ledger
-            )  # with epochs that other workers had begun, perhaps
-            epoch = max(epoch, *(e + 1 for e in ledger.segments if ledger.left_by_others(e)), 0)
             self._untouched = max(self._untouched, epoch)
+
+    def _is_due(self, stop: Stop) -> bool:
+        """Whether it is time for a stop; where others go on from it, as soon as they may."""
+        if stop.turn > self.played.turns:
+            return False
+        if stop.workers in (None, self._workers):
+            return True
+        return self._saved(self._state(), self._run).is_open
+
+    def _state(self) -> dict[str, Any]:
+        cluster, planner = self._cluster.state_dict(), self._run.plans.planner.state_dict()
+        weights = {"weights": self._cluster.weights.vector}
+        return {"cluster": cluster, "planner": planner, "model": weights, "progress": None}
+
+    def _saved(self, state: dict[str, Any], run: Workers) -> Saved:
+        return Saved(state, asdict(self._run.config), self._case.samples, run)
 
     def _stop(self, workers: int | None) -> None:
         """Stop the run, and resume it, with another number of workers if that can be."""
-        played, cluster = self.played, self._cluster
+        played = self.played
         played.stops += 1
         played.changes += self._run.plans.planner.changes
-        state = {"cluster": cluster.state_dict(), "planner": self._run.plans.planner.state_dict()}
-        state |= {"model": {"weights": cluster.weights.vector}, "progress": None}
-        tree, tensors = pack(state)
+        tree, tensors = pack(self._state())
         state = unpack(json.loads(json.dumps(tree)), tensors)
         resized = self._resized(workers, state)
         if resized is None:
@@ -190,18 +197,12 @@ class _Player:
         """Return how the run goes on with so many workers; None: it does with those it has."""
         if workers in (None, self._workers):
             return None
-        case, before = self._case.with_workers(workers), self._run.config
+        case = self._case.with_workers(workers)
         try:
             run = prepare(case)
         except ValueError:  # there is no plan for them
             return None
-        try:
-            saved = Saved(state, asdict(before), len(run.data.train), run)
-            return case, run, make_handover(saved, {}, run)
-        except ValueError as error:
-            if "workers must stay" not in str(error):
-                raise
-        return None
+        return case, run, make_handover(self._saved(state, run), {}, run)
 
     def _resume(self, state: Any) -> None:
         """Go on with the same workers, lost ones back."""
@@ -214,12 +215,8 @@ class _Player:
         self._cluster.load_state_dict(state["cluster"])
 
     def _restart(self, case: Case, run: Workers, start: Handover) -> None:
-        """Go on with other workers; what a barrier had collected is trained on again."""
+        """Go on with other workers."""
         self.played.resized += 1
-        for version, turn, indices in self._collected:
-            if self._cluster.server is not None and version == self._cluster.server.version:
-                np.subtract.at(self._counts[turn.epoch], indices, 1)
-        self._collected.clear()
         self._case = case
         self._connect(run)
         self._cluster.take_over(start)

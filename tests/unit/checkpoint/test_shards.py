@@ -122,40 +122,52 @@ def test_an_epoch_whose_plan_is_decided_is_under_way_and_pushes_are_its_rounds()
     assert list(saved.under_way(at_epoch_end=True)) == [1, 2]
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_other_workers_than_those_of_a_server_go_on_from_its_clocks(lost):
+@pytest.mark.parametrize(
+    ("sync", "clocks", "more", "expected"),
+    [
+        ("bsp", [5, 5, 5], {}, True),
+        ("bsp", [5, 6, 5], {}, False),
+        ("asp", [4, 4, 4], {}, True),
+        ("asp", [5, 5, 5], {}, True),
+        ("ssp", [4, 6, 4], {}, False),
+        ("asp", [4, 4, 1], {"active": [0, 1]}, True),  # the third was lost
+        ("asp", [4, 4, 5], {"active": [0, 1], "begun": 5}, False),  # when it was ahead
+        ("asp", [4, 4, 4], {"finished": ["an end that nobody was told of"]}, False),
+        ("step", [5, 6, 5], {}, True),
+    ],
+)
+def test_others_go_on_where_all_workers_have_pushed_the_same_rounds(sync, clocks, more, expected):
+    begun = more.pop("begun", 0)
+    state = state_of(clocks, dual(3, rounds=2), **more)
+    state["planner"]["begun"] = begun
+    saved = saved_as(state, Config(), sync=sync, rounds_per_epoch=2)
+    assert saved.is_open == expected
+
+
+@pytest.mark.parametrize("clock", [4, 5])
+def test_others_go_on_with_what_the_rounds_of_an_epoch_have_left(clock):
     plan = dual(3, rounds=2)
-    there = {"active": [0, 1]} if lost else {}
-    state = state_of([5, 6, 1 if lost else 4], plan, **there)
-    config = Config(seed=3, workers=2, sync="asp")
+    config = Config(seed=3, workers=2, sync="asp", rounds_per_epoch=2)
     run = run_of(config, rounds=2)
-    restart = make_handover(saved_as(state, config, run, rounds_per_epoch=2, workers=3), {}, run)
-    assert restart.clock == (5 if lost else 4)
+    state = state_of([clock] * 3, plan)
+    start = make_handover(saved_as(state, config, run, workers=3), {}, run)
     sampler = run.plans.sampler.sampler(Segment(plan))
-    rest = [(0, 1)] if lost else [(0, 1), (2, 0), (2, 1)]
-    count = sum(len(sampler.indices(worker, 2, round_)) for worker, round_ in rest)
-    (left,) = restart.left.values()
-    assert sum(end - begin for begin, end in left) == count
+    taken = sum(len(sampler.indices(w, 2, 0)) for w in range(3)) if clock == 5 else 0
+    assert (start.clock, start.taken) == (clock, taken)
 
 
 def test_what_nobody_has_been_told_of_is_told_by_the_workers_that_go_on():
-    reports = [
-        RoundReport(worker, 2, round_, 8, 4, 10, 3, 1.0, 0.5, 1.0)
-        for worker, round_ in ((0, 0), (1, 0), (1, 1))  # the last is done again
-    ]
-    server = {"reports": [asdict(report) for report in reports]}
-    server["finished"] = [{"epoch": 1, "weights": torch.zeros(1), "ended_at": 1.0}]
-    state = state_of([5, 6, 5], dual(3, rounds=2), weights=torch.ones(1), **server)
+    reports = [RoundReport(worker, 2, 0, 8, 4, 10, 3, 1.0, 0.5, 1.0) for worker in range(3)]
+    told = {"reports": [asdict(report) for report in reports]}
+    state = state_of([5, 5, 5], dual(3, rounds=2), weights=torch.ones(1), **told)
     state["cluster"]["refused"] = 4
-    config = Config(seed=3, workers=2)
+    config = Config(seed=3, workers=2, rounds_per_epoch=2)
     run = run_of(config, rounds=2)
-    start = make_handover(saved_as(state, config, run, rounds_per_epoch=2, workers=3), {}, run)
+    start = make_handover(saved_as(state, config, run, workers=3), {}, run)
     other = Server(torch.zeros(1), Members(2, 2), rule="mean", staleness=0)
     other.take_over(start)
-    assert list(start.reports) == reports[:2]  # the log takes them; nobody else tells of them
-    assert not other.reports
+    assert list(other.reports) == reports
     assert other.refused == 4
-    assert [end.epoch for end in other.finished] == [1]
 
 
 SIX_STEPS = plan_steps(60, np.array([5, 5]), [FAST] * 2)

@@ -409,22 +409,17 @@ def test_a_longer_run_counts_on_from_the_steps_taken_and_records_its_new_stages(
     assert [(row["from_epoch"], row["resolution"]) for row in new] == [(2, 32)][: epochs - 2]
 
 
-def test_rounds_that_nobody_was_told_of_are_told_before_those_of_the_workers_that_go_on(
-    make_log, rows, capsys
-):
-    """Rounds count from 0 again: the epoch's learning rate is still that of its last."""
-    reports = [report_of(0, 0, n, learning_rate=rate) for n, rate in enumerate((0.4, 0.3, 0.2))]
+def test_joint_steps_that_other_workers_took_count_as_samples_of_their_epoch(make_log, rows):
     with make_log() as log:
-        log.round(reports[0])
+        log.round(report_of(0, 0))
         state = unpack(*pack(log.state_dict()))
-    start = Handover(weights=None, clock=0, left={0: ((30, 60),)}, reports=reports[1:])
+    start = Handover(weights=None, clock=1, steps=3, samples=25)
     with make_log(state=state, restart=start) as log:
-        log.round(replace(reports[0], learning_rate=0.1))
+        log.round(report_of(1, 0))
         log.epoch_end(0, EVALUATION, train_time_s=1.0)
-        assert log.results()["samples_seen"] == 40
-    assert "lr 0.1  " in capsys.readouterr().out
-    events = [row["event"] for row in rows("round", "restart")]
-    assert events == ["round"] * 3 + ["restart", "round"]
+        assert log.results()["samples_seen"] == 45
+    assert [row["event"] for row in rows("round", "restart")] == ["round", "restart", "round"]
+    assert rows("times")[0]["images_per_s"] == 45
 
 
 @pytest.mark.parametrize("normalises", [True, False])

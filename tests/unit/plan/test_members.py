@@ -8,7 +8,7 @@ import pytest
 from dbsl.cluster.serving import ServedCluster
 from dbsl.cluster.wire import encode
 from dbsl.extras.emulate import Emulation
-from dbsl.plan.types import Segment, TimeModel, Turn
+from dbsl.plan.types import Handover, Segment, TimeModel, Turn
 from experiments.benchmarks.coverage.cases import Case, Loss, Stop
 from experiments.benchmarks.coverage.check import check
 from experiments.benchmarks.coverage.prepare import prepare
@@ -92,22 +92,32 @@ def test_a_worker_lost_while_another_waits_for_it_costs_the_rounds_that_were_beg
     assert (played.lost_workers, played.lost) == (1, 45 * (1 + staleness))
 
 
-@pytest.mark.parametrize("turn", [7, 8, 9, 10])  # of the second stop
+@pytest.mark.parametrize("lost_s", [0.05, 0.1, 0.15, 0.2])
 @pytest.mark.parametrize("workers", [2, 4])
-@pytest.mark.parametrize("lost_s", [0.2, 0.25])
 def test_what_other_workers_left_of_an_epoch_is_trained_on_once_after_a_loss_and_a_resume(
-    lost_s, workers, turn
+    lost_s, workers
 ):
-    leads = case((lost_s, 1), slow={0: 4}, epochs=4, rounds=2)
-    played = check(replace(leads, stops=(Stop(6, workers), Stop(turn))))
+    """It is lost in the epoch that others had begun, or later; then the run stops again."""
+    leads = case((lost_s, 1), epochs=4, rounds=3)
+    played = check(replace(leads, stops=(Stop(3, workers), Stop(8))))
     assert (played.stops, played.resized, played.lost_workers) == (2, 1, 1)
 
 
-@pytest.mark.parametrize("left", [(), ((0, 90),)])
-def test_a_served_worker_asks_for_the_plan_of_an_epoch_that_a_loss_may_change(left):
+def test_a_loss_in_what_other_workers_left_of_an_epoch_leaves_its_first_rounds_alone():
+    run = prepare(case(rounds=3))
+    planner = run.plans.planner
+    planner.take_over(Handover(None, 4, taken=30))
+    know(planner, 5, 4, 4, inside=(0, 1))
+    assert planner.drop(2, 24) == 20  # of the rounds that were begun: both that are left
+    planner.members.leave(2)
+    assert [s.start for s in planner.ledger.planned(1)] == [30]
+    assert samples_of(run, 2) == [45, 45, 0]
+
+
+def test_a_served_worker_asks_for_the_plan_of_an_epoch_that_a_loss_may_change():
     run = prepare(case())
     leave_out(run.plans.planner, 2)
-    now = Segment(run.plans.planner.ledger.current[8], left=left)
+    now = Segment(run.plans.planner.ledger.current[8], 1, 30)
     cluster = ServedCluster.__new__(ServedCluster)
     cluster._link = SimpleNamespace(ask=lambda kind: (kind, encode(now)))
     cluster._waited_s = 0.0

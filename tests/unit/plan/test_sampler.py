@@ -60,12 +60,12 @@ def test_epochs_are_shuffled_anew_and_repeat_with_the_seed():
 @pytest.mark.parametrize("rest", [0, 1, 5])
 def test_a_remainder_of_few_samples_is_covered_once_in_steps_that_have_some(rest):
     shares = [rest // 2, rest - rest // 2]
-    sampler = EpochSampler(shares, rounds=3, first_round=1, start=20 - rest, left=((4, 4 + rest),))
+    sampler = EpochSampler(shares, rounds=3, first_round=1, start=20 - rest)
     steps = [s for w in range(2) for r in (1, 2, 3) for s in sampler.steps(w, 0, r, 8)]
     parts = [part.indices for step in steps for part in step.parts]
     assert all(map(len, parts))
     order = EpochSampler([20]).indices(0, 0, 0)
-    assert sorted(np.concatenate([[], *parts])) == sorted(order[4 : 4 + rest])
+    assert sorted(np.concatenate([[], *parts])) == sorted(order[20 - rest :])
 
 
 def test_thousands_of_workers_share_one_permutation():
