@@ -13,7 +13,7 @@ import numpy as np
 
 from dbsl.base.errors import SyncError
 from dbsl.checkpoint.disk import pack, unpack
-from dbsl.checkpoint.resume import Saved, make_handover, with_lost_workers
+from dbsl.checkpoint.handover import Saved, make_handover, with_lost_workers
 from dbsl.plan.types import EpochEnd, Handover, RoundReport, Segment, Turn
 from dbsl.run.plans import Plans
 from dbsl.run.workers import Workers

@@ -10,7 +10,7 @@ import torch
 
 from dbsl.checkpoint import resume
 from dbsl.checkpoint.disk import Found
-from dbsl.checkpoint.resume import Saved, make_handover, with_lost_workers
+from dbsl.checkpoint.handover import Saved, make_handover, with_lost_workers
 from dbsl.cluster.server import Server
 from dbsl.plan.follow import Planner
 from dbsl.plan.ledger import Ledger, Members, TurnSampler
