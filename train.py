@@ -6,11 +6,14 @@
     accelerate launch train.py --config runs/first/config.yaml --output-dir runs/again
     accelerate launch train.py --resume runs/first            # after it was stopped
 
-The first takes about two minutes on two CPU cores and ends above 95 % test accuracy.
+The first takes about two minutes on two CPU cores and ends above 95 % test accuracy. Several
+processes on a CPU: `torchrun --nproc-per-node 4 train.py` (accelerate launch --cpu starts one).
 
 A worker is a trainer with its own batch size, its own share of each epoch and its own optimizer.
-Of several processes, each is one worker. One process alone holds all workers and simulates them:
-they take turns on one model, in the order in which machines of their own would be ready.
+Workers are numbered from 0, those with small batches first. In an epoch each takes one turn, or
+`--rounds-per-epoch`. Of several processes, each is one worker. One process alone holds all workers
+and simulates them: they take turns on one model, in the order in which machines of their own would
+be ready.
 
     setting            a turn of a worker                    what meets, and when
     --sync bsp         pulls weights, trains, pushes them    weights: weighted mean, at a barrier
@@ -78,7 +81,11 @@ def build_model(config: Config, num_classes: int, resolutions: tuple[int, ...]) 
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """Return an optimizer: each worker has its own, or with pushed gradients the server has one."""
+    """Return an optimizer: each worker has its own, or with pushed gradients the server has one.
+
+    The schedule moves `config.lr`, which is the optimizer's default if unset (sgd: 0.1). Each group
+    of parameters keeps the proportion to it that it has here.
+    """
     rates = {"lr": config.lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
     return create_optimizer(config.optimizer, model, **rates, **config.optimizer_settings)
 
@@ -89,7 +96,7 @@ def loss_function(
     """Return the mean loss of images [B, 3, R, R] and labels [B], and figures to log beside it.
 
     With mixup and CutMix labels are shares of the classes, [B, C]. Figures are means over the
-    batch. Step times are measured with this function, too.
+    batch. Two places call this function: the loop, and what measures step times.
     """
     logits = model(images)
     return F.cross_entropy(logits, labels, label_smoothing=config.label_smoothing), {}
@@ -111,7 +118,7 @@ class Training:
 
     config: Config
     accelerator: Accelerator
-    data: Any  # data.train and data.evaluation: samples by number
+    data: Any  # data.train and data.evaluation: samples by number; `dbsl.data.sources`
     augment: Mapping[int, Any]  # at random, by resolution
     stages: Stages  # which epoch has which resolution, dropout and learning rate
     model: nn.Module
@@ -144,21 +151,21 @@ def train_turn(turn: Any, training: Training) -> None:
             # dbsl: The weight is 1, or b / B where all workers' batches of b make one of B, or
             # n * b / B where DDP averages over n processes; of a micro-batch its share of that.
             accelerator.backward(loss * part.weight)  # once: add further losses up before
-            step.add(part, loss, figures)  # on the device: .item() would wait for it
+            step.add(part, loss, figures)  # for the log; on the device: .item() would wait for it
         # dbsl: Each worker is at its own place in the epoch, and may have its --lr-scaling.
         lr = turn.lr_factor * learning_rate(turn.epoch + step.progress, config, training.stages)
         if config.push == "weights":  # else gradients add up, and the server's optimizer steps
             optimizer = workers.optimizers[turn.worker]
             for group in optimizer.param_groups:
-                group["lr"] = lr * group["lr_scale"]
+                group["lr"] = lr * group["lr_scale"]  # dbsl: its rate as built over config.lr
             if config.clip_grad is not None:
                 accelerator.unscale_gradients(optimizer)
                 nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)
             optimizer.step()
             optimizer.zero_grad()
         step.done(lr)
-        # Saves if it is time. If the run is to stop this raises, so that nothing is pushed, and
-        # a resumed run takes the steps that are left.
+        # Saves every --checkpoint-every (10 minutes). If the run is to stop, it saves and raises:
+        # nothing is pushed, and a resumed run takes the steps that are left.
         checkpoint.after_step(turn)
     # dbsl: Weights or gradients, merged by --sync and --merge. A round whose loss or weights are
     # not finite is refused: the global weights stay, and the worker's optimizer begins anew.
@@ -188,7 +195,10 @@ def evaluate(training: Training, source: Any = None) -> dict[str, Any]:
 
 
 def end_epoch(end: Any, training: Training) -> None:
-    """Evaluate the merged weights, save what is to be kept of them, and log the epoch."""
+    """Evaluate the merged weights, save what is to be kept of them, and log the epoch.
+
+    What an end has: `dbsl.plan.types.EpochEnd`.
+    """
     config, workers, run = training.config, training.workers, training.run
     last = workers.is_last(end)
     due, metrics = last or (end.epoch + 1) % config.eval_every == 0, None
@@ -211,14 +221,16 @@ def end_epoch(end: Any, training: Training) -> None:
 def train(training: Training) -> None:
     """Train from the start, or from where the run was saved, to the end."""
     workers, checkpoint, run = training.workers, training.checkpoint, training.run
-    with workers, checkpoint:  # dbsl: a lost process is named; SIGTERM saves, then ends
+    # dbsl: SIGTERM saves, then ends. A process that dies ends bsp and step in one line that names
+    # it; under ssp and asp the others go on, if each was launched by itself.
+    with workers, checkpoint:
         run.begin(workers, checkpoint)  # config.yaml, plan.json, W&B, the printed plan
         for turn in workers.turns():  # rounds of this process's workers, and ends of epochs
             if not turn.ends_epoch:
                 train_turn(turn, training)
             run.rounds()  # dbsl: what the workers say of their rounds
             if turn.ends_epoch:
-                end_epoch(turn, training)
+                end_epoch(turn, training)  # to stop early, call workers.finish() in it
                 checkpoint.after_epoch(turn)
 
 

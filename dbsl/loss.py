@@ -53,7 +53,8 @@ def check_loss(
         right = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
         loss = found[0] if right else found
         if not (right and isinstance(loss, Tensor) and not loss.dim()):
-            got = _kind(loss) if not right or isinstance(loss, Tensor) else type(loss).__name__
+            alone = " alone" * isinstance(found, Tensor)
+            got = f"a tensor {_kind(loss)}{alone}" if isinstance(loss, Tensor) else _kind(loss)
             raise SettingError(
                 "loss_function must return a pair, the mean loss as a tensor [] and a dict of "
                 f"figures, got {got}"
@@ -80,7 +81,7 @@ def not_a_mean(
             seed_streams(0)  # what is drawn is the same for all
             torch.manual_seed(0)
             try:
-                losses.append(float(loss_function(model, *own, config)[0]))
+                losses.append(float(loss_function(model, *own, config)[0].detach()))
             except Exception:  # in evaluation the model gives something else: nothing is known
                 return ""
     whole, mean = losses[0], sum(losses[1:]) / 2

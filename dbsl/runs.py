@@ -33,7 +33,7 @@ from dbsl.run import accelerator as processes
 from dbsl.run.folder import LockedFolder, check_alike, default_folder, read_code
 from dbsl.run.plans import Plans, count_workers, settle_islands
 from dbsl.run.stopping import Stopping, deadline_of
-from dbsl.run.turns import WorkerTurn
+from dbsl.run.turns import WorkerTurn, refuse_order
 from dbsl.run.workers import Workers
 
 Metrics = Mapping[str, Any] | None
@@ -150,6 +150,7 @@ class RunFolder(AbstractContextManager):
 
     def plan(self, turn: WorkerTurn) -> None:
         """Record the plan of a turn, if it is another than before."""
+        refuse_order(self.log is None, "call run.begin before its first turn", "none")
         self.log.plan(turn.epoch, turn.round, turn.plan)
 
     def rounds(self) -> None:
@@ -168,7 +169,8 @@ class RunFolder(AbstractContextManager):
 
     def is_best(self, metrics: Mapping[str, Any]) -> bool:
         """Whether metrics that are not recorded yet have the best accuracy so far."""
-        return self.log.is_best(metrics["accuracy"], metrics["loss"])
+        found = Evaluation.of(metrics, self.workers.side)
+        return self.log.is_best(found.accuracy, found.loss)
 
     def evaluate_more(
         self, end: EpochEnd, metrics: Metrics, evaluate: Callable[[], Mapping[str, Any]]

@@ -49,7 +49,7 @@ from dbsl.model import BEST, save_model
 from dbsl.optimizer import load_optimizer
 from dbsl.plan.types import Action, EpochEnd, Handover
 from dbsl.run.stopping import Stopping
-from dbsl.run.turns import WorkerTurn, random_state
+from dbsl.run.turns import WorkerTurn, random_state, refuse_order
 from dbsl.run.workers import Workers
 
 _BEST_FILE = f"{BEST}.safetensors"
@@ -128,7 +128,7 @@ class Checkpoint:
         # Whether this process leaves saves, and the ends of epochs, to rank 0.
         self._served = not workers.cluster.saves_workers and self._rank != SERVER_RANK
         self._sequence = resumed.sequence if resumed else 0  # number of the last save
-        self._epochs_done = 0
+        self._epochs_done, self._is_asked = 0, False
         self._end: EpochEnd | None = None  # the epoch that has just ended, until a step is taken
         self._saved_epoch = -1  # the last whose end was saved
         self._saved_at = time.monotonic()
@@ -153,6 +153,7 @@ class Checkpoint:
 
     def after_step(self, turn: WorkerTurn) -> None:
         """Save if it is time to; if the run is to stop, save and raise `RunStopped`."""
+        self._is_asked = True
         if self._run.log is not None:  # at once, not at the end of a long round
             self._run.log.hear(self._cluster)
         self._after_step(round_over=turn.is_over)
@@ -171,6 +172,8 @@ class Checkpoint:
 
         All processes that meet there call it.
         """
+        forgotten = self._workers.steps_taken and not self._is_asked
+        refuse_order(forgotten, "call checkpoint.after_step(turn) after each step", "none")
         self._check()
         self._epochs_done, self._end = end.epoch + 1, end
         last = self._epochs_done == self._config.epochs

@@ -31,7 +31,7 @@ from dbsl.base.files import describe, write_text, write_with
 from dbsl.config.settings import CHECKPOINTS
 from dbsl.model import FINAL
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 UNKNOWN = "unknown"  # what a manifest of before `Manifest.held_out` says of it
 MODEL_FILE = f"{FINAL}.safetensors"  # only checkpoints of an epoch's end hold it

@@ -25,6 +25,7 @@ from dbsl.base.files import write_text
 from dbsl.base.machine import lazy_import
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.weights import names_of
+from dbsl.config.fields import refuse
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import RunConfig
 from dbsl.log import lines, rows
@@ -377,6 +378,8 @@ class RunLog:
         """Write summary.json in one go, print the result, and have extras report on the run."""
         if not self.enabled:
             return
+        must = "end_epoch must call run.epoch with the metrics of the last epoch"
+        refuse([(not self._evaluations, must, "none")])
         workers, config, data = self._workers, self._config, self._workers.data
         simulated_s = workers.cluster.time_s
         sources = (("train", data.train), ("evaluation", data.evaluation))

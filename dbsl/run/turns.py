@@ -253,11 +253,12 @@ class TurnStep:
         workers, progress, count = self._workers, self._workers.progress, len(self._parts)
         refuse_order(
             not self._is_complete,
-            f"take all {count} batches of a step, in which other workers may wait for this one",
-            f"step.done after {self._added}",
+            "let its loop over a step's batches come to the end, where other workers may wait",
+            f"step.done after {self._added} of {count}, without that end",
         )
         self._timing.close()
         workers.meter.end_step(self._step, learning_rate, progress)
         progress.steps += 1
+        workers.steps_taken += 1
         progress.learning_rate = float(learning_rate)
         self.is_done = True

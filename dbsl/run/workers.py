@@ -76,6 +76,7 @@ class Workers:
         self.meter.shares_batch = plans.place is not None
         self.stopwatch, self.train_time_s = Stopwatch(), 0.0  # seconds up to the last epoch's end
         self.progress = Progress()
+        self.steps_taken = 0  # by this process since it began
         self.finishing = False  # this process wishes that the run ends early, by `finish`
         self.finishes_next = False  # all processes know that the next epoch's end is the last
         # Whether all processes evaluate at a time, each its part of the images.

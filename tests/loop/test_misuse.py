@@ -19,6 +19,7 @@ SHORT = {"epochs": 1, "lr_milestones": (), "mixed_precision": "no"}
 ROUNDS = {"workers": 2, "local_batch_sizes": (8, 8), "rounds_per_epoch": 2}
 JOINT = {"workers": 2, "local_batch_sizes": (8, 8), "sync": "step"}
 ADD = "            step.add(part, loss, figures)"
+AFTER = "call checkpoint.after_step(turn) after each step"
 DONE = "        step.done(lr)"
 MUST = "the training loop must"
 
@@ -45,13 +46,10 @@ def go(module, folder, **settings):
         (ADD, f"{ADD}\n{ADD}", "call step.add once for each batch, got it twice", ROUNDS),
         (DONE, "        pass", "call step.done(lr) after each step", ROUNDS),
         ("    workers.push(turn)", "    pass", "call workers.push(turn) after its last", ROUNDS),
-        (
-            "        step.done(lr)",
-            "        step.done(lr); break",
-            "take all steps of a turn",
-            ROUNDS,
-        ),
-        (ADD, f"{ADD}\n            break", "take all 2 batches of a step, in which other", JOINT),
+        (DONE, f"{DONE}; break", "take all steps of a turn", ROUNDS),
+        (ADD, f"{ADD}\n            break", "let its loop over a step's batches come to", JOINT),
+        ("        checkpoint.after_step(turn)\n    # dbsl", "    # dbsl", AFTER, ROUNDS),
+        ("        run.begin(workers, checkpoint)", "        pass", "call run.begin before", ROUNDS),
     ],
 )
 def test_calls_that_are_out_of_order_are_told(tmp_path, capsys, old, new, said, settings):

@@ -102,6 +102,8 @@ def check_each_once(phases, folder):
             missing -= {*phase[epoch]}
         assert not missing, f"images never came in epoch {epoch}"
     assert samples_by_epoch(folder, EPOCHS) == [N] * EPOCHS
+    places = Counter((r["worker"], r["epoch"], r["round"]) for r in rows(folder, "round"))
+    assert max(places.values()) == 1, "a round's number came twice"
     assert helpers.summary_of(folder)["samples_seen"] == EPOCHS * N
 
 

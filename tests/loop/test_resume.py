@@ -431,44 +431,6 @@ def test_momentum_is_cleared_where_it_is_said_to_be(tmp_path, monkeypatch, when,
 
 
 @pytest.mark.parametrize(
-    ("mode", "workers"),
-    short(
-        [(mode, workers) for mode in ("bsp", "asp", "step") for workers in (2, 3, 6)],
-        *(("bsp", 3), ("asp", 2), ("step", 6)),
-    ),
-)
-def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, mode, workers):
-    settings = {**MODES[mode], "train_samples": 90, "large_batch_size": (3,)}
-    if mode == "step":
-        settings |= {"large_batch_size": None}
-        stopped(tmp_path / "run", 17, **settings)
-    else:
-        settings |= {"slowdown": None}
-        with helpers.stopped_at_round(3):
-            run(tmp_path / "run", **settings)
-    (saved,) = tmp_path.glob("run/checkpoints/save-*/rank-00000.json")
-    state = json.loads(saved.read_text())
-    content = (tmp_path / "run/metrics.jsonl").read_bytes()[: state["log"]["metrics_bytes"]]
-    before = [e for e in map(json.loads, content.splitlines()) if e["event"] == "round"]
-    settings |= {"workers": workers, "slowdown": None, "resume": str(tmp_path / "run")}
-    run(tmp_path / "run", **settings, allow_config_change=True)
-    rounds = rounds_of(tmp_path / "run")
-    after = rounds[len(before) :]
-    for epoch in range(3):
-        seen = sum(e["samples"] for e in rounds if e["epoch"] == epoch)
-        if mode == "step" and epoch == min(e["epoch"] for e in after):
-            seen += state["progress"]["steps"] * 15  # of the round that was under way
-        assert seen == 90
-    assert {e["worker"] for e in after} == set(range(workers))
-    assert mode == "step" or {e["round"] for e in after if e["epoch"] == 1} == {1}
-    before_s = 0.0
-    for row in rows(tmp_path / "run", "times") if mode == "step" else ():
-        assert row["images_per_s"] * (row["train_time_s"] - before_s) == pytest.approx(90)
-        before_s = row["train_time_s"]
-    assert helpers.summary_of(tmp_path / "run")["samples_seen"] == 3 * 90
-
-
-@pytest.mark.parametrize(
     ("mode", "change", "what"),
     [
         ("bsp", {"workers": 3}, "workers must stay 4"),
