@@ -31,7 +31,7 @@ from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import Data, load_data
 from dbsl.data.transforms import Transform
 from dbsl.model import build_model
-from dbsl.optimizer import build_optimizer
+from dbsl.optimizer import create_optimizer
 from dbsl.plan.sampler import evaluation_batches
 from dbsl.run.accelerator import start_accelerator
 
@@ -133,7 +133,7 @@ def bare(settings: Settings, pace: Pace) -> None:
     model = _model(settings, data, accelerator)
     if settings.compiled:
         compile_in_place(model, accelerator.device)
-    optimizer = build_optimizer("sgd", model, LR, MOMENTUM, WEIGHT_DECAY)
+    optimizer = create_optimizer("sgd", model, LR, MOMENTUM, WEIGHT_DECAY)
     images, labels = _batch(data, settings)
     pace(0)
     while True:
