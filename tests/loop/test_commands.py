@@ -21,6 +21,8 @@ ELSEWHERE = {  # what other tests or .ci/run execute
     "pip install": ".ci/run",
     "pytest": ".ci/run",
     "git apply": "tests/loop/test_forks.py",
+    "mkdir": "no command of ours",
+    "tar": "no command of ours",
     "sbatch": "tests/unit/run/test_scripts.py",
     "python -m examples.ray_train": "needs Ray",
     "python -m experiments.benchmarks.gpu": "experiments/tests/test_gpu.py",

@@ -186,4 +186,4 @@ def test_processes_of_unlike_nodes_have_the_threads_of_their_own_node_after_a_re
     assert threads_of_ranks(tmp_path, 3) == [1, 1, 2]
     said = run_on_nodes(tmp_path, [host] * 3, (1, 1, 1), [*longer, "3"])
     assert threads_of_ranks(tmp_path, 3) == [2, 2, 2]
-    assert "cpu_threads unset -> 2 (not given: it follows nodes)" in said
+    assert "cpu_threads unset -> 2 (not given: found anew)" in said
