@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from dbsl.config.fields import refuse
@@ -83,9 +83,6 @@ class Stages(Sequence[Stage]):
 
     def __getitem__(self, number: int) -> Stage:
         return self._stages[number]
-
-    def __iter__(self) -> Iterator[Stage]:
-        return iter(self._stages)
 
 
 def default_resolutions(image_side: int | None) -> tuple[int, ...]:
