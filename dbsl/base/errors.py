@@ -276,6 +276,13 @@ def steadier(lr: float, optimizer: str, precision: str, *, finite_loss: bool) ->
     return f"{text}, or see whether all gradients of the loss are finite" if finite_loss else text
 
 
+def require(ok: Any, must: str, got: Any) -> None:
+    """Raise ``SettingError`` unless `ok`: "`must`, got `got`"."""
+    if not ok:
+        shown = f"{got:g}" if isinstance(got, float) else as_given(got)
+        raise SettingError(f"{must}, got {shown}")
+
+
 def plural(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural unless it is one."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
-from dbsl.base.errors import SettingError, as_given
+from dbsl.base.errors import SettingError, as_given, require
 
 M = TypeVar("M")
 Refusal = tuple[Any, str, Any]  # whether it holds, what must be, and the value that is not so
@@ -196,9 +196,7 @@ def with_role(cls: type, role: Role) -> tuple[str, ...]:
 def refuse(refusals: Iterable[Refusal]) -> None:
     """Raise ``SettingError`` for the first refusal that holds."""
     for holds, text, value in refusals:
-        if holds:
-            shown = f"{value:g}" if isinstance(value, float) else as_given(value)
-            raise SettingError(f"{text}, got {shown}")
+        require(not holds, text, value)
 
 
 def check_fields(config: Any) -> None:
