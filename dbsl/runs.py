@@ -74,18 +74,33 @@ class RunFolder(AbstractContextManager):
         self._given, self._accelerator, self._code = given, accelerator, read_code()
         self.stopping = Stopping(deadline_of(given.max_minutes))
         self.log: RunLog | None = None  # metrics, lines, trackers
-        self._exits = ExitStack()
-        # What was left open is settled: auto, and threads, of which unlike nodes have their own.
+
+    def __enter__(self) -> RunFolder:
+        with ExitStack() as exits:
+            self._open(exits)
+            self._exits = exits.pop_all()
+        return self
+
+    def _open(self, exits: ExitStack) -> None:
+        """Settle what was left open, take the folder, and find what is gone on from."""
+        given, accelerator = self._given, self._accelerator
+        # Left open are auto, and threads, of which unlike nodes have their own.
         count, nodes = accelerator.num_processes, processes.nodes_of(accelerator)
         threads = processes.common_threads(accelerator)
         found_out = {"mixed_precision": accelerator.mixed_precision, "cpu_threads": threads}
         config = settle_islands(
             _with_rate(replace(with_resolved(given), **found_out)), count, nodes
         )
-        self.found = found = resume.find_checkpoint(config, accelerator)
+        before = resume.run_before(config)
+        self.folder = before or Path(config.output_dir or default_folder(config))
+        if not config.plan_only:
+            # First of all: nobody likes to measure and decode for a folder that cannot be written.
+            how = {"new": before is None, "named": bool(before or config.output_dir)}
+            self._locked = exits.enter_context(LockedFolder(self.folder, accelerator, **how))
+            self.folder = self._locked.path
+        self.found = found = before and resume.find_checkpoint(before, config, accelerator)
         if found and resume.is_finished(found, config):
-            # What could not be done at its end is done now.
-            self.is_finished, self.folder, self.config = True, found.run_folder, config
+            self.is_finished, self.config = True, config
             if changes := resume.without_effect(self.folder, given):
                 accelerator.print(f"warning: without effect on a finished run: {changes}")
             accelerator.print(f"{self.folder} is finished: nothing to resume")
@@ -97,19 +112,6 @@ class RunFolder(AbstractContextManager):
         self._unset = self._given.workers is None and count == 1
         self.config = count_workers(settle_islands(now, count, nodes), count)
         Extras.of(self.config).first(Extra.machine, self.config, accelerator)  # it refuses early
-        named = found.run_folder if found else config.output_dir
-        self.folder, self._named = Path(named or default_folder(config)), bool(named)
-
-    def __enter__(self) -> RunFolder:
-        if not (self.is_finished or self.config.plan_only):
-            # First of all: nobody likes to measure and decode for a folder that cannot be written.
-            new, named = self.found is None, self._named
-            locked = LockedFolder(self.folder, self._accelerator, new=new, named=named)
-            self._locked = self._exits.enter_context(locked)
-            self.folder = locked.path
-            if self.found:
-                resume.check_newest(self.found, self.config, self._accelerator)
-        return self
 
     def tell(self, plans: Plans, data: TrainingData, model: nn.Module) -> None:
         """Print what a run would do: the plan of each resolution, with timelines."""

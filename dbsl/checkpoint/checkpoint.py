@@ -25,6 +25,7 @@ from dbsl.base.errors import (
     RunStopped,
     SaveError,
     SettingError,
+    require,
     steadier,
 )
 from dbsl.base.files import describe, link_or_copy, sync_file
@@ -43,7 +44,6 @@ from dbsl.checkpoint.disk import (
 )
 from dbsl.checkpoint.resume import Resumed, read_resumed
 from dbsl.cluster.wire import SERVER_RANK
-from dbsl.config.fields import refuse
 from dbsl.config.settings import CHECKPOINTS, RunConfig, parse_interval
 from dbsl.model import BEST, save_model
 from dbsl.optimizer import load_optimizer
@@ -91,6 +91,9 @@ class RunPlace(Protocol):
     def complete(self, config: RunConfig) -> RunConfig:
         """Return the settings with what was found out, by name."""
 
+    def rounds(self) -> None:
+        """Record what workers say of their rounds, and which of them were lost."""
+
 
 class PlainFolder:
     """A folder that has nothing but checkpoints; the newest of them is gone on from."""
@@ -103,6 +106,9 @@ class PlainFolder:
     def complete(self, config: RunConfig) -> RunConfig:
         """Return the settings as they are."""
         return config
+
+    def rounds(self) -> None:
+        """Leave them to whoever asks the cluster."""
 
 
 class Checkpoint:
@@ -154,8 +160,7 @@ class Checkpoint:
     def after_step(self, turn: WorkerTurn) -> None:
         """Save if it is time to; if the run is to stop, save and raise `RunStopped`."""
         self._is_asked = True
-        if self._run.log is not None:  # at once, not at the end of a long round
-            self._run.log.hear(self._cluster)
+        self._run.rounds()  # of others, too: at once, not at the end of a long round
         self._after_step(round_over=turn.is_over)
 
     def _after_step(self, *, round_over: bool) -> None:
@@ -312,8 +317,7 @@ class Checkpoint:
         workers, log, cluster = self._workers, self._run.log, self._cluster
         scaler, rounds = self._accelerator.scaler, []
         with cluster.held():  # copied, too, in one moment: other threads push meanwhile
-            if log is not None:
-                log.hear(cluster)  # who was lost in that moment
+            self._run.rounds()  # who was lost in that moment, and what was pushed until then
             if cluster.saves_workers:
                 counts = self._progress.steps or cluster.holds_weights
                 vector = cluster.weights.vector if counts else None
@@ -381,19 +385,18 @@ class Checkpoint:
         if handover:  # other workers: the global weights, and what is left of the epoch
             self._cluster.take_over(handover)
             planner.take_over(handover)
-            for worker, optimizer in self._stepper.optimizers.items():
-                if worker in handover.optimizers:
-                    load_optimizer(optimizer, handover.optimizers[worker])
+            for optimizer in self._stepper.optimizers.values() if handover.optimizer else ():
+                load_optimizer(optimizer, handover.optimizer)
             self._progress.steps = self._progress.counted = handover.steps
             self._progress.learning_rate = handover.learning_rate  # no step may be left
-            workers.meter.take_over(state["meter"])
+            workers.meter.count_on(state["meter"], handover.steps)
         else:
             self._cluster.load_state_dict(state["cluster"])
             planner.load_state_dict(state["planner"])
             if self._cluster.saves_workers:
                 self._load_workers(state)
             else:
-                workers.meter.load_pushed(state["meter"], state["cluster"]["server"]["reports"])
+                workers.meter.count_on(state["meter"])
         if self._accelerator.scaler and state["scaler"]:
             self._accelerator.scaler.load_state_dict(state["scaler"])
         vector = handover.weights if handover else state["model"]["weights"]
@@ -405,7 +408,7 @@ class Checkpoint:
         self._plans.extras.load_state_dict(state["extras"], same=same)
         for name, own in self._states.items():
             text = "resume must be of a run that saved the same states"
-            refuse([(name not in state["states"], text, f"none of {name}")])
+            require(name in state["states"], text, f"none of {name}")
             own.load_state_dict(state["states"][name])
         self._epochs_done = state["epochs_done"]
         workers.stopwatch.load_state_dict(state)

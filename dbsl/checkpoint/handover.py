@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
-from dbsl.base.errors import SettingError, as_given, px
-from dbsl.checkpoint.disk import CheckpointError, Found, checkpoints_in
-from dbsl.cluster.wire import SERVER_RANK
-from dbsl.config.fields import refuse
-from dbsl.config.settings import RunConfig, meets_at_server, steps_of_push, takes_joint_steps
+from dbsl.base.errors import as_given, px, require
+from dbsl.config.settings import meets_at_server, steps_of_push, takes_joint_steps
 from dbsl.plan.ledger import Ledger, Members
-from dbsl.plan.types import Handover, Segment, Turn, report_from_plain
+from dbsl.plan.types import Handover, Segment, Turn
 from dbsl.run.workers import Workers
 
 
-def complete_settings(before: Mapping[str, Any], now: RunConfig) -> dict[str, Any]:
-    """Return saved settings with the defaults of those that were not there yet."""
-    return {field.name: field.default for field in fields(now)} | dict(before)
-
-
-def must_stay(what: str, old: Any, new: Any, why: str, advice: str = "") -> SettingError:
-    """Return the refusal of a change."""
-    then = f": {advice}" if advice else ""
-    return SettingError(f"{what} must stay {as_given(old)}{why}, got {as_given(new)}{then}")
+def must_stay(what: str, old: Any, new: Any, why: str) -> None:
+    """Refuse a change."""
+    require(old == new, f"{what} must stay {as_given(old)}{why}", new)
 
 
 class Saved:
     """A run as it was saved: rank 0's state, its complete settings, its number of samples.
 
-    `run` is the one that goes on; it has the same order of resolutions in epochs under way.
+    `workers` are those that go on, with the same order of resolutions in epochs under way.
     """
 
     def __init__(
@@ -41,13 +31,9 @@ class Saved:
         self.ledger = Ledger({}, lambda epoch: workers.plans.stage_at(epoch).resolution)
         self.ledger.load_state_dict(state["planner"])
         self.joint, self.pushes = settings["sync"] == "step", settings["push"] != "weights"
-        # When a change may be made that is refused inside an epoch.
-        self.advice = "resume a checkpoint of an epoch's end"
+        self.simulated = "queue" in state["cluster"]
         # Real workers that go by themselves save the server's state, and none of theirs.
-        asynchronous = meets_at_server(settings["sync"])
-        self.server_alone = asynchronous and "queue" not in state["cluster"]
-        if asynchronous:
-            self.advice = "it may change where no worker is inside an epoch"
+        self.server_alone = meets_at_server(settings["sync"]) and not self.simulated
 
     @property
     def is_open(self) -> bool:
@@ -83,140 +69,85 @@ class Saved:
             members.clocks = [cluster["clock"]]
         return members
 
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Return the epoch, the round and the joint step that every worker has come to, if open."""
+        steps = ((self.joint and self.state["progress"]) or {}).get("steps", 0)
+        return *divmod(self.members.slowest(), self.rounds), steps
+
     def under_way(self, *, at_epoch_end: bool) -> range:
         """Return the epochs that a worker may have begun and that are not complete.
 
         `at_epoch_end`: it was saved where all meet at an epoch's end, not inside a round.
         """
-        cluster, members = self.state["cluster"], self.members
-        if "queue" in cluster:  # simulated: it is known who is in a round
-            members.inside = {worker for _, worker in cluster["queue"]} | {cluster["turn"]} - {None}
-        elif at_epoch_end or self.server_alone:
-            members.inside = set()
-        else:  # only the workers know whether they have taken a step: all that may have
-            slowest = members.slowest()
-            members.inside = {w for w in members.active if members.clocks[w] == slowest}
+        members = self.members
+        if not self.simulated:  # only the workers know whether they have taken a step
+            members.inside = set() if at_epoch_end or self.server_alone else members.active
         return self.ledger.under_way(members, self.settings["epochs"] * self.rounds)
 
 
-def closed(what: str, pair: tuple[Any, Any], found: Found, workers: Workers) -> SettingError:
-    """Return the refusal of a change at a checkpoint that is not open, which names one that is."""
-    advice = "the run has no checkpoint where they have"
-    for other in checkpoints_in(found.run_folder):
-        with suppress(CheckpointError):
-            settings = complete_settings(other.manifest.config, workers.config)
-            its = Saved(other.shard(SERVER_RANK), settings, other.manifest.samples, workers)
-            if its.is_open:
-                advice = f"--resume {other.folder} goes on where they have"
-                break
-    return must_stay(what, *pair, " until all workers have pushed the same rounds", advice)
-
-
-def make_handover(saved: Saved, optimizers: Mapping[int, Any], workers: Workers) -> Handover:
-    """Return what a run takes over from an open one whose workers had `optimizers`."""
-    if saved.joint:
-        return _joint_handover(saved, optimizers, workers)
-    cluster, server = saved.state["cluster"], saved.state["cluster"]["server"]
-    epoch, round_ = divmod(saved.members.slowest(), saved.rounds)
-    if round_:
-        _check_inside_epoch(epoch, saved, workers)
-    if saved.pushes:
-        more = _optimizer_of_all(server["optimizer"], workers)
-    else:
-        sampler = replace(workers.plans.sampler, rounds=saved.rounds)
-        taken = sampler.start_of(saved.ledger.at(epoch, round_), round_) if round_ else 0
-        if takes_joint_steps(workers.config):  # whose optimizers must be alike in all processes
-            optimizers = {}
-        more = {"taken": taken, "optimizers": optimizers, "outer": server["outer"]}
-    return Handover(
+def make_handover(saved: Saved, workers: Workers) -> Handover:
+    """Return what a run takes over from an open one; all that is not in it begins anew."""
+    state, cluster, plans = saved.state, saved.state["cluster"], workers.plans
+    epoch, round_, steps = saved.place
+    server = cluster["server"] or {"weights": state["model"]["weights"], "outer": None}
+    # One that all workers shared; those of each worker are not handed over.
+    shared = state["stepper"]["optimizers"].values() if saved.joint else ()
+    handover = Handover(
         weights=server["weights"],
         refused=cluster["refused"],
-        clock=epoch * workers.plans.rounds + round_,
+        clock=epoch * plans.rounds + round_,
         time_s=cluster["time_s"] or 0.0,
-        reports=tuple(map(report_from_plain, server["reports"])),
-        **more,
+        outer=server["outer"],
+        optimizer=next(iter(shared), server.get("optimizer")),
     )
-
-
-def _joint_handover(saved: Saved, optimizers: Mapping[int, Any], workers: Workers) -> Handover:
-    cluster, progress = saved.state["cluster"], saved.state["progress"] or {}
-    steps, counted = progress.get("steps", 0), progress.get("counted", 0)
-    handover = Handover(
-        weights=saved.state["model"]["weights"],
-        refused=cluster["refused"],
-        clock=cluster["clock"],
-        time_s=cluster["time_s"] or 0.0,
-        **_optimizer_of_all(next(iter(optimizers.values()), None), workers),
-    )
-    epoch, round_ = divmod(cluster["clock"], saved.rounds)
-    if not round_ and not steps:
-        return replace(handover, clock=epoch * workers.plans.rounds)
-    _check_inside_epoch(epoch, saved, workers)
-    turn, plans = Turn(tuple(range(workers.config.workers)), epoch, round_), workers.plans
-    segment = Segment(plans.first[plans.stage_at(epoch).resolution])
-    ahead = plans.sampler.steps(segment, turn)
-    return replace(
-        handover,
-        steps=steps,
-        learning_rate=progress.get("learning_rate", 0.0),
-        samples=sum(len(part.indices) for step in ahead[counted:steps] for part in step.parts),
-    )
-
-
-def _optimizer_of_all(state: Mapping[str, Any] | None, workers: Workers) -> dict[str, Any]:
-    if workers.config.push != "weights":
-        return {"server_optimizer": state}
-    return {"optimizers": {w: state for w in range(workers.config.workers) if state}}
-
-
-def _check_inside_epoch(epoch: int, saved: Saved, workers: Workers) -> None:
-    """Refuse changes after which nobody could tell which samples of this epoch are left."""
-    config, kept = workers.config, {"training images": (saved.samples, len(workers.data.train))}
-    # The place in an epoch is counted in rounds, of joint steps in steps.
-    names = ["sync"] if saved.joint or config.sync == "step" else []
-    if saved.joint or saved.pushes or takes_joint_steps(config):
-        names += ["push", "drop_last"]
-    names.append("rounds_per_epoch")
-    kept |= {name: (saved.settings[name], getattr(config, name)) for name in names}
-    if saved.joint or saved.pushes:
-        resolution = workers.plans.stage_at(epoch).resolution
-        plans = saved.ledger.current[resolution], workers.plans.first[resolution]
-        what = f"global_batch_size{px(resolution, ' at ')}"
-        kept[what] = tuple(plan.global_batch_size for plan in plans)
-    for what, (old, new) in kept.items():
-        if old != new:
-            raise must_stay(what, old, new, " inside an epoch", saved.advice)
+    if not saved.joint:
+        sampler = replace(plans.sampler, rounds=saved.rounds)
+        taken = sampler.start_of(saved.ledger.at(epoch, round_), round_) if round_ else 0
+        return replace(handover, taken=taken)
+    if not steps:
+        return handover
+    turn = Turn(tuple(range(workers.config.workers)), epoch, round_)
+    segment, progress = Segment(plans.first[plans.stage_at(epoch).resolution]), state["progress"]
+    ahead = plans.sampler.steps(segment, turn)[progress["counted"] : steps]
+    samples = sum(len(part.indices) for step in ahead for part in step.parts)
+    rate = progress["learning_rate"]
+    return replace(handover, steps=steps, learning_rate=rate, samples=samples)
 
 
 def check_epochs_under_way(
-    saved: Saved, orders: Collection[str], workers: Workers, *, at_epoch_end: bool
+    saved: Saved, orders: Collection[str], workers: Workers, epochs: range, *, others: bool
 ) -> None:
-    """Refuse what epochs that are under way cannot go on with.
+    """Refuse changes after which nobody could tell which samples of these epochs are left.
 
-    What their workers have trained on is told by the plan of the resolution, and by the order, that
-    they began with. A run must have the epochs that any worker has begun. `orders` are changed
-    settings that draw another order.
+    They have begun, and are not complete. `orders` are changed settings that draw another order.
+    `others`: other workers or plans take over.
     """
-    config, before = workers.config, saved.settings
-    under_way = saved.under_way(at_epoch_end=at_epoch_end)
-    text = f"epochs must be at least {under_way.stop}, as many as workers may have begun"
-    refuse([(under_way and config.epochs < under_way.stop, text, config.epochs)])
-    for name in orders if under_way else ():
-        advice = f"it draws the order of its samples; {saved.advice}"
-        raise must_stay(name, before[name], getattr(config, name), " inside an epoch", advice)
-    stages = saved.state["stages"]
-    was = {e: s["resolution"] for s in stages for e in range(s["first_epoch"], s["end_epoch"])}
-    for epoch in under_way:
-        if was[epoch] == (now := workers.plans.stage_at(epoch).resolution):
-            continue
-        advice, epochs = saved.advice, before["epochs"]
-        if config.epochs > epochs:
-            advice = f"go on with epochs {epochs} first"
-            if config.schedule == before["schedule"] == "cyclic":
-                milestones = ",".join(map(str, (*before["lr_milestones"], epochs)))
-                advice += f", or give --lr-milestones {milestones} --allow-config-change"
-        what = f"resolution of epoch {epoch + 1}, which is under way,"
-        raise must_stay(what, px(was[epoch]), px(now), "", advice)
+    config, before, plans = workers.config, saved.settings, workers.plans
+    if not epochs:
+        return
+    text = f"epochs must be at least {epochs.stop}, as many as workers may have begun"
+    require(config.epochs >= epochs.stop, text, config.epochs)
+    names, kept = list(orders), {}
+    for epoch in epochs:
+        rows = (s for s in saved.state["stages"] if s["first_epoch"] <= epoch < s["end_epoch"])
+        sides = (next(rows)["resolution"], plans.stage_at(epoch).resolution)
+        kept[f"resolution of epoch {epoch + 1}"] = tuple(map(px, sides))
+    if others:
+        kept["training images"] = saved.samples, len(workers.data.train)
+        # The place in an epoch is counted in rounds, of joint steps in steps.
+        names += ["sync"] if saved.joint or config.sync == "step" else []
+        if saved.joint or saved.pushes or takes_joint_steps(config):
+            names += ["push", "drop_last"]
+        names.append("rounds_per_epoch")
+    kept |= {name: (before[name], getattr(config, name)) for name in names}
+    for what, pair in kept.items():
+        must_stay(what, *pair, " inside an epoch")
+    if others and (saved.joint or saved.pushes):
+        resolution = plans.stage_at(epochs.start).resolution
+        both = saved.ledger.current[resolution], plans.first[resolution]
+        what = f"global_batch_size{px(resolution, ' at ')}"
+        must_stay(what, *(plan.global_batch_size for plan in both), " inside an epoch")
 
 
 def with_lost_workers(state: Mapping[str, Any], workers: Workers, epochs: int) -> Mapping[str, Any]:

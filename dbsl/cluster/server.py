@@ -160,7 +160,6 @@ class Server:
         self._replace_weights(start.weights)
         self.refused = start.refused
         self.members.clocks = [start.clock] * len(self.clocks)
-        self.reports.extend(start.reports)
         self._load_rule(start.outer)
 
     def _replace_weights(self, weights: Tensor) -> None:
@@ -266,8 +265,8 @@ class GradientServer(Server):
 
     def take_over(self, start: Handover) -> None:
         super().take_over(start)
-        if start.server_optimizer is not None:
-            load_optimizer(self._optimizer, start.server_optimizer)
+        if start.optimizer is not None:
+            load_optimizer(self._optimizer, start.optimizer)
 
     def _replace_weights(self, weights: Tensor) -> None:
         self._weights.copy_(weights)

@@ -304,8 +304,6 @@ class RunConfig(MachineConfig, TrainingConfig):
     keep_checkpoints: Annotated[Number, Role.FREE] = 2
     # run folder or checkpoint to resume; auto: --output-dir, if it has a run
     resume: Annotated[str | None, Role.FREE | Role.COMMAND] = None
-    # allow --resume with settings that change what is trained
-    allow_config_change: Annotated[bool, Role.FREE | Role.COMMAND] = False
     # print the plan and its timeline, then stop
     plan_only: Annotated[bool, Role.FREE | Role.COMMAND] = False
     # rounds that may be refused because loss or weights are not finite

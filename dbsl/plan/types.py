@@ -299,14 +299,12 @@ class Handover:
     steps: int = 0  # joint steps of the round under way that were taken
     samples: int = 0  # of these steps, as far as no log has counted them
     learning_rate: float = 0.0  # in the last of these steps
-    optimizers: Mapping[int, Any] = field(default_factory=dict, repr=False)  # state, by worker
-    # State of the server's optimizer, where gradients are pushed.
-    server_optimizer: Mapping[str, Any] | None = field(default=None, repr=False)
+    # State of the optimizer that all workers shared: of joint steps, or the server's.
+    optimizer: Mapping[str, Any] | None = field(default=None, repr=False)
     time_s: float = 0.0  # the virtual clock
     # State of the server's outer optimizer, where `merge` is delta.
     outer: Mapping[str, Any] | None = field(default=None, repr=False)
     refused: int = 0  # rounds that were not finite so far
-    reports: tuple[RoundReport, ...] = ()  # merged rounds, not yet logged
 
 
 @dataclass(frozen=True)

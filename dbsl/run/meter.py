@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
@@ -144,32 +144,22 @@ class StepMeter:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self.figures = state["figures"] and tuple(state["figures"])
-        self.take_over(state)
         for worker, window in state["windows"].items():
             self._windows[worker] = _Window(**window)
         for worker, lines in state["kept"].items():
             self._kept[worker] = [StepLine(*line) for line in lines]
         self._heard.update(state["heard"])
 
-    def load_pushed(self, state: Mapping[str, Any], reports: Iterable[Mapping[str, Any]]) -> None:
+    def count_on(self, state: Mapping[str, Any], taken: int = 0) -> None:
         """Go on from the main process's state: each worker from the steps that it has pushed.
 
-        The main process will hear of the last `reports`.
+        A new one begins where the furthest is. Of the round under way so many steps are `taken`.
         """
-        self._heard.update(state["heard"])
-        pushed = Counter(state["heard"])
-        for report in reports:
-            pushed[report["worker"]] += report["steps"]
+        heard = state["heard"]
+        most = max(heard.values(), default=0)
+        self._heard = defaultdict(lambda: most, heard)
         for worker, window in self._windows.items():
-            window.steps = pushed[worker]
-
-    def take_over(self, state: Mapping[str, Any]) -> None:
-        """Count on from other workers' steps: all begin where the furthest of them was."""
-        own = [window["steps"] for window in state["windows"].values()]
-        most = max([*own, *state["heard"].values()], default=0)
-        for window in self._windows.values():
-            window.steps = most
-        self._heard = defaultdict(lambda: most)
+            window.steps = self._heard[worker] + taken
 
     def _count_time(self) -> None:
         if self._began is None:

@@ -205,7 +205,7 @@ def test_other_islands_train_on_each_sample_once(tmp_path, islands):
     def recorded():
         record(tmp_path)
 
-    now = {"worker_processes": islands, "allow_config_change": True}
+    now = {"worker_processes": islands}
     said = end_ranks(start(tmp_path / "run", 4, act=recorded, **settings | now))
     assert "resumed from" in said
     seen = samples_seen(tmp_path)

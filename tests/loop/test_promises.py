@@ -176,7 +176,7 @@ def test_workers_that_come_and_go_train_on_each_image_once_an_epoch(tmp_path, tr
         if not pushed:
             pushed = [row["samples"] for row in rows(folder, "round") if row["round"] == 0]
         settings = {**settings, "workers": workers, "slowdown": None, "local_batch_sizes": None}
-        settings |= {"resume": str(folder), "allow_config_change": True}
+        settings |= {"resume": str(folder)}
     run(folder, **settings)
     phases.append(trained())
     check_each_once(phases, folder)

@@ -170,7 +170,8 @@ class _Player:
     def _state(self) -> dict[str, Any]:
         cluster, planner = self._cluster.state_dict(), self._run.plans.planner.state_dict()
         weights = {"weights": self._cluster.weights.vector}
-        return {"cluster": cluster, "planner": planner, "model": weights, "progress": None}
+        own = {"progress": None, "stepper": {"optimizers": {}}}
+        return {"cluster": cluster, "planner": planner, "model": weights, **own}
 
     def _saved(self, state: dict[str, Any], run: Workers) -> Saved:
         return Saved(state, asdict(self._run.config), self._case.samples, run)
@@ -202,7 +203,7 @@ class _Player:
             run = prepare(case)
         except ValueError:  # there is no plan for them
             return None
-        return case, run, make_handover(self._saved(state, run), {}, run)
+        return case, run, make_handover(self._saved(state, run), run)
 
     def _resume(self, state: Any) -> None:
         """Go on with the same workers, lost ones back."""

@@ -87,7 +87,7 @@ def test_files_of_other_nodes_are_waited_for_but_not_for_ever(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("name", ["rank-00000.json", "rank-00000.safetensors", "manifest.json"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "link", "remove"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "remove"])
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, name, damage):
     write(tmp_path, 1)
     path = write(tmp_path, 2) / name
@@ -101,23 +101,12 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, name, dama
         path.write_bytes(b"")
     else:
         path.unlink()
-        if damage == "link" and name != "manifest.json":
-            path.symlink_to(tmp_path / "checkpoints/save-000001" / name)
     warnings = []
     found = disk.newest(tmp_path, warnings.append)
     assert (found.folder.name, found.manifest.sequence) == ("save-000001", 1)
-    unseen = name == "manifest.json" and damage in ("link", "remove")
+    unseen = name == "manifest.json" and damage == "remove"
     assert len(warnings) == (not unseen)
     assert all(line.startswith("skipped: ") and "save-000002" in line for line in warnings)
-
-
-def test_a_manifest_that_leads_out_of_its_folder_is_refused(tmp_path):
-    folder = tmp_path / "checkpoints/evil"
-    folder.mkdir(parents=True)
-    files = {"../../secret.json": {"bytes": 1, "sha256": "0"}}
-    write_manifest(folder, Manifest(files=files, config=CONFIG, **COUNTS, **OF_DATA))
-    with pytest.raises(CheckpointError, match=r"must hold a checkpoint's files only, got '\.\./"):
-        disk.read_manifest(folder)
 
 
 def test_linked_folders_are_no_checkpoints(tmp_path):

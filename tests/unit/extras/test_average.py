@@ -95,7 +95,7 @@ def test_without_batch_norm_no_image_is_read_nor_anybody_waited_for():
 
 def test_a_run_that_is_made_longer_without_an_average_has_none(tmp_path):
     run(tmp_path / "run", epochs=1, ema_decay=0.5)
-    run(tmp_path / "run", epochs=2, resume=str(tmp_path / "run"), allow_config_change=True)
+    run(tmp_path / "run", epochs=2, resume=str(tmp_path / "run"))
     left = {path.name for path in (tmp_path / "run").glob("model*.safetensors")}
     assert left == {"model.safetensors", "model_best.safetensors"}
 

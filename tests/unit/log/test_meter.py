@@ -136,29 +136,19 @@ def test_a_step_whose_batch_was_left_out_has_no_gradient():
     assert gradient_square([]) == 0
 
 
-def test_other_workers_count_on_from_the_furthest():
-    lines = []
-    meter, stepper = make_meter([])
-    train(meter, stepper, [(1, 0)], Progress())
-    others = make_meter(lines, state=meter.state_dict(), load=StepMeter.take_over)
-    train(*others, [(0, 1)], Progress())
-    assert [(line.worker, line.step) for line in lines] == [(0, 6), (0, 9)]
-
-
-def test_a_server_without_steps_of_its_own_keeps_how_far_its_workers_are():
+def test_workers_count_on_from_what_they_pushed_and_new_ones_from_the_furthest():
     server, lines = StepMeter(3), []
     server.attach((), SimpleNamespace(model=nn.Linear(2, 1)), CPU)
     report = RoundReport(0, 0, 0, 8, BATCH, 20, steps=STEPS, time_s=1.0, loss=1.0, merge_weight=1.0)
     server.hear(report)
-    server.hear(replace(report, worker=1))
-    server.hear(replace(report, worker=1, round=1))
+    server.hear(replace(report, round=1))
     state = unpack(*pack(server.state_dict()))
-    train(*make_meter(lines, state=state, load=StepMeter.take_over), [(0, 2)], Progress())
-    assert [line.step for line in lines] == [12, 15]
+    train(*make_meter(lines, state=state, load=StepMeter.count_on), [(0, 2), (1, 2)], Progress())
+    assert [(line.worker, line.step) for line in lines] == [(0, 12), (0, 15), (1, 12), (1, 15)]
     lines.clear()
-    load = partial(StepMeter.load_pushed, reports=[{"worker": 1, "steps": 4}])  # not yet heard
-    train(*make_meter(lines, state=state, load=load), [(0, 2), (1, 2)], Progress())
-    assert [(line.worker, line.step) for line in lines] == [(0, 6), (0, 9), (1, 15), (1, 18)]
+    load = partial(StepMeter.count_on, taken=4)  # in the round that is under way
+    train(*make_meter(lines, state=state, load=load), [(0, 2)], Progress())
+    assert [line.step for line in lines] == [15, 18]
 
 
 def test_steps_without_a_line_add_no_operator():
