@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dbsl.base.errors import SettingError
 from dbsl.cluster.weights import FlatWeights
+from dbsl.config.fields import word_of
 from dbsl.config.settings import RunConfig
 
 MergeRule = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -91,12 +92,12 @@ def choose_rule(config: RunConfig, weights: FlatWeights, own: MergeRule | None) 
     """Return the rule that a run merges by: its own, or that of `--merge`."""
     if own is not None:
         return _checked(own)
-    name = config.merge or ("mean" if config.sync == "bsp" else "ratio")
+    name = word_of(config.merge) or ("mean" if config.sync == "bsp" else "ratio")
     if name == "delta":
         trained = len(weights.vector) - len(weights.buffers)
         # A server without a worker does not hear what the loop freezes, and all must agree.
         frozen = () if config.dedicated_server else (weights.frozen,)
-        return Delta(trained, config.outer_lr, config.outer_momentum, *frozen)
+        return Delta(trained, *config.outer, *frozen)
     return {"mean": mean, "ratio": ratio, "half": half}[name]
 
 

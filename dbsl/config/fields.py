@@ -86,6 +86,31 @@ class Within:
         return f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
 
 
+class Choice:
+    """What a text may be: a word, which may have numbers behind a colon, as ``delta:0.7,0.9`` has.
+
+    ``Choice(mean={}, delta={"LR": Positive, "MOMENTUM": BelowOne})``, each number with its type.
+    """
+
+    def __init__(self, **words: Mapping[str, Any]) -> None:
+        self._words = words
+        self.forms = [f"{w}[:{','.join(parts)}]" if parts else w for w, parts in words.items()]
+
+    def numbers(self, name: str, text: str) -> list[Any]:
+        """Return the numbers behind a word; refuse what is none of the forms."""
+        word, colon, rest = text.partition(":")
+        kinds, given = self._words.get(word, {}), rest.split(",") if colon else []
+        found = []
+        with contextlib.suppress(ValueError):
+            for kind, number in zip(kinds.values(), given, strict=False):
+                found.append(typing.get_args(kind)[0](number))
+        is_known = word in self._words and len(found) == len(given)
+        require(is_known, f"{name} must be {in_words(self.forms)}", text)
+        for (part, kind), number in zip(kinds.items(), found, strict=False):
+            typing.get_args(kind)[1].check(f"{part} of {name} {word}", number)
+        return found
+
+
 Count, Number = Annotated[int, Within(1)], Annotated[int, Within(0)]
 Positive, Amount = Annotated[float, Within(0, open_low=True)], Annotated[float, Within(0)]
 Share, BelowOne = Annotated[float, Within(0, 1)], Annotated[float, Within(0, 1, open_high=True)]
@@ -169,8 +194,13 @@ def is_on(config: Any, name: str, among: tuple[Any, ...] | None = None) -> bool:
     """
     value = getattr(config, name, None)
     if among:
-        return (value.partition(":")[0] if isinstance(value, str) else value) in among
+        return word_of(value) in among
     return bool(value) and value != getattr(type(config), name)
+
+
+def word_of(value: Any) -> Any:
+    """Return what a value is without the numbers behind its colon."""
+    return value.partition(":")[0] if isinstance(value, str) else value
 
 
 @lru_cache
@@ -201,6 +231,9 @@ def refuse(refusals: Iterable[Refusal]) -> None:
 
 def check_fields(config: Any) -> None:
     """Refuse the first field that is not as its type says; any number is `Within()`."""
+    for name, choice in markers(type(config), Choice):  # before others are held against it
+        if (value := getattr(config, name)) is not None:
+            choice.numbers(name, value)
     bounds = dict(markers(type(config), Within))
     for field in fields(config):
         bounds.get(field.name, Within()).check(field.name, getattr(config, field.name))
@@ -223,7 +256,7 @@ def _unmet(config: Any, new: bool) -> Iterator[tuple[str, tuple[Any, ...], Needs
     """Yield the fields that do not go with what others are, and the values that these leave."""
     for name, needs in markers(type(config), Needs):
         left = needs.left(name, config)
-        if needs.new == new and left and getattr(config, name) not in (*left, None):
+        if needs.new == new and left and word_of(getattr(config, name)) not in (*left, None):
             yield name, left, needs
 
 

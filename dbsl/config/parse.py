@@ -27,8 +27,10 @@ from dbsl.config.complete import PROCESSES, RESOLVED, still_true
 from dbsl.config.fields import (
     PAIRS,
     UNSET,
+    Choice,
     described,
     is_readable,
+    markers,
     read_text,
 )
 from dbsl.config.settings import CHECKPOINT, CHECKPOINTS, RunConfig
@@ -50,7 +52,7 @@ _COMMENT = re.compile(r"\s*# (?!--- )(.+)")
 _BETWEEN_PAIRS = re.compile(r",\s*(?=[^,=]*=)")
 _FIELD = re.compile(r"    (\w+): [^#]*(?:# (.+))?")
 _HELP_FROM = 32  # column that the help of a flag begins in
-# What frequent names of timm and transformers are here.
+# What frequent names of timm, transformers and earlier versions are here.
 _ELSEWHERE = {
     "--mixed-precision": ("amp", "bf16", "fp16"),
     "--large-batch-size or --local-batch-sizes": ("batch-size", "per-device-train-batch-size"),
@@ -64,6 +66,13 @@ _ELSEWHERE = {
     "--optimizer": ("opt",),
     "--opt-kwargs": ("opt-eps", "opt-betas", "layer-decay"),
     "--lr-schedule": ("sched",),
+    "--merge delta:LR,MOMENTUM": ("outer-lr", "outer-momentum"),
+    "--balance dynamic:ROUNDS": ("balance-every",),
+    "--lr-schedule cosine:LAST": ("min-lr",),
+    "--emulate disturb=": ("disturb",),
+    "--emulate noise=": ("time-noise",),
+    "--emulate gbps=": ("link-gbps",),
+    "--emulate ms=": ("link-ms",),
 }
 RUN_FOLDER = "run folder"  # what a launch remembers of the run that it may have to restart
 
@@ -235,7 +244,7 @@ def _unknown(cls: type, must: str, got: str, where: str = "") -> SettingError:
 def _help(cls: type, prog: str) -> str:
     """Return the help of the flags: of a run the common ones first, then by group."""
     known, hints = _flags_of(cls)
-    left = dict(known)
+    left, choices = dict(known), dict(markers(cls, Choice))
     groups, words = read_source(cls)
     if issubclass(cls, RunConfig):
         groups, words = {"common": list(COMMON)} | groups, words | {"config": _CONFIG_HELP}
@@ -246,7 +255,9 @@ def _help(cls: type, prog: str) -> str:
         fields = {name: left.pop(name) for name in names if name in left}
         rows += ["", f"{title}:"] if fields else []
         for name, field in fields.items():
-            default, flag = field.default, f"{_flag(name)} {described(hints[name])[1]}"
+            shown = described(hints[name])[1]
+            shown = "|".join(choices[name].forms) if name in choices else shown
+            default, flag = field.default, f"{_flag(name)} {shown}"
             if default is not False and default not in (None, (), "", dataclasses.MISSING):
                 words[name] += f" (default: {'on' if default is True else as_given(default)})"
             if hints[name] is bool:

@@ -15,6 +15,7 @@ from dbsl.config.fields import (
     PAIRS,
     Amount,
     BelowOne,
+    Choice,
     Count,
     Excludes,
     Needs,
@@ -35,11 +36,14 @@ from dbsl.config.image_settings import ImageConfig, check_images
 Precision = Literal["auto", "no", "bf16", "fp16"]
 Rounding = Literal["round", "truncate"]
 UpdateFactor = Literal["data", "sqrt", "none"]
+PUSH = Choice(weights={}, gradients={"STEPS": Count})
+MERGE = Choice(mean={}, delta={"LR": Positive, "MOMENTUM": BelowOne}, ratio={}, half={})
+BALANCE = Choice(none={}, dynamic={"ROUNDS": Count}, dbs={"ROUNDS": Count})
+LR_SCHEDULE = Choice(step={}, cosine={"LAST": Amount})
 Sync = Literal["bsp", "ssp", "asp", "step"]
 Schedule = Literal["cyclic", "progressive", "fixed"]
-LrSchedule = Literal["step", "cosine"]
-ResetMomentum = Literal["never", "stage", "round"]
 Balance = Literal["none", "dynamic", "dbs"]
+ResetMomentum = Literal["never", "stage", "round"]
 
 CHECKPOINTS = "checkpoints"  # in a run folder
 CHECKPOINT = re.compile(r"(epoch|save)-\d+")  # names of the folders in it
@@ -167,10 +171,8 @@ class TrainingConfig(ImageConfig):
     # rounding of plans: to the nearest, as the journal; truncate: as the conference paper
     rounding: Annotated[Rounding, Role.PLAN] = "round"
     # whether plans stay as they are (none), follow measured times (dynamic), or follow the
-    # published rule (dbs)
-    balance: Annotated[Balance, Role.PLAN] = "none"
-    # rounds between two changes of the plan; unset: an epoch
-    balance_every: Annotated[Count | None, Needs("balance", new=True)] = None
+    # published rule (dbs); dynamic:3 or dbs:3: a change every 3 rounds instead of every epoch
+    balance: Annotated[str, BALANCE, Role.PLAN] = "none"
     # --- how workers meet
     # how workers exchange what they learn: all wait for each other every round (bsp), fast workers
     # run at most --staleness rounds ahead (ssp), nobody waits (asp), or gradients are averaged at
@@ -180,6 +182,7 @@ class TrainingConfig(ImageConfig):
     # gradients:4 sums over 4 steps before each push
     push: Annotated[
         str,
+        PUSH,
         Role.MEETING,
         Excludes(sync="step", why=", which averages gradients itself"),
     ] = "weights"
@@ -191,18 +194,16 @@ class TrainingConfig(ImageConfig):
     drop_last: Annotated[bool, Role.PLAN, _JOINTLY] = False
     # rounds that a worker may be ahead of the slowest when it begins another, with --sync ssp
     staleness: Annotated[Number, Needs(sync="ssp", new=True)] = 1
-    # merge rule: mean or delta with bsp, ratio or half with ssp and asp; unset: mean or ratio
+    # merge rule: mean or delta with bsp, ratio or half with ssp and asp; unset: mean or ratio.
+    # delta:0.7,0.9 is the server's step with its learning rate and Nesterov momentum
     merge: Annotated[
-        Literal["mean", "delta", "ratio", "half"] | None,
+        str | None,
+        MERGE,
         Excludes(sync="bsp", but=("mean", "delta")),
         Excludes(sync=("ssp", "asp"), but=("ratio", "half")),
         Excludes(sync="step"),
         Excludes(push="gradients"),
     ] = None
-    # learning rate of the server's step, with --merge delta
-    outer_lr: Annotated[Positive, Needs(merge="delta", new=True)] = 0.7
-    # Nesterov momentum of the server's step, with --merge delta; in [0, 1)
-    outer_momentum: Annotated[BelowOne, Needs(merge="delta", new=True)] = 0.9
     # pushes per worker and epoch
     rounds_per_epoch: Annotated[
         Count, Role.MEETING, Excludes(push="gradients", why=" (see push)")
@@ -230,8 +231,9 @@ class TrainingConfig(ImageConfig):
     dropout: tuple[BelowOne, ...] = (0.0,)
     # learning rate of the first stage; unset: 0.1 for SGD, else the optimizer's own (adamw 0.001)
     lr: Positive | None = None
-    # how the learning rate falls: at milestones (step), or along a cosine (cosine)
-    lr_schedule: LrSchedule = "step"
+    # how the learning rate falls: at milestones (step), or along a cosine to 0 (cosine), or to a
+    # learning rate above it (cosine:1e-5)
+    lr_schedule: Annotated[str, LR_SCHEDULE] = "step"
     # scale a worker's learning rate by batch / large batch (linear), or its square root (sqrt)
     lr_scaling: Annotated[Literal["none", "sqrt", "linear"], _NO_JOINTLY] = "none"
     # epochs after which a new stage begins and, with --lr-schedule step, the learning rate falls;
@@ -241,11 +243,25 @@ class TrainingConfig(ImageConfig):
     lr_gamma: Annotated[Positive, Needs(lr_schedule="step", new=True)] = 0.2
     # epochs of linear rise from lr/100; unset: a tenth of the run, at most 2
     warmup_epochs: Amount | None = None
-    # learning rate that cosine ends at
-    min_lr: Annotated[Amount, Needs(lr_schedule="cosine")] = 0.0
     # when workers clear their optimizer's state: never, when a stage or resolution begins (stage),
     # or before every round (round)
     reset_momentum: Annotated[ResetMomentum, Excludes(push="gradients")] = "never"
+
+    @property
+    def outer(self) -> tuple[float, float]:
+        """Learning rate and momentum of the server's step, with the merge rule delta."""
+        given = MERGE.numbers("merge", self.merge or "delta")
+        return (*given, *(0.7, 0.9)[len(given) :])
+
+    @property
+    def balance_every(self) -> int | None:
+        """Rounds between two changes of the plan; None: an epoch."""
+        return next(iter(BALANCE.numbers("balance", self.balance)), None)
+
+    @property
+    def min_lr(self) -> float:
+        """Learning rate that the schedule ends at."""
+        return next(iter(LR_SCHEDULE.numbers("lr_schedule", self.lr_schedule)), 0.0)
 
     @property
     def mixes(self) -> bool:
@@ -321,7 +337,6 @@ class RunConfig(MachineConfig, TrainingConfig):
     )
 
     def __post_init__(self) -> None:
-        steps_of_push(self.push)  # before others are held against it
         check_fields(self)
         parse_interval(self.checkpoint_every)
         if self.resolutions is not None:
@@ -333,7 +348,7 @@ class RunConfig(MachineConfig, TrainingConfig):
 def _of_run(config: RunConfig) -> Iterator[Refusal]:
     """Yield what the fields' types do not say of settings that do not go together."""
     if config.lr is not None:
-        most = f"min_lr must be at most lr ({config.lr:g})"
+        most = f"lr_schedule must end at most at lr ({config.lr:g})"
         yield config.min_lr > config.lr, most, config.min_lr
     warmup = config.warmup_epochs or 0
     most = f"warmup_epochs must be at most the {config.epochs} epochs of the run"
@@ -344,7 +359,7 @@ def _of_run(config: RunConfig) -> Iterator[Refusal]:
     weights, text = config.initial_checkpoint, "initial_checkpoint must be unset with a model of"
     yield weights and ":" in config.model, f"{text} other weights", weights
     rounds = config.rounds_per_epoch
-    text = f"balance_every must be whole epochs of {rounds} rounds with sync {config.sync}"
+    text = f"balance must have whole epochs of {rounds} rounds with sync {config.sync}"
     parts = meets_at_server(config.sync) and (config.balance_every or 0) % rounds
     yield parts, text, config.balance_every
     # A gradient that overflowed would stay in the remainder, and the scale changes under it.
@@ -420,9 +435,7 @@ def wire_of(config: RunConfig) -> Wire:
 
 def steps_of_push(push: str) -> int:
     """Return the steps whose gradients ``gradients:4`` sums in one push; of ``weights`` 0."""
-    found = re.fullmatch(r"weights|gradients(?::([1-9]\d{0,8}))?", push)
-    refuse([(not found, "push must be weights, gradients or gradients:STEPS", push)])
-    return 0 if push == "weights" else int(found[1] or 1)
+    return 0 if push == "weights" else (PUSH.numbers("push", push) or [1])[0]
 
 
 def workers_of(config: RunConfig, processes: int) -> int | None:

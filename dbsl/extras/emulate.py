@@ -14,19 +14,19 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Annotated
 
 from accelerate import Accelerator
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, require
 from dbsl.base.seeds import generator
 from dbsl.cluster.formats import joint_messages, message_bytes
-from dbsl.config.fields import Needs, Within, refuse
+from dbsl.config.fields import PAIRS, Within, check_names, parse_kwargs
 from dbsl.config.hooks import Extra, Machine
 from dbsl.config.settings import RunConfig, wire_of
 from dbsl.run.plans import SimulatedTimes
 
 _COUNT, _NUMBER = r"(\d{1,9})", r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|inf)"
+_BOUNDS = {"noise": Within(0), "gbps": Within(1e-6), "ms": Within(0)}
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,10 @@ class EmulateSettings(RunConfig):
     # --- emulation of uneven machines
     # factor on a worker's compute time as worker:factor, say 0:2.0,3:1.5
     slowdown: tuple[str, ...] | None = None
-    disturb: str | None = None  # slow spells as probability:epochs[:factor], say 0.1:4-20
-    # relative standard deviation of a simulated round's time
-    time_noise: Annotated[float, Within(0)] = 0.0
-    # Gbit/s between simulated workers, in each direction, at least 1e-6; unset: exchanges take no
-    # time
-    link_gbps: Annotated[float | None, Within(1e-6)] = None
-    # delay of a message, milliseconds; with --link-gbps
-    link_ms: Annotated[float, Within(0), Needs("link_gbps")] = 0.0
+    # more, as name=value: disturb=0.1:4-20 (slow spells as probability:epochs[:factor]) noise=0.1
+    # (relative standard deviation of a simulated round's time) gbps=1 (Gbit/s between simulated
+    # workers, in each direction; else exchanges take no time) ms=0.1 (a message's delay with it)
+    emulate: tuple[str, ...] = field(default=(), metadata=PAIRS)
 
 
 class Emulate(Extra):
@@ -53,22 +49,22 @@ class Emulate(Extra):
 
     @classmethod
     def of(cls, config: EmulateSettings) -> Emulate | None:
-        given = (config.slowdown, config.disturb, config.time_noise, config.link_gbps)
-        return cls() if any(given) else None
+        return cls() if config.slowdown or config.emulate else None
 
     def machine(self, config: EmulateSettings, accelerator: Accelerator) -> Emulation:
         """Return it; refuse what is for simulated workers in several processes."""
-        if accelerator.num_processes > 1:
-            real = "with several processes, whose times and network are real"
-            off = {"time_noise": 0, "link_gbps": "unset"}
-            given = {name: getattr(config, name) for name in off}
-            refuse((value, f"{n} must be {off[n]} {real}", value) for n, value in given.items())
+        more = parse_kwargs("emulate", config.emulate, bounds=_BOUNDS)
+        check_names("emulate", more, {"disturb", *_BOUNDS})
+        require("gbps" in more or "ms" not in more, "emulate must have gbps with ms", "none")
+        simulated = more.keys() & {"noise", "gbps"} if accelerator.num_processes > 1 else ()
+        must = "emulate must be without noise and gbps with several processes, whose times are real"
+        require(not simulated, must, config.emulate)
         return Emulation(
             parse_slowdown(config.slowdown or (), config.workers),
-            parse_disturb(config.disturb) if config.disturb else None,
-            config.time_noise,
+            parse_disturb(str(more["disturb"])) if "disturb" in more else None,
+            more.get("noise", 0.0),
             config.seed,
-            EmulatedLink(config.link_gbps, config.link_ms) if config.link_gbps else None,
+            EmulatedLink(more["gbps"], more.get("ms", 0.0)) if "gbps" in more else None,
         )
 
 
@@ -153,7 +149,7 @@ def parse_slowdown(values: Sequence[str], workers: int) -> dict[int, float]:
     for value in values:
         found = re.fullmatch(f"{_COUNT}:{_NUMBER}", str(value))
         text = "slowdown must be worker:factor (in YAML in quotes), such as 0:2.0"
-        refuse([(not found, text, value)])
+        require(found, text, value)
         worker, factor = int(found[1]), float(found[2])
         if worker >= workers:
             raise SettingError(f"slowdown must name a worker in [0, {workers - 1}], got {worker}")
@@ -168,12 +164,12 @@ def parse_disturb(value: str) -> Disturbance:
     """Return the disturbance of ``PROBABILITY:SHORTEST-LONGEST[:FACTOR]``, say ``0.1:4-20``."""
     form = re.fullmatch(f"{_NUMBER}:{_COUNT}(?:-{_COUNT})?(?::{_NUMBER})?", value)
     text = "disturb must be probability:epochs[:factor], such as 0.1:4-20 or 0.1:4-20:3"
-    refuse([(not form, text, value)])
+    require(form, text, value)
     share, shortest, longest, factor = form.groups()
     found = Disturbance(float(share), int(shortest), int(longest or shortest), float(factor or 2))
     right = 0 <= found.probability <= 1 and 1 <= found.shortest <= found.longest
     text = "disturb must have a probability in [0, 1] and ascending numbers of epochs from 1 on"
-    refuse([(not right, text, value)])
+    require(right, text, value)
     Within(1).check("disturb factor", found.factor)
     return found
 

@@ -156,7 +156,7 @@ def _on_ways(plans: Plans, model: nn.Module, accelerator: Accelerator) -> list[s
 
 def _rates(config: RunConfig, stage: Stage) -> str:
     """Return a stage's learning rate in words."""
-    falls = config.lr_schedule == "cosine"
+    falls = config.lr_schedule != "step"
     return f"{config.lr:g} to {config.min_lr:g} (cosine)" if falls else f"{stage.learning_rate:g}"
 
 

@@ -24,6 +24,7 @@ from dbsl.cluster.serving import through_server
 from dbsl.cluster.steps import ComputeTimer, DistributedSteps, PushedGradients, Stepper
 from dbsl.cluster.weights import FlatWeights, compile_in_place
 from dbsl.cluster.wire import CPU, SERVER_RANK
+from dbsl.config.fields import word_of
 from dbsl.config.settings import FLOAT32, meets_at_server, wire_of
 from dbsl.model import train_mode
 from dbsl.optimizer import BuildOptimizer, make_clip
@@ -75,7 +76,7 @@ def connect(
     elif alone:
         cluster = SimulatedCluster(weights, server, **common)
     elif meets:
-        if config.merge == "delta":
+        if word_of(config.merge) == "delta":
             common["delta"] = choose_rule(config, weights, None)
         common |= {"gathers": merge is not None, "served": config.dedicated_server}
         cluster = BarrierCluster(weights, server, **common)

@@ -15,7 +15,7 @@ from torch import nn
 
 from dbsl.cluster.formats import numbers_of, trained_shapes
 from dbsl.config.complete import says_unlike
-from dbsl.config.fields import refuse
+from dbsl.config.fields import refuse, word_of
 from dbsl.config.hooks import Extra, Extras, Machine
 from dbsl.config.settings import RunConfig, steps_of_push, wire_of, workers_of
 from dbsl.plan.follow import PlanMaker, Planner
@@ -261,7 +261,7 @@ def plan_run(
         lambda epoch: stages.at(epoch).resolution,
         known.models,
         members=Members(config.workers, rounds),
-        balance=config.balance,
+        balance=word_of(config.balance),
         every=config.balance_every or rounds,
         maker=maker,
         sampler=sampler,

@@ -39,8 +39,8 @@ CASES = {
     "one worker": "--workers 1 --local-batch-sizes 8",
     "adamw, forgetting": f"{ROUNDS} --optimizer adamw --lr 0.001 --reset-momentum round",
     "ssp": f"{ROUNDS} --sync ssp --slowdown 0:2.0 --reset-momentum stage",
-    "asp": f"{ROUNDS} --sync asp --slowdown 3:2.5 --time-noise 0.1",
-    "asp half": f"{ROUNDS} --sync asp --merge half --disturb 0.3:1-2:3",
+    "asp": f"{ROUNDS} --sync asp --slowdown 3:2.5 --emulate noise=0.1",
+    "asp half": f"{ROUNDS} --sync asp --merge half --emulate disturb=0.3:1-2:3",
     "balance dynamic": f"{ROUNDS} --balance dynamic --slowdown 3:3.0",
     "balance dbs": "--workers 4 --large-batch-size 3 --balance dbs --slowdown 3:3.0",
     "asp balance": f"{ROUNDS} --sync asp --balance dynamic --slowdown 3:3.0",
@@ -57,7 +57,7 @@ CASES = {
     "bsp int4": f"{ROUNDS} --wire int4",
     "delta int8": f"{ROUNDS} --merge delta --wire int8",
     "step bf16 wire": f"{JOINT} --sync step --wire bf16",
-    "one link": f"{ROUNDS} --link-gbps 0.1 --link-ms 5",
+    "one link": f"{ROUNDS} --emulate gbps=0.1 ms=5",
     "noise scale": f"{JOINT} --sync step --noise-scale",
 }
 RESUMED = (

@@ -46,7 +46,7 @@ SMALL = shlex.split(
     "--train-samples 96 --eval-samples 20 --resolutions 8,16 --epochs 4 --lr-milestones 2 "
     "--log-every 1"
 )
-SPEEDS = shlex.split("--slowdown 3:2.5 --time-noise 0.1")
+SPEEDS = shlex.split("--slowdown 3:2.5 --emulate noise=0.1")
 OTHERS = {  # what else has state
     "bsp, delta, EMA, mixing": "--merge delta --ema-decay 0.6 --mixup 0.4 --cutmix 1.0",
     "asp, half, AdamW": "--sync asp --merge half --optimizer adamw --lr 0.002",

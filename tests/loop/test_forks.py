@@ -53,7 +53,13 @@ ROUNDS = {"large_batch_size": (10,), "rounds_per_epoch": 2}
 SIZES = {"large_batch_size": None, "local_batch_sizes": (3, 5, 8, 4)}
 MODES = {
     "bsp": {**ROUNDS, "small_workers": 1, "ema_decay": 0.5, "eval_train": True},
-    "asp": {**ROUNDS, "sync": "asp", "seed": 2**63 - 1, "time_noise": 0.1, "slowdown": ("3:2.5",)},
+    "asp": {
+        **ROUNDS,
+        "sync": "asp",
+        "seed": 2**63 - 1,
+        "emulate": ("noise=0.1",),
+        "slowdown": ("3:2.5",),
+    },
     "step": {"sync": "step", **SIZES, "balance": "dynamic"},
     "gradients": {"push": "gradients:2", **SIZES},
 }

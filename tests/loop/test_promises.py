@@ -151,7 +151,7 @@ def test_any_split_of_a_global_batch_gives_the_same_weights(tmp_path, name):
 
 
 JOINT = {"sync": "step", "global_batch_size": 16}
-SLOWED = {"balance": "dynamic", "balance_every": 1, "slowdown": ("3:3.0",), "workers": 4}
+SLOWED = {"balance": "dynamic:1", "slowdown": ("3:3.0",), "workers": 4}
 CHANGES = {  # steps, or rounds of all workers, before each stop, and workers from then on
     "step": (JOINT | {"workers": 4}, ((2, 3), (2, 5), (4, 2))),
     "bsp": (ROUNDS | {"workers": 4}, ((1, 3), (3, 2))),

@@ -43,13 +43,13 @@ ONE_SIDE = {"resolutions": (16,), "dropout": (0.1,)}
 MODES = {
     "bsp": ROUNDS,
     "ssp": {**ROUNDS, "sync": "ssp", "slowdown": ("0:2.0",)},
-    "asp": {**ROUNDS, "sync": "asp", "slowdown": ("3:2.5",), "time_noise": 0.1},
+    "asp": {**ROUNDS, "sync": "asp", "slowdown": ("3:2.5",), "emulate": ("noise=0.1",)},
     "int4": {**ROUNDS, "wire": "int4", "merge": "delta"},
     "balance": {**ROUNDS, "balance": "dynamic", "slowdown": ("3:3.0",)},
     "step": {**JOINT, "sync": "step"},
     "link": {
         **{**ONE_SIDE, "sync": "step", "global_batch_size": 18, "train_samples": 90, "workers": 3},
-        **{"balance": "dynamic", "slowdown": ("0:3.0",), "time_noise": 0.5, "link_gbps": 1.0},
+        **{"balance": "dynamic", "slowdown": ("0:3.0",), "emulate": ("noise=0.5", "gbps=1")},
         **{"rounds_per_epoch": 2, "epochs": 5},
     },
     "gradients": {**JOINT, "push": "gradients:2"},

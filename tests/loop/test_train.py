@@ -192,7 +192,7 @@ def test_two_processes_at_a_barrier_repeat_to_the_bit_however_they_are_launched(
 
 def test_an_outer_step_in_processes_is_that_of_one_process(tmp_path):
     settings = {"rounds_per_epoch": 2, "lr": 0.005, "mixed_precision": "no", **SHORT}
-    outer = {"merge": "delta", "outer_lr": 0.3, "outer_momentum": 0.5}
+    outer = {"merge": "delta:0.3,0.5"}
     run_in_ranks(tmp_path / "two", **settings, **outer)
     run(tmp_path / "one", workers=2, **settings, **outer)
     assert eval_losses(tmp_path / "two") == pytest.approx(eval_losses(tmp_path / "one"), 1e-4)
@@ -236,19 +236,24 @@ def test_joint_steps_in_processes_repeat_to_the_bit_and_equal_one_process_and_th
 
 FOLLOWING = {
     "rounds": {"balance": "dynamic"},
-    "rounds-dbs-half-epochs": {"balance": "dbs", "rounds_per_epoch": 2, "balance_every": 1},
+    "rounds-dbs-half-epochs": {"balance": "dbs:1", "rounds_per_epoch": 2},
     "step-thirds-of-epochs": {
-        **{"balance": "dynamic", "sync": "step", "rounds_per_epoch": 3, "balance_every": 1},
+        **{"balance": "dynamic:1", "sync": "step", "rounds_per_epoch": 3},
         "small_workers": 0,
     },
-    "pushes-dbs": {"balance": "dbs", "push": "gradients", "balance_every": 2, "small_workers": 0},
+    "pushes-dbs": {"balance": "dbs:2", "push": "gradients", "small_workers": 0},
     "asp": {"balance": "dynamic", "sync": "asp", "epochs": 4},  # later, since nobody waits
 }
 
 
 @pytest.mark.parametrize("how", short(FOLLOWING, "rounds-dbs-half-epochs", "step-thirds-of-epochs"))
 def test_plans_that_follow_simulated_times_repeat_to_the_bit(tmp_path, capsys, how):
-    settings = {"slowdown": ("3:2.5",), "time_noise": 0.05, "epochs": 3, "train_samples": 200}
+    settings = {
+        "slowdown": ("3:2.5",),
+        "emulate": ("noise=0.05",),
+        "epochs": 3,
+        "train_samples": 200,
+    }
     settings |= {"resolutions": (16,), **FOLLOWING[how]}
     for name in ("one", "two"):
         run(tmp_path / name, **settings)
@@ -404,15 +409,20 @@ REFUSED = [
     (["--lr-schedule", "cosine", "--lr-gamma", "0.1"], "lr_gamma must be 0.2 except with lr_sch"),
     (["--balance", "dbs", "--compile"], "compile must be false with balance"),
     (["--sync", "step"], "small_workers must be unset with sync step or push gra"),
-    (["--push", "gradients:0"], "push must be weights, gradients or gradients:STEPS, got grad"),
+    (["--push", "gradients:0"], "STEPS of push gradients must be at least 1, got 0"),
     (["--slowdown", "7:2"], "slowdown must name a worker in [0, 3], got 7"),
-    (["--disturb", "2:4-20"], "disturb must have a probability in [0, 1]"),
+    (["--emulate", "disturb=2:4-20"], "disturb must have a probability in [0, 1]"),
     (["--mixed-precision", "fp16"], "mixed_precision must be no or bf16 on a CPU"),
     (["--report-to", ABSENT], f"report_to must name an installed tracker, got {ABSENT!r}"),
     # without effect
     (["--staleness", "3"], "staleness must be 1 except with sync ssp, got 3"),
-    (["--outer-lr", "0.5"], "outer_lr must be 0.7 except with merge delta, got 0.5"),
-    (["--balance-every", "3"], "balance_every must be unset except with balance, got 3"),
+    (["--balance", "none:3"], "balance must be none, dynamic[:ROUNDS] or dbs[:ROUNDS], got none:3"),
+    (["--merge", "delta:0.7,1"], "MOMENTUM of merge delta must be in [0, 1), got 1"),
+    (["--merge", "delta:0.7,0.9,1"], "merge must be mean, delta[:LR,MOMENTUM], ratio or half, got"),
+    (["--lr-schedule", "cosine:x"], "lr_schedule must be step or cosine[:LAST], got cosine:x"),
+    (["--emulate", "noise=-1"], "emulate noise must be at least 0, got -1"),
+    (["--emulate", "gbp=1"], "emulate must name arguments such as gbps"),
+    (["--outer-lr", "1"], f"{HELP}, got --outer-lr, which is --merge delta:LR,MOMENTUM here"),
     # no value of the flag's type
     (["--lr"], "--lr must be a number, got nothing"),
     (["--small_workers", "x"], "--small-workers must be a whole number, got 'x'"),
@@ -472,8 +482,7 @@ def test_a_run_folder_in_yaml_may_be_a_number_or_a_date(tmp_path, monkeypatch, n
 
 
 def test_settings_that_have_their_default_or_an_effect_are_taken_and_others_are_not():
-    check_effects(Config(staleness=3, sync="ssp", balance_every=3, balance="dbs"))
-    check_effects(Config(outer_lr=0.5, outer_momentum=0.5, merge="delta"))
+    check_effects(Config(staleness=3, sync="ssp", balance="dbs:3"))
     check_effects(Config(workers=1, small_workers=0, small_ratio=0.1))
     check_effects(Config(workers=1, small_workers=1), processes=2)  # their number wins
     alone = [Config(workers=1, small_workers=1), Config(small_workers=1, dedicated_server=True)]
@@ -528,7 +537,7 @@ def test_help_is_grouped_and_every_flag_explains_itself(capsys, monkeypatch):
     words = " ".join(text.split())
     assert "--small-ratio X share of workers on the small batch, in [0, 1];" in words
     assert "--large-batch-size N,..|auto samples per step" in words
-    assert "--merge mean|delta|ratio|half merge rule" in words
+    assert "--merge mean|delta[:LR,MOMENTUM]|ratio|half merge rule" in words
     assert "{None}" not in words
     assert "--- " not in words  # the group headings of the source are no help texts
 

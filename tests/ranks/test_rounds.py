@@ -127,7 +127,7 @@ def both(rank, port, folder, settings, every, outer, wrap):
     return found
 
 
-DELTA = {"merge": "delta", "outer_lr": 0.7, "outer_momentum": 0.9}
+DELTA = {"merge": "delta:0.7,0.9"}
 DUAL = {"small_workers": 1, "small_batch_size": (5,)}
 
 

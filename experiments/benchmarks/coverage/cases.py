@@ -140,13 +140,14 @@ def cases(draw, sync: str | None = None, balance: str | None = None) -> Case:
 def _options(draw, sync: str, known: dict[str, Any]) -> dict[str, Any]:
     """Draw the other settings, of a run with these settings."""
     workers, rounds, push = known["workers"], known["rounds_per_epoch"], known["push"]
+    balance = known["balance"]
     joint = sync == "step" or push == "gradients"
     every = draw(st.none() | st.integers(1, 6))
     if every and sync in ("ssp", "asp") and not joint:
         every *= rounds
     options = {
         "sync": sync,
-        "balance_every": every,
+        "balance": f"{balance}:{every}" if every and balance != "none" else balance,
         "push": f"gradients:{draw(st.integers(1, 3))}" if push == "gradients" else push,
         "drop_last": joint and draw(st.booleans()),
         "small_workers": 0 if joint else draw(st.integers(0, workers // 2)),

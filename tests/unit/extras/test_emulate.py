@@ -89,7 +89,7 @@ RARE = [{"merge": "delta"}, {"push": "gradients"}, {"sync": "ssp"}]
 @pytest.mark.parametrize("mode", short(MODES + RARE, *MODES), ids=str)
 def test_a_link_takes_virtual_time_that_counts_as_waiting_and_no_weights_change(tmp_path, mode):
     run(tmp_path / "free", **SETTINGS, **mode)
-    run(tmp_path / "link", **SETTINGS, **mode, link_gbps=0.01, link_ms=1.0)
+    run(tmp_path / "link", **SETTINGS, **mode, emulate=("gbps=0.01", "ms=1.0"))
     model, free_s, compute_s, waited_s = outcome(tmp_path / "free")
     same, link_s, same_s, more_s = outcome(tmp_path / "link")
     assert compute_s == pytest.approx(same_s)

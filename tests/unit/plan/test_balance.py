@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dbsl.checkpoint.disk import pack, unpack
+from dbsl.config.fields import word_of
 from dbsl.config.settings import RunConfig
 from dbsl.plan.follow import PlanMaker, Planner
 from dbsl.plan.ledger import Members, TurnSampler
@@ -25,7 +26,11 @@ def planner_of(config, samples, large):
     models = {8: TimeModel.of(PLANNED, workers)}
     known = KnownWorkers(models, {8: [large] * workers}, measured=False)
     maker = PlanMaker(config, known, samples, 1)
-    how = {"balance": config.balance, "every": config.balance_every or rounds, "maker": maker}
+    how = {
+        "balance": word_of(config.balance),
+        "every": config.balance_every or rounds,
+        "maker": maker,
+    }
     how |= {"members": Members(workers, rounds), "sampler": TurnSampler(config, samples, rounds, 1)}
     return Planner({8: maker.first(8, print)}, lambda epoch: 8, models, **how)
 
@@ -51,8 +56,8 @@ def test_those_that_are_left_have_a_plan_where_they_cannot_reach_the_goal(
     assert {*few} == {16}
 
 
-def joint_planner(balance, every=1):
-    steps = {"sync": "step", "global_batch_size": 192, "balance": balance, "balance_every": every}
+def joint_planner(balance):
+    steps = {"sync": "step", "global_batch_size": 192, "balance": balance}
     config = RunConfig(workers=3, resolutions=(8,), min_batch_size=1, **steps)
     return planner_of(config, SAMPLES, 64)
 
@@ -74,7 +79,7 @@ def imbalance(plan, true=TRUE):
 
 
 def test_what_is_decided_can_be_asked_without_deciding_more():
-    planner = joint_planner("dynamic")
+    planner = joint_planner("dynamic:1")
     assert planner.decided(0, 0) is None
     first = measure(planner, 0)
     before = planner.state_dict()
@@ -96,7 +101,7 @@ def test_the_first_plan_of_joint_steps_keeps_the_smallest_batch(least, sizes):
 
 
 def test_two_epochs_without_noise_balance_unequal_workers():
-    planner = joint_planner("dynamic")
+    planner = joint_planner("dynamic:1")
     assert imbalance(measure(planner, 0)) > 1.3  # equal parts
     measure(planner, 1)
     plan = measure(planner, 2)
@@ -108,7 +113,7 @@ def test_two_epochs_without_noise_balance_unequal_workers():
 
 def test_noise_neither_shakes_the_split_nor_keeps_it_wrong():
     generator = np.random.default_rng(0)
-    planner = joint_planner("dynamic")
+    planner = joint_planner("dynamic:1")
     plans = [
         measure(planner, epoch, lambda: generator.lognormal(-0.005, 0.0998)) for epoch in range(50)
     ]
@@ -117,7 +122,7 @@ def test_noise_neither_shakes_the_split_nor_keeps_it_wrong():
 
 
 def test_parts_by_the_published_rule_are_those_of_the_paper():
-    planner = joint_planner("dbs")
+    planner = joint_planner("dbs:1")
     measure(planner, 0)
     speeds = 1 / np.array([model.time(64) for model in TRUE])  # in equal parts
     sizes = [worker.local_batch_size for worker in planner.at(1).plan.workers]
@@ -126,7 +131,7 @@ def test_parts_by_the_published_rule_are_those_of_the_paper():
 
 def test_the_published_rule_keeps_the_sum_and_the_parts_above_zero():
     generator = np.random.default_rng(1)
-    planner = joint_planner("dbs")
+    planner = joint_planner("dbs:1")
     slow = [TimeModel(0.4, 0.02), *TRUE[1:]]  # 400 times slower: its quota rounds to 0
     for epoch in range(12):
         plan = measure(planner, epoch, lambda: generator.uniform(0.8, 1.2), slow)
@@ -165,7 +170,7 @@ def test_what_a_slow_host_adds_to_the_floor_is_learnt_and_the_slope_stays():
 
 
 def test_a_gain_below_the_dead_band_changes_nothing_but_where_measurements_have_doubled():
-    planner = joint_planner("dynamic")
+    planner = joint_planner("dynamic:1")
     nearly = [TimeModel(PLANNED.slope * f, PLANNED.intercept) for f in (1.0, 1.04, 0.97)]
     plans = [measure(planner, epoch, true=nearly) for epoch in range(12)]
     changed = [epoch for epoch in range(1, 12) if plans[epoch] is not plans[epoch - 1]]
@@ -173,7 +178,7 @@ def test_a_gain_below_the_dead_band_changes_nothing_but_where_measurements_have_
 
 
 def rounds_planner(balance, rounds, every):
-    options = {"rounds_per_epoch": rounds, "balance": balance, "balance_every": every}
+    options = {"rounds_per_epoch": rounds, "balance": f"{balance}:{every}"}
     config = RunConfig(workers=3, small_workers=1, resolutions=(8,), min_batch_size=2, **options)
     return planner_of(config, 601, 20)
 
@@ -236,11 +241,11 @@ def test_dual_batch_keeps_its_balance_when_a_worker_slows_down():
 def test_a_planner_goes_on_from_its_state_as_if_nothing_had_been():
     rng = np.random.default_rng(0)
     noise = rng.lognormal(0.0, 0.05, (12, 3)).tolist()
-    one = joint_planner("dynamic")
+    one = joint_planner("dynamic:1")
     for epoch in range(6):
         values = iter(noise[epoch])
         measure(one, epoch, lambda values=values: next(values))
-    two = joint_planner("dynamic")
+    two = joint_planner("dynamic:1")
     tree, tensors = pack(one.state_dict())
     two.load_state_dict(unpack(json.loads(json.dumps(tree)), tensors))
     for epoch in range(6, 12):
@@ -265,7 +270,7 @@ def test_a_planners_state_holds_each_plan_once():
 
 
 def test_a_round_without_samples_teaches_nothing():
-    planner = joint_planner("dynamic")
+    planner = joint_planner("dynamic:1")
     before = [*planner.estimates(8)]
     counts = (8, 0, 3, 1e-3, 0.5, 1.0)  # its process took part in steps of which it had nothing
     planner.observe(RoundReport(0, 0, 0, 8, *counts, compute_time_s=1e-3))

@@ -93,15 +93,15 @@ def test_the_cosine_is_that_of_timms_scheduler():
     # With a prefix, timm counts the epochs of the warm-up on top.
     how = {"t_initial": 15, "lr_min": 0.02, "warmup_t": 5, "warmup_prefix": True}
     theirs = timm.scheduler.CosineLRScheduler(optimizer, cycle_limit=1, **how)
-    options = {"lr_schedule": "cosine", "warmup_epochs": 5, "min_lr": 0.02, "epochs": 20}
+    options = {"lr_schedule": "cosine:0.02", "warmup_epochs": 5, "epochs": 20}
     for epoch in range(5, 20):
         found = rate(epoch, lr_milestones=None, **options)
         assert found == pytest.approx(theirs._get_lr(epoch)[0]), epoch
 
 
 def test_a_rate_that_would_rise_is_refused():
-    with pytest.raises(ValueError, match=r"min_lr must be at most lr .0.1., got 0.2"):
-        RunConfig(epochs=5, lr_schedule="cosine", min_lr=0.2, lr=0.1)
+    with pytest.raises(ValueError, match=r"lr_schedule must end at most at lr .0.1., got 0.2"):
+        RunConfig(epochs=5, lr_schedule="cosine:0.2", lr=0.1)
 
 
 def test_learning_rate_steps_at_milestones_and_warms_up():

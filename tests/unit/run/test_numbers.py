@@ -18,18 +18,14 @@ HARDLY = (-1, 0, 1e-300, 10**15)
 
 # What a setting is given with, or its place would be refused before its value.
 TWO, SMALL = {"workers": 2}, {"workers": 4, "small_workers": 2}
-LINK, STEP = TWO | {"link_gbps": 1.0}, TWO | {"sync": "step"}
+STEP = TWO | {"sync": "step"}
 PLACES = (
-    (TWO, "floor intercept large_batch_size link_gbps local_batch_sizes rounds_per_epoch slope"),
-    (TWO, "small_ratio time_noise"),
+    (TWO, "floor intercept large_batch_size local_batch_sizes rounds_per_epoch slope"),
+    (TWO, "small_ratio"),
     (SMALL, "min_batch_size small_batch_size time_ratio"),
     (STEP, "global_batch_size"),
-    (LINK, "link_ms"),
-    (TWO | {"balance": "dynamic"}, "balance_every"),
-    (TWO | {"merge": "delta"}, "outer_lr outer_momentum"),
     (TWO | {"sync": "ssp"}, "staleness"),
     ({"cache_gib": 1.0}, "shuffle_block"),
-    ({"lr_schedule": "cosine"}, "min_lr"),
 )
 WITH = {name: settings for settings, names in PLACES for name in names.split()}
 
