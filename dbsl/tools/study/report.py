@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import numpy as np
 import pandas
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import require
 from dbsl.base.files import save_figure, write_table, write_text
 from dbsl.tools.study import scaling
 from dbsl.tools.study.scaling import Result, Study
@@ -33,11 +33,15 @@ def write_report(workloads: Mapping[str, Sequence[Study]], folder: Path, goal: f
 
     `goal` is the error to fall under; None, or where trials ended at it: each study's own.
     """
-    lines, rows, report, results = [], [], {}, {}
+    lines, rows, report, drawn = [], [], {}, {}
     for name, studies in workloads.items():
-        own = _goal_of(name, studies, goal)
+        own = goal
+        if goal is None or any(study.ends_at_goal for study in studies):
+            goals = {study.goal for study in studies}
+            text = f"goal_error must be given, since the studies of {name} do not name one"
+            require(len(goals) == 1 and None not in goals, text, "none")
+            (own,) = goals
         found = {study.batch_size: scaling.steps_to_result(study, own) for study in studies}
-        results[name] = [result for result in found.values() if result is not None]
         table = [_row(study, found[study.batch_size], own) for study in studies]
         report[name] = {"goal": own, "objective": scaling.OBJECTIVE, **_knees(found)}
         lines += _describe(name, table, report[name])
@@ -48,13 +52,12 @@ def write_report(workloads: Mapping[str, Sequence[Study]], folder: Path, goal: f
             )
         lines.append("")
         rows += table
-    folder.mkdir(parents=True, exist_ok=True)
+        if reached := [result for result in found.values() if result]:
+            drawn[f"{name}, error < {own:g}"] = reached
     write_table(folder / TABLE, rows)
     write_text(folder / REPORT, json.dumps(report, indent=2) + "\n")
-    drawn = {name: own for name, own in results.items() if own}
     if drawn:
-        goals = {name: own["goal"] for name, own in report.items()}
-        save_figure(study_figure(drawn, goals), folder / PICTURE)
+        save_figure(study_figure(drawn), folder / PICTURE)
         lines.append(f"picture in {folder / PICTURE}, all numbers in {folder / TABLE}")
     else:
         lines.append(f"no batch size reached its goal: no picture; see {folder / TABLE}")
@@ -77,40 +80,27 @@ def _knees(found: Mapping[int, Result | None]) -> dict[str, Any]:
     }
 
 
-def _goal_of(name: str, studies: Sequence[Study], goal: float | None) -> float:
-    if goal is not None and not any(study.ends_at_goal for study in studies):
-        return goal
-    goals = {study.goal for study in studies}
-    if len(goals) > 1 or None in goals:
-        raise SettingError(f"goal_error must be given, since the studies of {name} do not name one")
-    return goals.pop()
-
-
 def _row(study: Study, result: Result | None, goal: float) -> dict[str, Any]:
-    parameters = result.trial.parameters if result else {}
+    about = {name: getattr(study, name) for name in ("dataset", "model", "optimizer", "batch_size")}
+    names = ("steps_to_result", "examples_to_result", "trial_id", "learning_rate", "momentum")
+    best = dict.fromkeys(names, "")
+    if result:
+        trial, steps = result.trial, result.steps
+        rates = (trial.parameters["learning_rate"], trial.parameters.get("momentum", 0.0))
+        values = (steps, steps * study.batch_size, trial.trial_id, *(f"{v:.6g}" for v in rates))
+        best = dict(zip(names, values, strict=True))
     endings = [trial.status for trial in study.trials]
-    return {
-        "dataset": study.dataset,
-        "model": study.model,
-        "optimizer": study.optimizer,
-        "batch_size": study.batch_size,
-        "goal": goal,
-        "steps_to_result": result.steps if result else "",
-        "examples_to_result": result.examples if result else "",
-        "trial_id": result.trial.trial_id if result else "",
-        "learning_rate": f"{parameters['learning_rate']:.6g}" if result else "",
-        "momentum": f"{parameters.get('momentum', 0.0):.6g}" if result else "",
-        **{status.lower(): endings.count(status) for status in scaling.STATUSES},
-    }
+    counts = {status.lower(): endings.count(status) for status in scaling.STATUSES}
+    return {**about, "goal": goal, **best, **counts}
 
 
 def _describe(name: str, rows: Sequence[Mapping[str, Any]], report: Mapping[str, Any]) -> list[str]:
     """Return a workload's table and knees as lines; `report` is its part of ``report.json``."""
     shown = pandas.DataFrame(rows).drop(columns=_OF_WORKLOAD)
     shown["steps_to_result"] = [row["steps_to_result"] or "not reached" for row in rows]
-    goal = f"{report['objective']} < {report['goal']:g}"
     lines = [
-        f"{name}: least steps to {goal}, over the complete trials of each size",
+        f"{name}: least steps to {report['objective']} < {report['goal']:g}, over the complete "
+        "trials of each size",
         shown.to_string(index=False),
         "infeasible: diverged; incomplete: cut short, a better one was there before",
     ]
@@ -126,7 +116,7 @@ def _describe(name: str, rows: Sequence[Mapping[str, Any]], report: Mapping[str,
     return lines
 
 
-def study_figure(results: Results, goals: Mapping[str, float]) -> Figure:
+def study_figure(results: Results) -> Figure:
     """Return a panel of steps per workload, and two of the best trials' learning rates."""
     count = len(results) + 2
     columns = min(count, 3)
@@ -137,10 +127,11 @@ def study_figure(results: Results, goals: Mapping[str, float]) -> Figure:
         unused.remove()
     for axes, (name, own) in zip(panels, results.items(), strict=False):
         _draw_steps(axes, own)
-        axes.set_title(f"{name}, error < {goals[name]:g}", fontsize=10)
-    _draw_rates(panels[count - 2], results, "learning rate", lambda own: own["learning_rate"])
+        axes.set_title(name, fontsize=10)
+    _draw_rates(panels[count - 2], results, "learning rate", lambda _: 1.0)
+    # What momentum makes of a rate in the long run.
     label = "learning rate / (1 - momentum)"
-    _draw_rates(panels[count - 1], results, label, scaling.effective_rate)
+    _draw_rates(panels[count - 1], results, label, lambda own: 1 / (1 - own.get("momentum", 0.0)))
     figure.suptitle(
         "Fewest steps to the goal, everything else tuned at each batch size; the learning rate "
         f"there\nperfect scaling up to {scaling.PERFECT_RULE}\nno gain from {scaling.USEFUL_RULE}",
@@ -159,9 +150,8 @@ def _draw_steps(axes: Axes, own: Sequence[Result]) -> None:
     for (label, color), start, end in zip(_REGIONS, ends, ends[1:], strict=False):
         if end > start:
             axes.axvspan(start, end, color=color, alpha=0.15, lw=0, label=label)
-    axes.plot(
-        sizes, steps[0] * first / sizes, "k--", lw=1, label="steps halve as the batch doubles"
-    )
+    ideal = steps[0] * first / sizes
+    axes.plot(sizes, ideal, "k--", lw=1, label="steps halve as the batch doubles")
     axes.plot(sizes, steps, "o-", color="#0072b2", label="measured")
     for size, count in zip(sizes, steps, strict=True):
         axes.annotate(f"{count:g}", (size, count), (0, 6), textcoords="offset points", fontsize=8)
@@ -169,25 +159,29 @@ def _draw_steps(axes: Axes, own: Sequence[Result]) -> None:
     axes.set_xlim(first / 1.3, last * 1.3)
 
 
-def _draw_rates(axes: Axes, results: Results, label: str, rate: Any) -> None:
-    """Draw a rate of the best trials against batch size, with both rules of thumb."""
+def _draw_rates(
+    axes: Axes, results: Results, label: str, factor: Callable[[Mapping[str, float]], float]
+) -> None:
+    """Draw the best trials' rates, each by its factor, and both rules of thumb."""
     for name, own in results.items():
         sizes = np.array([result.batch_size for result in own])
-        rates, growth = [rate(result.trial.parameters) for result in own], sizes / sizes[0]
-        (drawn,) = axes.plot(sizes, rates, "o-", label=name)
+        given = [result.trial.parameters for result in own]
+        rates = [parameters["learning_rate"] * factor(parameters) for parameters in given]
+        growth = sizes / sizes[0]
+        (drawn,) = axes.plot(sizes, rates, "o-", label=name.partition(",")[0])
         axes.plot(sizes, rates[0] * growth, "--", color=drawn.get_color(), lw=0.8)
         axes.plot(sizes, rates[0] * np.sqrt(growth), ":", color=drawn.get_color(), lw=1.2)
     axes.plot([], [], "k--", lw=0.8, label="in proportion to the batch")
     axes.plot([], [], "k:", lw=1.2, label="to its square root")
     sizes = sorted({result.batch_size for own in results.values() for result in own})
-    _finish(axes, np.array(sizes), label)
+    _finish(axes, sizes, label)
 
 
-def _finish(axes: Axes, sizes: np.ndarray, label: str) -> None:
+def _finish(axes: Axes, sizes: Sequence[int], label: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=10)
     axes.set_xticks(sizes, [str(size) for size in sizes], fontsize=8)
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.minorticks_off()
     plain = FuncFormatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_major_formatter(plain)
     # Show numbers between the decades only on an axis of about one decade.

@@ -11,16 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas
 
-from dbsl.base.errors import SettingError
-
-# INCOMPLETE: cut short, says nothing; INFEASIBLE: diverged.
-Status = Literal["COMPLETE", "INCOMPLETE", "INFEASIBLE"]
-STATUSES = get_args(Status)
-
+STATUSES = ("COMPLETE", "INCOMPLETE", "INFEASIBLE")  # cut short: says nothing; diverged
 OBJECTIVE = "val/classification_error"
 PERFECT, USEFUL = 1.2, 1.1  # factors of the two rules
 PERFECT_RULE = f"the largest b with steps(b) <= {PERFECT} * steps(b0) * b0 / b"
@@ -33,11 +29,15 @@ class Trial:
     """One training: what it was given, and what was measured on its way."""
 
     trial_id: int  # in its study; counts from 1
-    status: Status
+    status: str  # one of `STATUSES`
     steps: int  # taken
     parameters: Mapping[str, Any]  # metaparameters, ``learning_rate`` among them
-    # Columns of equal length, float64: ``step`` and the metrics.
-    measurements: Mapping[str, np.ndarray] = field(repr=False)
+    measurements: pandas.DataFrame = field(repr=False)  # ``step`` and the metrics, float64
+
+    def reached_at(self, goal: float) -> float:
+        """Return the first step at which it was measured under the goal, or inf."""
+        good = self.measurements["step"][self.measurements[OBJECTIVE] < goal]  # NaN is not under it
+        return float(good.min()) if len(good) else math.inf
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,6 @@ class Result(NamedTuple):
     steps: int  # to the goal
     trial: Trial
 
-    @property
-    def examples(self) -> int:
-        """Samples trained on up to there, repeated ones counted."""
-        return self.steps * self.batch_size
-
 
 class Knees(NamedTuple):
     """Where perfect scaling ends, and from where on more batch saves no steps."""
@@ -88,20 +83,9 @@ def steps_to_result(study: Study, goal: float) -> Result | None:
     short do not count. None: no trial got there.
     """
     complete = [trial for trial in study.trials if trial.status == "COMPLETE"]
-    reached = [reached_at(trial, goal) for trial in complete]
+    reached = {trial.reached_at(goal): trial for trial in reversed(complete)}
     steps = min(reached, default=math.inf)
-    if math.isinf(steps):
-        return None
-    return Result(study.batch_size, int(steps), complete[reached.index(steps)])
-
-
-def reached_at(trial: Trial, goal: float) -> float:
-    """Return the first step at which a trial was measured under the goal, or inf.
-
-    A measurement that is not a number is not under it.
-    """
-    good = trial.measurements["step"][trial.measurements[OBJECTIVE] < goal]
-    return float(good.min()) if len(good) else math.inf
+    return None if math.isinf(steps) else Result(study.batch_size, int(steps), reached[steps])
 
 
 def find_knees(steps: Mapping[int, int], tried: Iterable[int] = ()) -> Knees:
@@ -109,8 +93,6 @@ def find_knees(steps: Mapping[int, int], tried: Iterable[int] = ()) -> Knees:
 
     `steps` to result are by batch size, of those that reached the goal; `tried` others did not.
     """
-    if not steps:
-        raise SettingError("steps must have a batch size that reached the goal, got none")
     least, first = min(steps.values()), min(steps)
     perfect = max(b for b, s in steps.items() if s <= PERFECT * steps[first] * first / b)
     useful = min(b for b, s in steps.items() if s <= USEFUL * least)
@@ -130,8 +112,3 @@ def critical_batch(steps: Mapping[int, int]) -> float | None:
     columns = np.stack([1 / counts, 1 / (sizes * counts)], axis=1)
     (fewest, slope), *_ = np.linalg.lstsq(columns, np.ones(len(sizes)), rcond=None)
     return float(slope / fewest) if fewest > 0 and slope > 0 else None
-
-
-def effective_rate(parameters: Mapping[str, Any]) -> float:
-    """Return learning rate / (1 - momentum), which momentum makes of a step in the long run."""
-    return parameters["learning_rate"] / (1 - parameters.get("momentum", 0.0))

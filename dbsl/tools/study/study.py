@@ -9,49 +9,39 @@ killed; repeat it in a second shell to share the work.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from math import inf
 from operator import le
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import numpy as np
 import torch
 import yaml
 from filelock import FileLock
 
-from dbsl.base.errors import (
-    RunStopped,
-    SettingError,
-    as_given,
-    plural,
-)
+from dbsl.base.errors import RunStopped, SettingError, as_given, plural, require
 from dbsl.base.files import check_folder, write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.base.seeds import stream_seed
-from dbsl.config.fields import Count, Role, Within, check_fields, refuse, with_role
+from dbsl.config.fields import Count, Role, Within, check_fields, with_role
 from dbsl.config.hooks import settings_of_extras
 from dbsl.config.image_settings import ImageConfig, check_images
 from dbsl.config.parse import config_to_yaml, parse_flags, read_settings
 from dbsl.config.settings import MachineConfig, RunConfig
-from dbsl.data.dataset import load_data
-from dbsl.model import check_model
 from dbsl.optimizer import check_optimizer, default_learning_rate, optim
-from dbsl.plan.stages import default_resolutions
 from dbsl.run.accelerator import start_accelerator
 from dbsl.run.folder import LOCK
 from dbsl.run.stopping import Stopping
 from dbsl.tools.study import store, trials
 from dbsl.tools.study.queue import Queue, Search
 from dbsl.tools.study.report import write_report
-from dbsl.tools.study.scaling import OBJECTIVE, reached_at
+from dbsl.tools.study.scaling import OBJECTIVE
 from dbsl.tools.study.trials import Images, ImageTask, Range
 
 SETTINGS = "study.yaml"
-_LOOK_S = 1.0  # between looks at what other processes run
 # Bounds of what is searched: one value, or a range's ends.
 _Ends = partial(Within, lengths=(1, 2), order=le)
 _OF_DATA = [own for own in settings_of_extras() if not issubclass(own, RunConfig)]
@@ -104,17 +94,13 @@ class StudyConfig(
     plot: Annotated[tuple[str, ...] | None, Role.FREE] = None
 
     def __post_init__(self) -> None:
-        missing = self.plot is None and self.goal_error is None
-        refuse(
-            [
-                (self.plot in ((), ("",)), "plot must name a folder", "none"),
-                (missing, "goal_error must be given, in (0, 1)", "none"),
-            ]
-        )
+        require(self.plot not in ((), ("",)), "plot must name a folder", "none")
+        given = self.plot is not None or self.goal_error is not None
+        require(given, "goal_error must be given, in (0, 1)", "none")
         for name in ("batch_sizes", "optimizers"):
             values = getattr(self, name)
-            bad = not values or len(set(values)) < len(values)
-            refuse([(bad, f"{name} must be one or more, each once", values)])
+            once = values and len({*values}) == len(values)
+            require(once, f"{name} must be one or more, each once", values)
         check_fields(self)
         check_images(self)
         searched = len({*self.weight_decay}) > 1
@@ -149,133 +135,51 @@ class StudyConfig(
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a study, or go on with one; with ``--plot`` read and draw finished ones."""
     config = parse_flags(StudyConfig, argv, prog="python -m dbsl.study")
-    if config.plot is not None:
-        _plot(config)
-        return
+    dataset = store.dataset_name(config.dataset)
+    named = f"studies/{dataset}-{config.model}" if config.plot is None else config.plot[0]
+    folder = Path(config.output_dir or named)
+    check_folder("output_dir", folder)
+    if config.plot is None:
+        _run_trials(config, folder, dataset)
+    roots = map(Path, config.plot or [folder / dataset])
+    print(write_report(store.read_workloads(roots), folder, config.goal_error))
+
+
+def _run_trials(config: StudyConfig, folder: Path, dataset: str) -> None:
+    """Run the trials that are left; wait for those of other processes, which may die."""
     for optimizer in config.optimizers:
         if optimizer not in trials.TIMM_NAMES:
             check_optimizer(optimizer)
     torch.set_num_threads(config.cpu_threads or threads_of_process())
     accelerator = start_accelerator(config.mixed_precision, 60.0)
-    if accelerator.num_processes > 1:
-        raise SettingError(
-            "a study must be launched once for each process, without a launcher of several, "
-            f"got {accelerator.num_processes} processes"
-        )
+    text = "processes must be 1: launch a study once for each, without a launcher of several"
+    require(accelerator.num_processes == 1, text, accelerator.num_processes)
     config = replace(config, mixed_precision=accelerator.mixed_precision)
-    images = _load(config, accelerator)
-    folder, searches = _open(config, len(images.data.train))
-    work = _Work(config, images, Queue(folder, searches))
+    images = Images(config, accelerator)
+    _keep_settings(config, folder)
+    queue = Queue(folder, _searches(config, folder / dataset, len(images.data.train)))
     deadline = config.max_minutes and time.monotonic() + 60 * config.max_minutes
-    stopping = Stopping(deadline, then="giving its trial back")
-    with stopping:
-        work.run_all(stopping)
-    workloads = store.read_workloads([folder / store.dataset_name(config.dataset)])
-    print(write_report(workloads, folder, config.goal_error))
+    with Stopping(deadline, then="giving its trial back") as stopping:
 
-
-def _plot(config: StudyConfig) -> None:
-    workloads = store.read_workloads([Path(folder) for folder in config.plot])
-    folder = Path(config.output_dir or config.plot[0])
-    check_folder("output_dir", folder)
-    print(write_report(workloads, folder, config.goal_error))
-
-
-@dataclass(frozen=True)
-class _Work:
-    """A study's trials, and what they need."""
-
-    config: StudyConfig
-    images: Images
-    queue: Queue
-
-    def run_all(self, stopping: Stopping) -> None:
-        """Run trials until all are done; wait for those of other processes, which may die."""
-        waits = False
-
-        def may_go_on() -> None:
+        def check_stop() -> None:
             if stopping.reason:
                 raise RunStopped("stopped; repeat the command to continue")
 
-        while True:
-            may_go_on()
-            if taken := self.queue.take():
-                self._run(*taken, may_go_on)
-                continue
-            if not (running := self.queue.running()):
-                return
-            if not waits:
-                print(f"waiting for {plural(running, 'trial')} of other processes", flush=True)
-            waits = True
-            time.sleep(_LOOK_S)
-
-    def _run(self, search: Search, given: Any, may_go_on: Callable[[], object]) -> None:
-        """Run a trial that this process has taken on, and write it."""
-        config, number, began = self.config, given.user_attrs["trial_id"], time.perf_counter()
-        try:
-            point = {
-                name: given.suggest_float(name, own.low, own.high)
-                for name, own in config.ranges(search.optimizer).items()
-            }
-            parameters = trials.trial_parameters(point, search.budget)
-            of_trial = (f"trial {search.optimizer}", search.batch_size, number)
-            seed = stream_seed(config.seed, *of_trial)
-            trial = trials.run_trial(
-                ImageTask(self.images, search.optimizer, search.batch_size, parameters, seed),
-                number,
-                parameters,
-                budget=search.budget,
-                goal=config.goal_error,
-                spacing=config.eval_spacing,
-                best=lambda: self.queue.best(search),
-                early_stopping=config.early_stopping,
-                may_go_on=may_go_on,
-            )
-            store.write_trial(search.folder, trial)
-        except BaseException as error:
-            self.queue.give_back(search, given)
-            if isinstance(error, torch.OutOfMemoryError):
-                text = "batch_sizes must fit into the device's memory"
-                raise SettingError(f"{text}, got {search.batch_size} ({error})") from None
-            raise
-        self.queue.finish(search, given, trial.status, reached_at(trial, config.goal_error))
-        least = np.nanmin(trial.measurements[OBJECTIVE])
-        print(
-            f"{search.optimizer}, batch {search.batch_size}, trial {number}/{config.trials}: "
-            f"{trial.status} after {plural(trial.steps, 'step')}, least error {100 * least:.1f} %  "
-            f"(lr {parameters['learning_rate']:.3g}, {time.perf_counter() - began:.1f} s)",
-            flush=True,
-        )
+        for search, number in queue.trials(check_stop):
+            _run(config, images, queue, search, number, check_stop)
 
 
-def _load(config: StudyConfig, accelerator: Any) -> Images:
-    data = load_data(config, config.seed, accelerator.device)
-    for size in config.batch_sizes:
-        Within(1, len(data.train)).check("batch_sizes", size)
-    resolution = config.resolution or default_resolutions(data.image_side)[-1]
-    transform = data.transform(resolution, config.augmentation, config.seed)
-    images = Images(config, data, transform, accelerator)
-    least = check_model(images.build(config.seed), data, config.model, (resolution,))
-    Within(least).check("batch_sizes", min(config.batch_sizes))
-    return images
-
-
-def _open(config: StudyConfig, train_samples: int) -> tuple[Path, list[Search]]:
-    """Make a study's folder, or open it again if it is of the same study."""
-    dataset = store.dataset_name(config.dataset)
-    folder = Path(config.output_dir or f"studies/{dataset}-{config.model}")
-    check_folder("output_dir", folder)
-    _keep_settings(config, folder)
+def _searches(config: StudyConfig, folder: Path, train_samples: int) -> list[Search]:
+    """Return the searches of a study, each with its ``study.json`` written."""
     searches = []
     for optimizer in config.optimizers:
         ranges = config.ranges(optimizer)
         for batch_size in sorted(config.batch_sizes):
             budget = config.budget(batch_size, train_samples)
-            model = config.model.replace("/", "--")
-            own = folder / dataset / model / optimizer / str(batch_size)
+            own = folder / config.model.replace("/", "--") / optimizer / str(batch_size)
             values = {
                 "batch_size": batch_size,
-                "dataset": dataset,
+                "dataset": folder.name,
                 "early_stopping": config.early_stopping,
                 "goal_error": config.goal_error,
                 "model": config.model,
@@ -283,16 +187,57 @@ def _open(config: StudyConfig, train_samples: int) -> tuple[Path, list[Search]]:
                 "parameter_configs": trials.search_entries(ranges),
                 "train_steps": budget,
             }
-            store.write_study(own, values)
+            store.write_json(own / store.STUDY, values)
             seed = stream_seed(config.seed, f"search {optimizer}/{batch_size}")
             points = trials.search_points(ranges, config.trials, seed)
             searches.append(Search(optimizer, batch_size, budget, own, points))
-    return folder, searches
+    return searches
+
+
+def _run(
+    config: StudyConfig,
+    images: Images,
+    queue: Queue,
+    search: Search,
+    number: int,
+    check_stop: Callable[[], None],
+) -> None:
+    """Run a trial, write it and tell of it."""
+    began, optimizer, batch_size = time.perf_counter(), search.optimizer, search.batch_size
+    parameters = trials.trial_parameters(search.points[number - 1], search.budget)
+    seed = stream_seed(config.seed, f"trial {optimizer}", batch_size, number)
+
+    def most_steps() -> float:
+        check_stop()
+        return queue.best(search) if config.early_stopping else inf
+
+    try:
+        trial = trials.run_trial(
+            ImageTask(images, optimizer, batch_size, parameters, seed),
+            number,
+            parameters,
+            budget=search.budget,
+            spacing=config.eval_spacing,
+            goal=config.goal_error if config.early_stopping else 0.0,
+            most_steps=most_steps,
+        )
+    except torch.OutOfMemoryError as error:
+        text = "batch_sizes must fit into the device's memory"
+        raise SettingError(f"{text}, got {batch_size} ({error})") from None
+    store.write_trial(search.folder, trial)
+    queue.note(search, trial, config.goal_error)
+    least = trial.measurements[OBJECTIVE].min()
+    print(
+        f"{optimizer}, batch {batch_size}, trial {number}/{config.trials}: {trial.status} after "
+        f"{plural(trial.steps, 'step')}, least error {100 * least:.1f} %  "
+        f"(lr {parameters['learning_rate']:.3g}, {time.perf_counter() - began:.1f} s)",
+        flush=True,
+    )
 
 
 def _keep_settings(config: StudyConfig, folder: Path) -> None:
     """Write a study's settings, or check that they are those it was begun with."""
-    settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    settings = {f.name: getattr(config, f.name) for f in fields(config)}
     settings["augment"] = config.augmentation
     # A launch may change what changes no trial. What is evaluated does: it tells of the goal.
     free = {*with_role(type(config), Role.FREE | Role.NODE)} - {"eval_samples"}
@@ -301,11 +246,8 @@ def _keep_settings(config: StudyConfig, folder: Path) -> None:
     path = folder / SETTINGS
     with FileLock(folder / LOCK):  # another process may begin a study here at the same time
         if not path.exists():
-            of_run = (folder / "config.yaml").exists()
-            refuse([(of_run, "output_dir must not be a run's folder", str(folder))])
             write_text(path, text)
-            return
     before, now = read_settings(path), yaml.safe_load(text)
     for name in sorted(settings.keys() - free):  # an older study may have more
-        text = f"{name} must be {as_given(before.get(name))} as in {path}, or output_dir another"
-        refuse([(before.get(name) != now.get(name), text, now.get(name))])
+        must = f"{name} must be {as_given(before.get(name))} as in {path}, or output_dir another"
+        require(before.get(name) == now.get(name), must, now.get(name))

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
+import pandas
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -23,9 +23,9 @@ from torch import Tensor
 from dbsl.base.machine import lazy_import
 from dbsl.base.seeds import stream_seed
 from dbsl.cluster.steps import begin_thawed, take_step
-from dbsl.data.dataset import Data
-from dbsl.data.transforms import Transform
-from dbsl.model import build_model, set_dropout
+from dbsl.config.fields import Within
+from dbsl.data.dataset import load_data
+from dbsl.model import build_model, check_model, set_dropout
 from dbsl.optimizer import create_optimizer
 from dbsl.plan.sampler import StepSampler, evaluation_batch_size, evaluation_batches
 from dbsl.tools.study.scaling import Trial
@@ -75,24 +75,20 @@ def run_trial(
     parameters: Mapping[str, float],
     *,
     budget: int,
-    goal: float,
     spacing: float,
-    best: Callable[[], float] = lambda: math.inf,
-    early_stopping: bool = True,
-    may_go_on: Callable[[], object] = lambda: None,
+    goal: float = 0.0,
+    most_steps: Callable[[], float] = lambda: math.inf,
 ) -> Trial:
     """Train for at most `budget` steps, and return the measurements, `spacing` apart.
 
-    A trial whose loss is not finite at any measurement is INFEASIBLE and ends there. With
-    `early_stopping` it ends where the error falls under the goal (COMPLETE), or once it has taken
-    the steps with which the best trial did (INCOMPLETE): neither changes the least steps to result,
-    nor which trials have them. `may_go_on` is called at every measurement; it may raise.
+    A trial whose loss is not finite at any measurement is INFEASIBLE and ends there. It also ends
+    where the error falls under a `goal` (COMPLETE), or once it has taken `most_steps`, which is
+    asked for at every measurement (INCOMPLETE). With the steps of the best trial so far, neither
+    changes the least steps to result, nor which trials have them.
     """
-    rows = [(0, math.nan, *task.measure())]
-    status, done = "COMPLETE", 0
+    rows, status, done = [(0, math.nan, *task.measure())], "COMPLETE", 0
     for step in measured_steps(budget, spacing):
-        may_go_on()
-        if early_stopping and step > best():
+        if step > most_steps():
             status = "INCOMPLETE"
             break
         loss = task.advance([decayed_rate(s, parameters) for s in range(done, step)])
@@ -102,10 +98,10 @@ def run_trial(
         if not (math.isfinite(loss) and math.isfinite(own_loss)):
             status = "INFEASIBLE"
             break
-        if early_stopping and error < goal:
+        if error < goal:
             break
-    columns = np.array(rows, dtype=np.float64).T
-    return Trial(trial_id, status, done, dict(parameters), dict(zip(COLUMNS, columns, strict=True)))
+    table = pandas.DataFrame(rows, columns=COLUMNS, dtype=float)
+    return Trial(trial_id, status, done, dict(parameters), table)
 
 
 class ImageTask:
@@ -125,27 +121,27 @@ class ImageTask:
         seed: int,
     ) -> None:
         self._images, self._seed = images, seed
-        accelerator = images.accelerator
-        model = images.build(seed)
+        self._model = images.build(seed)
         built = create_optimizer(
             TIMM_NAMES.get(optimizer, optimizer),
-            model,
+            self._model,
             parameters["learning_rate"],
             parameters.get("momentum", 0.0),
             parameters.get("weight_decay", 0.0),
         )
         begin_thawed(built)
-        self._model, self._optimizer = model, accelerator.prepare_optimizer(built)
+        self._optimizer = images.accelerator.prepare_optimizer(built)
         self._batches = self._all_batches(batch_size)
         torch.manual_seed(stream_seed(seed, "dropout"))
 
     def _all_batches(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         train = self._images.data.train
         transform = replace(self._images.transform, seed=self._seed)
-        order = {"seed": self._seed, "drop_last": True, "least": 1, "blocks": train.blocks}
-        sampler = StepSampler(len(train), batch_size, **order)
+        sampler = StepSampler(
+            len(train), batch_size, seed=self._seed, drop_last=True, blocks=train.blocks
+        )
         for epoch in itertools.count():
-            steps = sampler.steps((0,), epoch, 0, sampler.steps_per_epoch, [batch_size])
+            steps = [sampler.step(epoch, n, [batch_size]) for n in range(sampler.steps_per_epoch)]
             yield from train.batches([step.parts[0].indices for step in steps], transform, epoch)
 
     def advance(self, rates: list[float]) -> float:
@@ -178,36 +174,36 @@ class ImageTask:
         return loss / samples, wrong / samples
 
 
-@dataclass
 class Images:
-    """Data and settings that a study's trials share."""
+    """What a study's trials share: data, and a model to begin with."""
 
-    config: StudyConfig
-    data: Data
-    transform: Transform  # for training images
-    accelerator: Accelerator
-    # Makes the evaluation set's batches; those of a small one are made once.
-    evaluation: Callable[[], Iterable[tuple[Tensor, Tensor]]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        config, kind = self.config, self.accelerator.device.type
-        size = evaluation_batch_size(config.eval_batch_size, kind, max(config.batch_sizes))
-        batches = evaluation_batches(len(self.data.evaluation), size)
+    def __init__(self, config: StudyConfig, accelerator: Accelerator) -> None:
+        self.config, self.accelerator = config, accelerator
+        self.data = data = load_data(config, config.seed, accelerator.device)
+        for size in config.batch_sizes:
+            Within(1, len(data.train)).check("batch_sizes", size)
+        side = config.resolution or data.resolutions[-1]
+        self.transform = data.transform(side, config.augmentation, config.seed)
+        least = check_model(self.build(config.seed), data, config.model, (side,))
+        Within(least).check("batch_sizes", min(config.batch_sizes))
+        largest, kind = max(config.batch_sizes), accelerator.device.type
+        size = evaluation_batch_size(config.eval_batch_size, kind, largest)
+        batches = evaluation_batches(len(data.evaluation), size)
+        # Makes the evaluation set's batches; those of a small one are made once.
         plain = replace(self.transform, augment="none")
-        self.evaluation = partial(self.data.evaluation.batches, batches, plain)
-        if 12 * len(self.data.evaluation) * self.transform.resolution**2 <= _KEPT:
+        self.evaluation = partial(data.evaluation.batches, batches, plain)
+        if 12 * len(data.evaluation) * side**2 <= _KEPT:
             self.evaluation = partial(list, [*self.evaluation()])
 
     def build(self, seed: int) -> torch.nn.Module:
         """Return the model with fresh weights, on its device."""
-        name, side = self.config.model, self.transform.resolution
-        model = build_model(name, self.data.num_classes, (side,), seed=seed)
+        sides = (self.transform.resolution,)
+        model = build_model(self.config.model, self.data.num_classes, sides, seed=seed)
         set_dropout(model, self.config.dropout)
         return model.to(self.accelerator.device, memory_format=torch.channels_last)
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """The values of one metaparameter: a range on a scale, or where both ends are equal, one."""
 
     low: float

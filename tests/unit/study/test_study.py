@@ -1,27 +1,22 @@
 import json
 import math
 import signal
-import sys
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import datasets
 import numpy as np
+import pandas
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from dbsl.config.image_settings import ImageConfig
 from dbsl.config.parse import yaml_to_argv
-from dbsl.data.dataset import load_data
-from dbsl.data.transforms import Transform
 from dbsl.model import load_model
-from dbsl.run.folder import LOCK
 from dbsl.tools.study import study
 from dbsl.tools.study.queue import Queue, Search
 from dbsl.tools.study.scaling import Trial
-from dbsl.tools.study.store import COLUMNS, read_workloads, write_trial
+from dbsl.tools.study.store import read_workloads, write_trial
 from dbsl.tools.study.trials import (
     Images,
     ImageTask,
@@ -82,10 +77,15 @@ FALLING = [0.9, 0.8, 0.5, 0.49, 0.1]
     ("errors", "changes", "status", "steps"),
     [
         (FALLING, {}, "COMPLETE", 3),  # the goal is strict
-        (FALLING, {"early_stopping": False}, "COMPLETE", 10),
+        (FALLING, {"goal": 0.0}, "COMPLETE", 10),
         ([0.9] * 12, {}, "COMPLETE", 10),
-        ([0.9] * 10 + [0.1], {"best": lambda: 4}, "INCOMPLETE", 4),
-        ([0.9, 0.9, 0.9, 0.9, 0.1], {"best": lambda: 4}, "COMPLETE", 4),  # as good in any order
+        ([0.9] * 10 + [0.1], {"most_steps": lambda: 4}, "INCOMPLETE", 4),
+        (
+            [0.9, 0.9, 0.9, 0.9, 0.1],
+            {"most_steps": lambda: 4},
+            "COMPLETE",
+            4,
+        ),  # as good in any order
         ([0.9, 0.1], {"loss": math.nan}, "INFEASIBLE", 1),
     ],
 )
@@ -97,7 +97,7 @@ def test_trial_ends_at_the_goal_or_where_it_can_reach_none_or_not_as_the_best(
     trial = run_trial(task, 1, {"learning_rate": 0.1}, **settings)
     assert (trial.status, trial.steps) == (status, steps)
     assert trial.measurements["step"].tolist() == list(range(steps + 1))
-    diverged = math.isnan(trial.measurements["val/classification_error"][-1])
+    diverged = math.isnan(trial.measurements["val/classification_error"].iloc[-1])
     assert diverged == (status == "INFEASIBLE")
 
 
@@ -131,11 +131,9 @@ def test_trial_is_train_pys_run_with_one_worker(tmp_path, accelerator, momentum)
     rates = {"lr": 0.05, "momentum": momentum, "lr_milestones": (), "warmup_epochs": 0.0}
     size = {"train_samples": 70, "eval_samples": 40, "epochs": 2, "mixed_precision": "no"}
     run(tmp_path / "run", **steps, **rates, **size, checkpoint_every=0, seed=3)
-    data = load_data(ImageConfig("digits", train_samples=70, eval_samples=40), 3)
-    transform = Transform(16, "crop", data.mirror, data.mean, data.std, 3)
-    settings = {"batch_sizes": (16,), "dropout": 0.0, "label_smoothing": 0.0}
-    config = SimpleNamespace(model="test_resnet", eval_batch_size=64, **settings)
-    images = Images(config, data, transform, accelerator)
+    own = {"batch_sizes": (16,), "augment": "crop", "resolution": 16, "eval_batch_size": 64}
+    own |= {"model": "test_resnet", "train_samples": 70, "eval_samples": 40, "seed": 3}
+    images = Images(study.StudyConfig(goal_error=0.5, **own), accelerator)
     given = {"learning_rate": 0.05, "momentum": momentum, "weight_decay": 5e-4}
     task = ImageTask(images, "sgd" if momentum == 0 else "nesterov", 16, given, seed=3)
     task.advance([0.05] * 5)
@@ -214,53 +212,51 @@ def make_queue(folder, trials=3):
     return Queue(folder, [Search("sgd", 16, 100, folder / "16", points)])
 
 
-def write(folder, trial_id, queue=None, trial=None, status="COMPLETE", reached=20.0):
-    measurements = {name: np.array([0.0]) for name in COLUMNS}
-    write_trial(folder / "16", Trial(trial_id, status, 20, {}, measurements))
-    if queue is not None:
-        queue.finish(*trial, status, reached)
+def numbers(queue):
+    """Yield the trials that a process gets."""
+    return (number for _, number in queue.trials(lambda: None))
 
 
-def number_of(taken):
-    return taken and taken[1].user_attrs["trial_id"]
+def write(folder, trial_id, status="COMPLETE", reached=20):
+    columns = {"step": [reached], "val/classification_error": [0.1]}
+    trial = Trial(trial_id, status, 20, {}, pandas.DataFrame(columns))
+    write_trial(folder / "16", trial)
+    return trial
 
 
 def test_each_trial_is_given_to_one_process_and_a_dead_ones_to_the_next(tmp_path):
+    first, second = (numbers(make_queue(tmp_path)) for _ in range(2))
+    assert [next(first), next(second)] == [1, 2]
+    write(tmp_path, 1)
+    assert next(first) == 3
+    second.close()  # as the system lets go of the locks of a process that dies
+    write(tmp_path, 3)
+    assert next(first) == 2
+    write(tmp_path, 2, "INFEASIBLE")
+    assert next(first, None) is None
+    assert [*numbers(make_queue(tmp_path))] == []
+    assert next(numbers(make_queue(tmp_path, trials=4))) == 4
+
+
+def test_a_process_waits_for_the_trials_of_others_and_may_be_stopped(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("dbsl.tools.study.queue._LOOK_S", 0.0)
+    other, waited = numbers(make_queue(tmp_path, trials=1)), iter((1, 1, 0))
+    assert next(other) == 1
+    with pytest.raises(ZeroDivisionError):  # by the third look
+        next(make_queue(tmp_path, trials=1).trials(lambda: 1 / next(waited)))
+    assert capsys.readouterr().out == "waiting for 1 trial of other processes\n"
+
+
+def test_what_one_process_has_found_all_know(tmp_path):
     first, second = make_queue(tmp_path), make_queue(tmp_path)
-    one, two = first.take(), second.take()
-    assert [number_of(one), number_of(two)] == [1, 2]
-    assert one[1].suggest_float("learning_rate", 0, 1) == 0.1
-    assert (first.running(), first.best(one[0])) == (2, math.inf)
-    write(tmp_path, 1, first, one, reached=10)
-    assert second.best(one[0]) == 10
-    second._alive.release()  # as the system does when a process dies
-    numbers = [number_of(first.take()) for _ in range(3)]
-    assert numbers == [3, 2, None]
-    assert make_queue(tmp_path).running() == 2
-
-
-def test_trials_that_are_written_are_done_and_others_given_back_whatever_the_journal_says(tmp_path):
-    queue = make_queue(tmp_path)
-    taken = queue.take()
-    queue.give_back(*taken)
-    write(tmp_path, 2, queue, queue.take(), "INFEASIBLE", math.inf)
-    assert [number_of(queue.take()) for _ in range(3)] == [3, 1, None]
-    queue._alive.release()
-    write(tmp_path, 3)  # its process died before the journal had it
-    (tmp_path / "queue/journal").unlink()
-    queue, fewer, more = (make_queue(tmp_path, trials) for trials in (2, 1, 4))
-    assert [number_of(own.take()) for own in (queue, queue, fewer, more)] == [1, None, None, 4]
-
-
-def test_damaged_journal_and_missing_optuna_are_one_line(tmp_path, monkeypatch):
-    make_queue(tmp_path)
-    with open(tmp_path / "queue/journal", "a") as file:
-        file.write('{"op_\n{"op_code"\n')
-    with pytest.raises(ValueError, match=r"journal must be readable, .* finished trials are kept"):
-        make_queue(tmp_path)
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ValueError, match=r"a study needs Optuna, got .*: pip install optuna"):
-        make_queue(tmp_path)
+    search, _ = next(first.trials(lambda: None))
+    for trial, best in (
+        (write(tmp_path, 1, "INCOMPLETE", 3), math.inf),
+        (write(tmp_path, 2, reached=10), 10),
+        (write(tmp_path, 3, reached=30), 10),
+    ):
+        first.note(search, trial, goal=0.2)
+        assert second.best(search) == best
 
 
 # --- the command
@@ -368,17 +364,6 @@ def test_folder_of_another_study_is_refused(unbroken):
     with pytest.raises(ValueError, match=r"momentum must be .* as in .*, got 0.9$"):
         run_study(unbroken, early_stopping=False, momentum=(0.9,))
     assert trials_of(unbroken) == before
-
-
-def test_a_folder_of_something_else_and_damaged_settings_are_refused(tmp_path):
-    (tmp_path / "config.yaml").write_text("lr: 1")
-    with pytest.raises(ValueError, match="output_dir must not be a run's folder"):
-        run_study(tmp_path)
-    (tmp_path / "config.yaml").unlink()
-    (tmp_path / "study.yaml").write_text("a: [")
-    with pytest.raises(ValueError, match=r"study.yaml"):
-        run_study(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} <= {"study.yaml", LOCK}
 
 
 def test_a_study_reads_data_that_come_through_a_cache(tmp_path, monkeypatch):
