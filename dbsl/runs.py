@@ -18,7 +18,7 @@ from dbsl.base.machine import check_installed, threads_of_process
 from dbsl.checkpoint import resume
 from dbsl.checkpoint.checkpoint import Checkpoint
 from dbsl.checkpoint.disk import reading_checkpoint
-from dbsl.config.complete import found_by, with_resolved
+from dbsl.config.complete import found_by, with_found
 from dbsl.config.hooks import Extra, Extras
 from dbsl.config.settings import RunConfig, check_effects
 from dbsl.data.dataset import Data, load_data
@@ -42,7 +42,7 @@ Metrics = Mapping[str, Any] | None
 def start_accelerator(given: RunConfig) -> Accelerator:
     """Meet the other processes; refuse settings and code that are not rank 0's (a collective)."""
     check_installed()
-    config = with_resolved(given)
+    config = with_found(given)
     check_optimizer(given.optimizer, given.optimizer_settings, given.momentum, given.weight_decay)
     torch.set_num_threads(config.cpu_threads or threads_of_process())  # the bits depend on them
     config = _with_rate(replace(config, cpu_threads=torch.get_num_threads()))
@@ -88,9 +88,7 @@ class RunFolder(AbstractContextManager):
         count, nodes = accelerator.num_processes, processes.nodes_of(accelerator)
         threads = processes.common_threads(accelerator)
         found_out = {"mixed_precision": accelerator.mixed_precision, "cpu_threads": threads}
-        config = settle_islands(
-            _with_rate(replace(with_resolved(given), **found_out)), count, nodes
-        )
+        config = settle_islands(_with_rate(replace(with_found(given), **found_out)), count, nodes)
         before = resume.run_before(config)
         self.folder = before or Path(config.output_dir or default_folder(config))
         if not config.plan_only:
@@ -125,7 +123,7 @@ class RunFolder(AbstractContextManager):
         self.workers, self._checkpoint, found = workers, checkpoint, self.found
         accelerator, plans, resumed = self._accelerator, workers.plans, checkpoint.resumed
         self._exits.enter_context(self.stopping)
-        settings = (self._given, self.complete(plans.config).resolved, plans.first)
+        settings = (self._given, self.complete(plans.config).found, plans.first)
         if found is None:  # first of all: a folder without settings cannot be resumed
             self._locked.write_settings(*settings)
         self._locked.keep_script(self._code)
@@ -148,7 +146,7 @@ class RunFolder(AbstractContextManager):
     def complete(self, config: RunConfig) -> RunConfig:
         """Return a run's settings with what was found out, by name, beside what was given."""
         processes = self._accelerator.num_processes
-        return replace(config, resolved=found_by(self._given, config, processes))
+        return replace(config, found=found_by(self._given, config, processes))
 
     def plan(self, turn: WorkerTurn) -> None:
         """Record the plan of a turn, if it is another than before."""

@@ -32,7 +32,7 @@ from dbsl.checkpoint.handover import (
 )
 from dbsl.cluster.weights import vector_length
 from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_text
-from dbsl.config.complete import RESOLVED, set_back
+from dbsl.config.complete import FOUND, set_back
 from dbsl.config.fields import Role, with_role
 from dbsl.config.hooks import found_extras
 from dbsl.config.parse import (
@@ -126,7 +126,7 @@ def complete_settings(before: Mapping[str, Any], now: RunConfig) -> dict[str, An
 def changed_settings(before: Mapping[str, Any], now: RunConfig) -> Changes:
     """Return the settings that are not what they were; one that was not there had its default."""
     before = complete_settings(before, now)
-    names = (name for name in asdict(now) if name != RESOLVED)
+    names = (name for name in asdict(now) if name != FOUND)
     return {n: (before[n], getattr(now, n)) for n in names if not _is_as_before(n, now, before)}
 
 
@@ -178,13 +178,13 @@ def adapt_to_processes(
     config = replace(config, workers=now or workers)
     if config.workers == workers:
         # It may have been kept before, from yet other workers.
-        kept = "global_batch_size" in before[RESOLVED]
+        kept = "global_batch_size" in before[FOUND]
         return _with_global_batch(config, before, found) if kept else config
-    of_workers = {*with_role(cls, Role.WORKERS | Role.PER_WORKER)} - {"workers"}
-    config, gone = set_back(config, given, config.resolved.keys() & of_workers), set()
-    for name in with_role(cls, Role.PER_WORKER):  # values of each worker have no meaning now
+    of_workers = {*with_role(cls, Role.WORKERS)} - {"workers"}
+    config, gone = set_back(config, given, config.found.keys() & of_workers), set()
+    for name in with_role(cls, Role.WORKERS):  # values of each worker have no meaning now
         value = getattr(config, name)
-        several = value not in (None, "auto") and len(value) > len(before["resolutions"])
+        several = isinstance(value, tuple) and len(value) > len(before["resolutions"])
         by_worker = several or (value and name == "local_batch_sizes")
         if by_worker and _is_as_before(name, config, before):
             gone |= {*(_TIMES if name in _TIMES else (name,))}
@@ -263,7 +263,7 @@ def _new_to_workers(changed: Changes, manifest: Manifest, workers: Workers) -> C
         "training images": (manifest.samples, len(workers.data.train)),
     }
     others = {what: pair for what, pair in others.items() if pair[0] != pair[1]}
-    anew = {*with_role(type(config), Role.MEETING | Role.PLAN)}
+    anew = {*with_role(type(config), Role.PLAN)}
     if manifest.processes > 1 and config.sync == "bsp":
         anew |= {"wire", "merge"}  # which decide what a barrier keeps of a round
     return others | {name: pair for name, pair in changed.items() if name in anew}

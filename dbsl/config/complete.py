@@ -1,6 +1,6 @@
 """What a run was given, and what it found out.
 
-A run's ``config.yaml`` has settings as they were given at the top level, and a mapping ``resolved``
+A run's ``config.yaml`` has settings as they were given at the top level, and a mapping ``found``
 of those that the run found out. Read back unchanged, the file repeats the run. What was found holds
 while no other setting and no number of processes has changed; else all of it is found anew.
 """
@@ -20,7 +20,7 @@ T = TypeVar("T")
 _SAID = ("profile",)  # has had its say once step times are found
 _OF_EPOCHS = ("lr_milestones", "warmup_epochs")  # found from the number of epochs
 PROCESSES = "processes"  # beside what was found: how many processes there were
-RESOLVED = "resolved"  # the mapping in config.yaml, and the field of Config that has it
+FOUND = "found"  # the mapping in config.yaml, and the field of Config that has it
 
 
 def says_unlike(config: RunConfig) -> bool:
@@ -30,7 +30,7 @@ def says_unlike(config: RunConfig) -> bool:
 
 
 def still_true(
-    resolved: Mapping[str, Any],
+    found: Mapping[str, Any],
     before: RunConfig,
     now: RunConfig,
     processes: int,
@@ -44,23 +44,23 @@ def still_true(
     """
     cls, auto = type(now), now.mixed_precision == "auto"
     precision = launched_precision if auto else None
-    if resolved.get(PROCESSES) != processes:
+    if found.get(PROCESSES) != processes:
         return {}
-    if precision not in (None, resolved.get("mixed_precision")):
+    if precision not in (None, found.get("mixed_precision")):
         return {}
-    free = {*with_role(cls, Role.FREE)} - {*with_role(cls, Role.PLAN)} | {RESOLVED}
+    free = {*with_role(cls, Role.FREE)} - {*with_role(cls, Role.PLAN)} | {FOUND}
     names = (field.name for field in fields(now) if field.name not in free)
     changed = {name for name in names if getattr(before, name) != getattr(now, name)}
     if changed - {"epochs"}:
         return {}
     gone = _OF_EPOCHS if changed else ()
-    return {name: value for name, value in resolved.items() if name not in gone}
+    return {name: value for name, value in found.items() if name not in gone}
 
 
-def with_resolved(given: RunConfig) -> RunConfig:
+def with_found(given: RunConfig) -> RunConfig:
     """Return the settings with what an earlier run found out, where it holds, filled in."""
-    names = given.resolved.keys() - {PROCESSES}
-    values = {name: given.resolved[name] for name in names}
+    names = given.found.keys() - {PROCESSES}
+    values = {name: given.found[name] for name in names}
     said = {name: getattr(type(given), name) for name in _SAID if "slope" in names}
     return replace(given, **values, **said)
 
@@ -73,7 +73,7 @@ def set_back(config: RunConfig, given: RunConfig, names: Collection[str]) -> Run
 
 def found_by(given: RunConfig, complete: RunConfig, processes: int) -> dict[str, Any]:
     """Return what a run found out: where its complete settings are not those it was given."""
-    free = {RESOLVED, *with_role(type(given), Role.FREE)}
+    free = {FOUND, *with_role(type(given), Role.FREE)}
     names = (field.name for field in fields(given) if field.name not in free)
     found = (name for name in names if not is_as_given(name, given, complete))
     return {PROCESSES: processes, **{name: getattr(complete, name) for name in found}}
@@ -82,8 +82,8 @@ def found_by(given: RunConfig, complete: RunConfig, processes: int) -> dict[str,
 def is_as_given(name: str, given: RunConfig, complete: RunConfig) -> bool:
     """Whether a setting is what was given, perhaps written at greater length."""
     own, value = getattr(given, name), getattr(complete, name)
-    per_worker = name in with_role(type(given), Role.PER_WORKER) and name != "local_batch_sizes"
-    if not per_worker or own in (None, "auto") or not own or not value:
+    of_workers = name in with_role(type(given), Role.WORKERS) and name != "local_batch_sizes"
+    if not (of_workers and own and value and isinstance(own, tuple)):
         return own == value
     length = math.lcm(len(own), len(value))  # values of resolutions as those of their workers
     whole, given_whole = ([x for x in xs for _ in range(length // len(xs))] for xs in (value, own))

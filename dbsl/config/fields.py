@@ -27,6 +27,7 @@ M = TypeVar("M")
 Refusal = tuple[Any, str, Any]  # whether it holds, what must be, and the value that is not so
 
 PAIRS = {"flag": "pairs"}  # metadata of a field of name=value texts, whose values may be lists
+NO_FLAG = {"flag": None}  # a run finds it out by itself
 UNSET = "unset"  # the value that takes back a setting of a file
 
 _WORDS = {
@@ -130,10 +131,8 @@ class Role(Flag):
     FREE = auto()  # a resumed run may change it: no weight depends on it
     COMMAND = auto()  # the command's, not its run's: config.yaml leaves it out
     NODE = auto()  # each machine may have its own
-    WORKERS = auto()  # may change with the number of workers
-    PER_WORKER = auto()  # the same; one value, one by resolution, or one by resolution and worker
-    MEETING = auto()  # how workers meet: with another, no process's own state fits
-    PLAN = auto()  # plans are made from it: with another, those that were saved do not hold
+    WORKERS = auto()  # may change with their number; a list: by resolution, or that and worker
+    PLAN = auto()  # plans, or how workers meet: with another, what a process saved does not fit
     ORDER = auto()  # the order of an epoch's samples is drawn by it
 
 

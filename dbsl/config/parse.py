@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 
 import yaml
 
-from dbsl.base.errors import SettingError, as_given
+from dbsl.base.errors import SettingError, as_given, require
 from dbsl.base.machine import launched_precision, recall
-from dbsl.config.complete import PROCESSES, RESOLVED, still_true
+from dbsl.config.complete import FOUND, PROCESSES, still_true
 from dbsl.config.fields import (
     PAIRS,
     UNSET,
@@ -73,6 +73,7 @@ _ELSEWHERE = {
     "--emulate noise=": ("time-noise",),
     "--emulate gbps=": ("link-gbps",),
     "--emulate ms=": ("link-ms",),
+    "found:": ("resolved",),
 }
 RUN_FOLDER = "run folder"  # what a launch remembers of the run that it may have to restart
 
@@ -113,26 +114,23 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
         raise SettingError(f"{error} ({paths[-1]} sets {name})") from None
     for files in read.values():
         for number in range(len(files), 0, -1):
-            if RESOLVED in files[number - 1]:
+            if FOUND in files[number - 1]:
                 return _keep_found(config, files[:number])
     return config
 
 
 def _keep_found(config: T, files: Sequence[Mapping[str, Any]]) -> T:
     """Return the config with what the last of these files found out, as far as it still holds."""
-    cls, resolved = type(config), files[-1][RESOLVED]
-    if not isinstance(resolved, Mapping):
-        raise SettingError(f"resolved must map settings to values, got {resolved!r}")
-    found = {name: value for name, value in resolved.items() if name != PROCESSES}
-    for name in found.keys() - {field.name for field in dataclasses.fields(cls)}:
-        raise SettingError(f"resolved must name settings, got {name}")
+    cls, found = type(config), files[-1][FOUND]
+    require(isinstance(found, Mapping), f"{FOUND} must map settings to values", found)
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    for name in found.keys() - defaults.keys() - {PROCESSES}:
+        raise SettingError(f"{FOUND} must name settings, got {name}")
     before = SimpleNamespace(**defaults | _read_flags(cls, yaml_to_argv(_merged(files))))
-    typed = _read_flags(cls, yaml_to_argv(found))
-    values = dict(resolved) | {name: typed.get(name) for name in found}
+    found = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    found = still_true(values, before, config, processes, launched_precision())
-    return dataclasses.replace(config, resolved=found)
+    found = still_true(found, before, config, processes, launched_precision())
+    return dataclasses.replace(config, found=found)
 
 
 def parse_flags(cls: type[T], flags: Sequence[str] | None = None, prog: str = "") -> T:
@@ -303,7 +301,7 @@ def read_source(cls: type) -> tuple[dict[str, list[str]], dict[str, str]]:
 def read_settings(path: Path) -> dict[str, Any]:
     """Return a YAML file's settings, on top of those of the file that its ``base`` names.
 
-    A ``base`` is relative to its file. What a run found out (``resolved``) is left out.
+    A ``base`` is relative to its file. What a run found out (``found``) is left out.
     """
     return _merged(_read_files(path, None))
 
@@ -325,7 +323,7 @@ def _merged(files: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for name, value in (pair for file in files for pair in file.items()):
         found.pop(name, None)  # the last given comes last: `x` and `no_x` are one setting
         found[name] = value
-    found.pop(RESOLVED, None)
+    found.pop(FOUND, None)
     return found
 
 
@@ -342,12 +340,12 @@ def yaml_to_argv(settings: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def config_to_yaml(settings: Mapping[str, Any], resolved: Mapping[str, Any] | None = None) -> str:
+def config_to_yaml(settings: Mapping[str, Any], found: Mapping[str, Any] | None = None) -> str:
     """Return settings as YAML that `parse_config` reads back to equal ones; unset is left out."""
     text = _as_yaml({name: value for name, value in settings.items() if value is not None})
-    if resolved:
-        text += "\n# Found out by the run; dropped where a setting changes that it came from.\n"
-        text += f"{RESOLVED}:\n{textwrap.indent(_as_yaml(resolved), '  ')}"
+    if found:
+        text += "\n# By the run itself; dropped where another setting or the processes change.\n"
+        text += f"{FOUND}:\n{textwrap.indent(_as_yaml(found), '  ')}"
     return text
 
 
@@ -413,7 +411,7 @@ def _read_yaml(path: Path, cls: type | None) -> dict[str, Any]:
         name = _name(key)
         off = name not in known and hints.get(name.removeprefix("no_")) is bool
         name = name.removeprefix("no_") if off else name
-        if name not in {*known, "base", RESOLVED} - {"config"}:
+        if name not in {*known, "base", FOUND} - {"config"}:
             raise _unknown(cls, "config must set what --help lists", str(key), f" in {path}")
         switch = isinstance(value, bool)
         if name in known and value is not None and switch != (hints[name] is bool):

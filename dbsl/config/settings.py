@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from dbsl.base.errors import SettingError
 from dbsl.config.fields import (
+    NO_FLAG,
     PAIRS,
     Amount,
     BelowOne,
@@ -57,8 +58,8 @@ def check_resolutions(resolutions: Sequence[int]) -> None:
         Within(1, 8192, order=lt).check("resolutions", tuple(resolutions))
 
 
-_Times = Annotated[tuple[float, ...] | None, Role.PLAN | Role.PER_WORKER]
-_Sizes = Annotated[tuple[Count, ...] | Literal["auto"] | None, Role.PER_WORKER]
+_Times = Annotated[tuple[float, ...] | None, Role.PLAN | Role.WORKERS]
+_Sizes = Annotated[tuple[Count, ...] | Literal["auto"] | None, Role.WORKERS]
 _JOINTLY = Needs(sync="step") | Needs(push="gradients")
 _SHARED = ", where all workers share each global batch (see local_batch_sizes)"
 _NO_JOINTLY = Excludes(sync="step", why=_SHARED) | Excludes(push="gradients")
@@ -129,7 +130,7 @@ class TrainingConfig(ImageConfig):
     # samples per step set by hand; one value per worker, or per resolution and worker
     local_batch_sizes: Annotated[
         tuple[Count, ...] | None,
-        Role.PLAN | Role.PER_WORKER,
+        Role.PLAN | Role.WORKERS,
         Excludes("small_ratio"),
         Excludes("small_workers"),
     ] = None
@@ -143,7 +144,7 @@ class TrainingConfig(ImageConfig):
     # samples per step of a small worker; one value, or one per resolution; 0 or unset: solved
     small_batch_size: Annotated[
         tuple[Number, ...] | None,
-        Role.PLAN | Role.PER_WORKER,
+        Role.PLAN | Role.WORKERS,
         _SMALL,
     ] = None
     # largest number of a worker's samples on its device at once: a step sums the gradients of
@@ -160,9 +161,8 @@ class TrainingConfig(ImageConfig):
     ] = None
     # seconds per step, with as many values as --slope may have; unset: measured
     intercept: Annotated[_Times, Needs("slope")] = None
-    # least seconds of a step, with as many values as --slope may have; unset: measured with the
-    # slope, or 0 where that is given
-    floor: Annotated[_Times, Needs("slope")] = None
+    # least seconds of a step, where it was measured with the slope; no flag
+    floor: _Times = field(default=None, metadata=NO_FLAG)
     # file of step times from python -m dbsl.profile --output; again: measure them even if the cache
     # has them; unset: the cache, or measured for 30 s (one worker alone: 3 s)
     profile: Annotated[str | None, Role.FREE | Role.PLAN, Excludes("slope")] = None
@@ -177,13 +177,13 @@ class TrainingConfig(ImageConfig):
     # how workers exchange what they learn: all wait for each other every round (bsp), fast workers
     # run at most --staleness rounds ahead (ssp), nobody waits (asp), or gradients are averaged at
     # every step (step). ssp and asp survive the death of a process that was launched on its own
-    sync: Annotated[Sync, Role.MEETING] = "bsp"
+    sync: Annotated[Sync, Role.PLAN] = "bsp"
     # what workers send: their weights, or gradients for an optimizer at the server, which
     # gradients:4 sums over 4 steps before each push
     push: Annotated[
         str,
         PUSH,
-        Role.MEETING,
+        Role.PLAN,
         Excludes(sync="step", why=", which averages gradients itself"),
     ] = "weights"
     # format of what workers send. --sync bsp takes bf16, int8, int4 or int2. --sync step takes
@@ -205,12 +205,10 @@ class TrainingConfig(ImageConfig):
         Excludes(push="gradients"),
     ] = None
     # pushes per worker and epoch
-    rounds_per_epoch: Annotated[
-        Count, Role.MEETING, Excludes(push="gradients", why=" (see push)")
-    ] = 1
+    rounds_per_epoch: Annotated[Count, Role.PLAN, Excludes(push="gradients", why=" (see push)")] = 1
     # rank 0 serves and evaluates but does not train
     dedicated_server: Annotated[
-        bool, Role.WORKERS | Role.MEETING, Excludes(sync="step", why=", which has no server")
+        bool, Role.WORKERS | Role.PLAN, Excludes(sync="step", why=", which has no server")
     ] = False
     # seconds of silence after which a process counts as lost, and longest wait at a barrier; with
     # asp and ssp a process that computes is not silent
@@ -332,8 +330,8 @@ class RunConfig(MachineConfig, TrainingConfig):
     # new run folder; unset: runs/<dataset>-<model>-<time>
     output_dir: Annotated[str | None, Role.FREE | Role.COMMAND] = None
     # what a run found out, as its config.yaml has it; no flag
-    resolved: Annotated[Mapping[str, Any], Role.FREE | Role.COMMAND | Role.NODE] = field(
-        default_factory=dict, metadata={"flag": False}
+    found: Annotated[Mapping[str, Any], Role.FREE | Role.COMMAND | Role.NODE] = field(
+        default_factory=dict, metadata=NO_FLAG
     )
 
     def __post_init__(self) -> None:
@@ -377,7 +375,7 @@ def check_effects(config: RunConfig, processes: int = 1) -> None:
     alone = (workers == 1 and small, text, small)
     climbs = config.schedule == "cyclic" and len(config.resolutions or (0, 0)) > 1
     stages = config.lr_schedule == "step" or climbs or config.reset_momentum == "stage"
-    given = config.lr_milestones and "lr_milestones" not in config.resolved
+    given = config.lr_milestones and "lr_milestones" not in config.found
     text = (
         f"lr_milestones must be left out with lr_schedule {config.lr_schedule}, unless resolutions "
         "climb between them (schedule cyclic) or reset_momentum is stage"

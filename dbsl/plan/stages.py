@@ -43,7 +43,7 @@ class Stages(Sequence[Stage]):
     def __init__(
         self, config: RunConfig, resolutions: Sequence[int], say: Callable[[str], object] = print
     ) -> None:
-        asked_for = config.resolutions is not None and "resolutions" not in config.resolved
+        asked_for = config.resolutions is not None and "resolutions" not in config.found
         given = tuple(config.resolutions or resolutions)
         unlike = (given == (NO_SIDE,)) != (tuple(resolutions) == (NO_SIDE,))
         must = "resolutions must be left out with inputs that have no side"

@@ -32,7 +32,7 @@ from dbsl.base.errors import SettingError, as_given, px
 from dbsl.base.files import write_text
 from dbsl.base.machine import launched_precision, remember
 from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_from, share_text
-from dbsl.config.complete import RESOLVED
+from dbsl.config.complete import FOUND
 from dbsl.config.fields import Role, refuse, with_role
 from dbsl.config.hooks import defaults_of_extras
 from dbsl.config.parse import RUN_FOLDER, config_to_yaml
@@ -81,7 +81,7 @@ class LockedFolder(AbstractContextManager):
             self.path = Path(remember(RUN_FOLDER, str(self.path)))
 
     def write_settings(
-        self, given: RunConfig, resolved: Mapping[str, Any], plans: Mapping[int, Plan]
+        self, given: RunConfig, found: Mapping[str, Any], plans: Mapping[int, Plan]
     ) -> None:
         """Write ``config.yaml``, as given and as found out, and ``plan.json``.
 
@@ -95,7 +95,7 @@ class LockedFolder(AbstractContextManager):
         settings = {name: value for name, value in said if name not in commands}
         if settings["profile"] == AGAIN:  # this command's, too: said twice, it measures twice
             del settings["profile"]
-        write_text(self.path / "config.yaml", config_to_yaml(settings, resolved))
+        write_text(self.path / "config.yaml", config_to_yaml(settings, found))
         rows = {px(resolution) or "plan": asdict(plan) for resolution, plan in plans.items()}
         write_text(self.path / "plan.json", json.dumps(rows, indent=2))
 
@@ -179,7 +179,7 @@ def default_folder(config: Any) -> Path:
 def settings_in(folder: Path) -> dict[str, Any]:
     """Return the settings of a run by its config.yaml, with what it found out."""
     given = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    return given | given.pop(RESOLVED, {})
+    return given | given.pop(FOUND, {})
 
 
 # --- the code

@@ -25,7 +25,7 @@ from dbsl.checkpoint.disk import Found, newest, read_manifest
 from dbsl.cluster.meeting import SimulatedCluster
 from dbsl.cluster.steps import Stepper
 from dbsl.config import parse
-from dbsl.config.complete import with_resolved
+from dbsl.config.complete import with_found
 from dbsl.config.hooks import found_extras
 from dbsl.config.parse import parse_config
 from dbsl.model import load_model
@@ -608,7 +608,7 @@ def test_a_run_whose_held_out_images_would_change_does_not_go_on(tmp_path):
         ({}, {"local_batch_sizes": (3, 5, 4, 6), "workers": 2}, (None, (3, 5, 4, 6), None)),
         ({}, {"local_batch_sizes": (3, 3, 4, 6), "workers": 2}, (16, None, None)),
         ({"global_batch_size": 16}, {"workers": 4}, (None, None, None)),  # it is taken back
-        ({"global_batch_size": 16, "resolved": {"global_batch_size": 16}}, {}, (16, None, None)),
+        ({"global_batch_size": 16, "found": {"global_batch_size": 16}}, {}, (16, None, None)),
         ({"large_batch_size": [4]}, {"large_batch_size": (4,), "workers": 2}, (16, None, None)),
         ({"large_batch_size": [4, 4]}, {"large_batch_size": (4,), "workers": 2}, (16, None, None)),
         ({"large_batch_size": [4]}, {"large_batch_size": (9,), "workers": 2}, (16, None, (9,))),
@@ -674,9 +674,9 @@ def test_what_was_found_for_other_workers_is_found_anew(left):
     """Also where the number of workers was given: half of four workers are half of two."""
     config = {**MODES["bsp"], "small_workers": None, "small_ratio": 0.5, "workers": 4}
     before = {"small_workers": 2, "small_batch_size": (2,), "processes": 1}
-    given = Config(**config, resolved=before)
+    given = Config(**config, found=before)
     found = newest(left("bsp", False))
-    now = resume.adapt_to_processes(with_resolved(given), found, 2, given)
+    now = resume.adapt_to_processes(with_found(given), found, 2, given)
     assert (now.workers, now.small_workers, now.small_batch_size) == (2, None, None)
     # Batches of two workers are no batches of two resolutions.
     sizes = {"local_batch_sizes": [3, 5], "resolutions": [16, 32]}
@@ -715,7 +715,7 @@ def test_resuming_by_folder_keeps_the_runs_settings_and_flags_win(ended, tmp_pat
     folder = shutil.copytree(ended, tmp_path / "checkpoints/run")
     config = parse_config(Config, ["--resume", str(folder), "--report-to", "tensorboard"])
     assert (config.lr, config.rounds_per_epoch, config.report_to) == (0.02, 2, "tensorboard")
-    assert with_resolved(config).workers == 4  # found out by the run, which was given none
+    assert with_found(config).workers == 4  # found out by the run, which was given none
 
 
 # --- real processes

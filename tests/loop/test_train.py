@@ -154,7 +154,7 @@ def test_auto_is_what_fits_and_is_written_down(
     run(tmp_path / "run", **{name: "auto"}, epochs=1, lr_milestones=())
     config = parse_config(Config, ["--config", str(tmp_path / "run/config.yaml")])
     assert getattr(config, name) == "auto"
-    assert config.resolved[name] == found
+    assert config.found[name] == found
     assert said in capsys.readouterr().out
 
 
@@ -497,7 +497,7 @@ def test_milestones_of_a_cosine_are_taken_where_something_changes_at_them():
     cosine = {"lr_schedule": "cosine", "lr_milestones": (5,)}
     check_effects(Config(**cosine))  # resolutions climb
     check_effects(Config(**cosine, schedule="fixed", reset_momentum="stage"))
-    check_effects(Config(**cosine, schedule="fixed", resolved={"lr_milestones": (5,)}))
+    check_effects(Config(**cosine, schedule="fixed", found={"lr_milestones": (5,)}))
     for others in ({"schedule": "fixed"}, {"schedule": "progressive"}, {"resolutions": (32,)}):
         with pytest.raises(ValueError, match=r"lr_milestones must be left out .*, got 5"):
             check_effects(Config(**cosine, **others))
@@ -530,10 +530,10 @@ def test_help_is_grouped_and_every_flag_explains_itself(capsys, monkeypatch):
     common = text[text.index("common:") : text.index("data:\n")]
     assert common.count("\n  --") == len(COMMON) == 11
     assert "--config FILE" in common
-    for name in Config.__dataclass_fields__.keys() - {"resolved"}:
+    for name in Config.__dataclass_fields__.keys() - {"found", "floor"}:
         flags = re.findall(rf"\n  --{name.replace('_', '-')}[, \n]", text)
         assert len(flags) == 1, name
-    assert "--resolved" not in text
+    assert "--floor" not in text
     words = " ".join(text.split())
     assert "--small-ratio X share of workers on the small batch, in [0, 1];" in words
     assert "--large-batch-size N,..|auto samples per step" in words

@@ -144,13 +144,13 @@ def test_one_process_where_several_were_asked_for_is_said(environ, capsys, envir
 
 
 def test_a_launch_in_another_precision_drops_what_a_run_found_in_its_own(monkeypatch, tmp_path):
-    found = "resolved:\n  processes: 1\n  mixed_precision: 'no'\n  slope: [0.1]\n  workers: 4\n"
+    found = "found:\n  processes: 1\n  mixed_precision: 'no'\n  slope: [0.1]\n  workers: 4\n"
     (tmp_path / "c.yaml").write_text(found)
     flags = ["--config", str(tmp_path / "c.yaml")]
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    assert parse_config(Config, flags).resolved["mixed_precision"] == "no"
+    assert parse_config(Config, flags).found["mixed_precision"] == "no"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    assert parse_config(Config, flags).resolved == {}
+    assert parse_config(Config, flags).found == {}
 
 
 def test_float32_on_cuda_says_what_runs_in_tf32(monkeypatch):

@@ -74,7 +74,7 @@ def alone():
 def folder(tmp_path):
     folder = tmp_path / "first run"
     folder.mkdir()
-    (folder / "config.yaml").write_text("lr: 0.1\nresolutions: [24, 32]\nresolved: {workers: 2}\n")
+    (folder / "config.yaml").write_text("lr: 0.1\nresolutions: [24, 32]\nfound: {workers: 2}\n")
     (folder / "summary.json").write_text('{"best_accuracy": 0.75, "epochs": 1}')
     rows = [json.dumps(log_rows.for_people(row)) for row in (PLAN, *epoch(), EVAL)]
     (folder / "metrics.jsonl").write_text("\n".join(rows))

@@ -25,7 +25,7 @@ GIVEN = {name: value for name, value in (TINY | SETTINGS).items() if value is no
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A finished run that has found its step times and chosen all that it may."""
-    folder = tmp_path_factory.mktemp("resolved") / "run"
+    folder = tmp_path_factory.mktemp("found") / "run"
     run(folder, **SETTINGS)
     return folder
 
@@ -74,17 +74,17 @@ def read(folder):
 
 def test_config_yaml_keeps_what_was_given_and_what_was_found_apart(folder):
     written = read(folder)
-    resolved = written.pop("resolved")
+    found = written.pop("found")
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in written.items()}
     assert values.items() >= GIVEN.items()
     assert set(written) <= {field.name for field in fields(Config)}
     assert not {"workers", "small_workers", "slope", "lr_milestones"} & set(written)
     assert written["mixed_precision"] == "auto"
-    assert (resolved["workers"], resolved["small_workers"], resolved["processes"]) == (4, 1, 1)
-    assert (resolved["lr_milestones"], resolved["warmup_epochs"]) == ([2], 0.3)
-    assert len(resolved["slope"]) == len(resolved["intercept"]) == 2
-    assert resolved["mixed_precision"] in ("no", "bf16")
-    assert resolved["cpu_threads"] == 1
+    assert (found["workers"], found["small_workers"], found["processes"]) == (4, 1, 1)
+    assert (found["lr_milestones"], found["warmup_epochs"]) == ([2], 0.3)
+    assert len(found["slope"]) == len(found["intercept"]) == 2
+    assert found["mixed_precision"] in ("no", "bf16")
+    assert found["cpu_threads"] == 1
 
 
 def test_the_file_as_it_is_repeats_the_run_to_the_bit(folder, tmp_path, monkeypatch):
@@ -127,12 +127,12 @@ def test_findings_hold_until_another_setting_changes(
     folder, tmp_path, monkeypatch, flags, kept, gone
 ):
     (tmp_path / "more.yaml").write_text(f"base: {folder / 'config.yaml'}\n")  # as the file itself
-    resolved = set(parsed(tmp_path / "more.yaml", *flags.split()).resolved)
-    assert resolved >= {*kept.split()}
-    assert not resolved & {*gone.split()}
+    found = set(parsed(tmp_path / "more.yaml", *flags.split()).found)
+    assert found >= {*kept.split()}
+    assert not found & {*gone.split()}
     monkeypatch.setenv("WORLD_SIZE", "2")  # more processes count their workers anew
-    resolved = set(parsed(tmp_path / "more.yaml", *flags.split()).resolved)
-    assert not {"workers", "small_workers", "cpu_threads", "slope"} & resolved
+    found = set(parsed(tmp_path / "more.yaml", *flags.split()).found)
+    assert not {"workers", "small_workers", "cpu_threads", "slope"} & found
 
 
 def test_a_measured_floor_is_planned_with_and_goes_with_its_slope(planned):
@@ -165,11 +165,11 @@ def test_a_run_is_made_longer_without_consent(folder, tmp_path, capsys):
     train_by("--resume", str(longer), "--epochs", "7")
     said = capsys.readouterr().out
     assert "epochs 3 -> 7" in said
-    assert "lr_milestones 2 -> 4,6 (not given: found anew)" in said
+    assert "lr_milestones 2 -> 4,6" in said
     lines = map(json.loads, (longer / "metrics.jsonl").read_text().splitlines())
     rates = [row["learning_rate"] for row in lines if row["event"] == "eval"]
     assert rates == pytest.approx([0.02, 0.02, 0.004, 0.02, 0.004, 0.004, 0.0008])
-    assert read(longer)["resolved"]["lr_milestones"] == [4, 6]
+    assert read(longer)["found"]["lr_milestones"] == [4, 6]
     (longer / "summary.json").unlink()
     with pytest.raises(ValueError, match=r"epochs must be above the 7 that are complete, got 6"):
         train_by("--resume", str(longer), "--epochs", "6")
@@ -181,14 +181,14 @@ def test_a_file_without_findings_has_its_settings_as_given(tmp_path):
     )
     config = parsed(tmp_path / "config.yaml")
     assert (config.slope, config.workers, config.lr_milestones) == ((0.001,), 4, (2,))
-    assert (config.reset_momentum, config.resolved) == ("never", {})
+    assert (config.reset_momentum, config.found) == ("never", {})
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("resolved: 3\n", "resolved must map settings to values, got 3"),
-        ("resolved: {sed: 3}\n", "resolved must name settings, got sed"),
+        ("found: 3\n", "found must map settings to values, got 3"),
+        ("found: {sed: 3}\n", "found must name settings, got sed"),
     ],
 )
 def test_odd_findings_are_refused(tmp_path, text, message):
@@ -200,6 +200,7 @@ def test_odd_findings_are_refused(tmp_path, text, message):
 def test_a_resumed_run_takes_back_any_setting_that_may_be_unset(tmp_path):
     hints = typing.get_type_hints(Config)
     optional = [n for n, hint in hints.items() if type(None) in typing.get_args(hint)]
+    optional.remove("floor")  # no flag
     assert {"global_batch_size", "merge", "augment"} <= set(optional)
     flags = [text for name in optional for text in (f"--{name}", "unset")]
     values = vars(parse_config(Config, flags))
