@@ -8,8 +8,8 @@ from typing import Any
 
 from dbsl.base.errors import as_given, px, require
 from dbsl.config.settings import meets_at_server, steps_of_push, takes_joint_steps
-from dbsl.plan.ledger import Ledger, Members
-from dbsl.plan.types import Handover, Segment, Turn
+from dbsl.plan.members import EpochPlans, Members
+from dbsl.plan.types import Handover
 from dbsl.run.workers import Workers
 
 
@@ -28,8 +28,8 @@ class Saved:
         self, state: Mapping[str, Any], settings: Mapping[str, Any], samples: int, workers: Workers
     ) -> None:
         self.state, self.settings, self.samples = state, settings, samples
-        self.ledger = Ledger({}, lambda epoch: workers.plans.stage_at(epoch).resolution)
-        self.ledger.load_state_dict(state["planner"])
+        self.plans = EpochPlans({}, lambda epoch: workers.plans.stage_at(epoch).resolution)
+        self.plans.load_state_dict(state["planner"])
         self.joint, self.pushes = settings["sync"] == "step", settings["push"] != "weights"
         self.simulated = "queue" in state["cluster"]
         # Real workers that go by themselves save the server's state, and none of theirs.
@@ -54,7 +54,7 @@ class Saved:
         """Rounds of an epoch."""
         if not self.pushes:
             return self.settings["rounds_per_epoch"]
-        plan = next(iter(self.ledger.current.values()))
+        plan = next(iter(self.plans.last.values()))
         steps = max(worker.steps for worker in plan.workers)  # a lost worker has none
         return -(-steps // steps_of_push(self.settings["push"]))
 
@@ -83,7 +83,7 @@ class Saved:
         members = self.members
         if not self.simulated:  # only the workers know whether they have taken a step
             members.inside = set() if at_epoch_end or self.server_alone else members.active
-        return self.ledger.under_way(members, self.settings["epochs"] * self.rounds)
+        return self.plans.under_way(members, self.settings["epochs"] * self.rounds)
 
 
 def make_handover(saved: Saved, workers: Workers) -> Handover:
@@ -103,13 +103,13 @@ def make_handover(saved: Saved, workers: Workers) -> Handover:
     )
     if not saved.joint:
         sampler = replace(plans.sampler, rounds=saved.rounds)
-        taken = sampler.start_of(saved.ledger.at(epoch, round_), round_) if round_ else 0
+        taken = sampler.taken_before(saved.plans.at(epoch, round_), round_) if round_ else 0
         return replace(handover, taken=taken)
     if not steps:
         return handover
-    turn = Turn(tuple(range(workers.config.workers)), epoch, round_)
-    segment, progress = Segment(plans.first[plans.stage_at(epoch).resolution]), state["progress"]
-    ahead = plans.sampler.steps(segment, turn)[progress["counted"] : steps]
+    plan, progress = plans.first[plans.stage_at(epoch).resolution], state["progress"]
+    ahead = plans.sampler.steps(plan, range(workers.config.workers), epoch, round_)
+    ahead = ahead[progress["counted"] : steps]
     samples = sum(len(part.indices) for step in ahead for part in step.parts)
     rate = progress["learning_rate"]
     return replace(handover, steps=steps, learning_rate=rate, samples=samples)
@@ -145,7 +145,7 @@ def check_epochs_under_way(
         must_stay(what, *pair, " inside an epoch")
     if others and (saved.joint or saved.pushes):
         resolution = plans.stage_at(epochs.start).resolution
-        both = saved.ledger.current[resolution], plans.first[resolution]
+        both = saved.plans.last[resolution], plans.first[resolution]
         what = f"global_batch_size{px(resolution, ' at ')}"
         must_stay(what, *(plan.global_batch_size for plan in both), " inside an epoch")
 

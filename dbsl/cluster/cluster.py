@@ -19,15 +19,15 @@ from torch import Tensor
 from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
-from dbsl.cluster.wire import SERVER_RANK, encode, read_segment
+from dbsl.cluster.wire import SERVER_RANK, encode, read_plan
 from dbsl.plan.follow import Planner
 from dbsl.plan.types import (
     Action,
     EpochEnd,
     Handover,
     LostWorker,
+    Plan,
     RoundReport,
-    Segment,
     Turn,
 )
 
@@ -88,7 +88,6 @@ class Cluster(ABC):
         self.pushes_weights, self.wire = outgoing is None, wire
         self.planner, self.control, self._times = planner, control, times
         self.time_s = 0.0 if times else None  # the virtual clock; None: workers are real
-        self._segment: Segment | None = None  # the plan in force
         self._rounds_per_epoch = planner.members.rounds
         self._rounds = epochs * self._rounds_per_epoch
         self._clock = 0  # rounds of this process's workers that are over
@@ -117,20 +116,18 @@ class Cluster(ABC):
     def turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield the rounds of this process's workers, and each epoch's end when it comes."""
 
-    def segment(self, turn: Turn) -> Segment:
-        """Return the plan in force in a turn (a collective where processes meet).
+    def plan(self, turn: Turn) -> Plan:
+        """Decide on the plan of a turn, unless that is done (a collective where processes meet).
 
-        There a plan that follows the machines is decided by the server rank: two kinds of CPU may
-        round alike measurements to unlike plans.
+        There the server rank decides where it may change: two kinds of CPU may round alike
+        measurements to unlike plans.
         """
         planner, place = self.planner, (turn.epoch, turn.round)
-        if self.control is None or planner.balance == "none":
-            self._segment = planner.at(*place)
-        elif self._segment is None or planner.is_boundary(*place):
+        if self.control is not None and planner.is_boundary(*place):
             decides = dist.get_rank() == SERVER_RANK
-            text = self.control.share(encode(planner.at(*place)) if decides else "")
-            self._segment = read_segment(text)
-        return self._segment
+            text = self.control.share(encode(planner.decide(*place)) if decides else "")
+            planner.adopt(*place, read_plan(text))
+        return planner.decide(*place)
 
     @abstractmethod
     def pull(self, turn: Turn) -> None:

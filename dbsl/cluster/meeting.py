@@ -235,6 +235,7 @@ class SimulatedCluster(Cluster):
         ]
         for worker in waiting:
             self._pulled[worker] = server.pull(worker)  # which a newcomer begins with
+            self.planner.decide(*self._place(worker))
             compute_s, exchange_s = self._times(worker, *self._place(worker))
             self._spent[worker] = compute_s, exchange_s, self.time_s - self._ended[worker]
             heapq.heappush(self._queue, (self.time_s + compute_s + exchange_s, worker))
@@ -280,7 +281,7 @@ class BarrierCluster(Cluster):
             if self.workers:
                 yield turn
             else:  # a dedicated server takes part in every collective
-                self.segment(turn)
+                self.plan(turn)
                 self._receive()
                 self.idle()
                 self._hand_over(None)

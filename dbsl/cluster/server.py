@@ -21,7 +21,7 @@ from dbsl.cluster.merges import MergeRule
 from dbsl.cluster.steps import begin_thawed, take_step
 from dbsl.cluster.weights import FlatWeights
 from dbsl.optimizer import BuildOptimizer, Clip, keep_whole, load_optimizer
-from dbsl.plan.ledger import Members
+from dbsl.plan.members import Members
 from dbsl.plan.types import EpochEnd, Handover, RoundReport, report_from_plain
 
 

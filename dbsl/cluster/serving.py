@@ -38,10 +38,10 @@ from dbsl.cluster.wire import (
     encode,
     hear,
     pairs_with_server,
-    read_segment,
+    read_plan,
     tell,
 )
-from dbsl.plan.types import EpochEnd, RoundReport, Segment, Turn
+from dbsl.plan.types import EpochEnd, Plan, RoundReport, Turn
 
 _START_S = 60.0  # that processes may come to their start apart, at least
 _STOP = "stop"  # what a worker's pulse says where the run is to stop
@@ -73,9 +73,9 @@ class MemberCluster(Cluster):
 
     saves_workers = False
 
-    def segment(self, turn: Turn) -> Segment:
+    def plan(self, turn: Turn) -> Plan:
         with self._waiting():
-            return read_segment(self._plan(turn))
+            return read_plan(self._plan(turn))
 
     @torch.no_grad()
     def pull(self, turn: Turn) -> None:
@@ -272,12 +272,12 @@ class ServingCluster(MemberCluster):
 
     # --- what any worker asks of the server
 
-    def _begin(self, worker: int, pulse: Pulse | None = None) -> Segment:
+    def _begin(self, worker: int, pulse: Pulse | None = None) -> Plan:
         """Return the plan of a worker's next round when it may begin; until then it may change."""
         with self._changed:
             if self._may_begin(worker, pulse):
                 self.server.members.begin(worker)
-            return self.planner.at(*self._place(worker))
+            return self.planner.decide(*self._place(worker))
 
     def _pull(self, worker: int, pulse: Pulse | None = None) -> Tensor | None:
         """Return the weights for a worker's next round when it may begin; None: the run stops."""

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from dbsl.base.errors import SettingError
-from dbsl.plan.types import BAD_WEIGHTS, RoundReport, Segment, plan_from_plain, report_from_plain
+from dbsl.plan.types import BAD_WEIGHTS, Plan, RoundReport, plan_from_plain, report_from_plain
 
 SERVER_RANK = 0
 CPU = torch.device("cpu")
@@ -89,8 +89,8 @@ def read_text(row: Tensor) -> str:
 # --- reports and plans
 
 
-def encode(record: RoundReport | Segment) -> str:
-    """Return a report, or a plan with its place, as JSON; numbers keep all their bits."""
+def encode(record: RoundReport | Plan) -> str:
+    """Return a report or a plan as JSON; numbers keep all their bits."""
     return json.dumps(asdict(record), default=lambda number: number.item())
 
 
@@ -99,10 +99,9 @@ def read_report(text: str) -> RoundReport:
     return report_from_plain(json.loads(text))
 
 
-def read_segment(text: str) -> Segment:
-    """Return the plan and its place that `encode` was given."""
-    values = json.loads(text)
-    return Segment(**{**values, "plan": plan_from_plain(values["plan"])})
+def read_plan(text: str) -> Plan:
+    """Return the plan that `encode` was given."""
+    return plan_from_plain(json.loads(text))
 
 
 def check_report(report: RoundReport, worker: int, epoch: int, round_: int) -> None:

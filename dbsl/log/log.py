@@ -220,7 +220,7 @@ class RunLog:
         self._display.loss = report.loss
         # A dedicated server takes no steps: they are counted, and new plans told, here.
         if self._config.dedicated_server:
-            plan = self._all_plans.planner.decided(report.epoch, report.round)
+            plan = self._all_plans.planner.at(report.epoch, report.round)
             if plan is not None:
                 self.plan(report.epoch, report.round, plan)
             self._display.step(

@@ -9,6 +9,7 @@ band.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -20,17 +21,16 @@ from dbsl.base.errors import SettingError, px
 from dbsl.config.fields import refuse
 from dbsl.config.settings import Balance, RunConfig, takes_joint_steps
 from dbsl.plan import machines
-from dbsl.plan.ledger import Ledger, Members, TurnSampler
 from dbsl.plan.machines import KnownWorkers, SpeedEstimate
+from dbsl.plan.members import EpochPlans, Members
+from dbsl.plan.sampler import TurnSampler
 from dbsl.plan.solve import PlanRules, merge_weights, plan_dual_batch, plan_steps, rows_of
 from dbsl.plan.types import (
     Handover,
     NoPlanError,
     Plan,
     RoundReport,
-    Segment,
     TimeModel,
-    Turn,
     WorkerPlan,
 )
 
@@ -63,10 +63,10 @@ class Planner:
     ) -> None:
         workers = len(next(iter(plans.values())).workers)
         self.members = members or Members(workers)
-        self.ledger = Ledger(plans, resolution_at)
+        self.plans = EpochPlans(plans, resolution_at)
         self.balance: Balance = balance
         self.changes = 0  # since this process began
-        self._first, self._resolution_at, self._models = dict(plans), resolution_at, models
+        self._resolution_at, self._models = resolution_at, models
         self._every, self._rounds = every, self.members.rounds
         self._maker, self._sampler = maker, sampler
         self._begun = 0  # rounds of the run that a loss left as they were planned
@@ -76,34 +76,32 @@ class Planner:
         # By worker: samples and compute time since the last change, for dbs.
         self._since: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros(2))
 
-    def at(self, epoch: int, round_: int = 0) -> Segment:
-        """Return the plan in force in a round of an epoch."""
-        ledger = self.ledger
-        if epoch in ledger.kept or self.balance == "none":
-            return ledger.at(epoch, round_)
-        if epoch not in ledger.segments:
-            plan = self._renewed(epoch, 0, ledger.planned(epoch)[0].plan)
-            ledger.segments[epoch], ledger.decided[epoch] = [Segment(plan)], 1
-            # Plans of epochs that every worker has left behind are forgotten.
-            slowest = min(self._epochs[worker] for worker in self.members.active)
-            ledger.forget([before for before in ledger.segments if before < slowest])
-        segments = ledger.segments[epoch]
-        if round_ >= ledger.decided[epoch]:  # a round that somebody has begun keeps its plan
-            ledger.decided[epoch] = round_ + 1
-            plan = self._renewed(epoch, round_, segments[-1].plan)
-            if plan is not segments[-1].plan:
-                taken = self._sampler.start_of(segments[-1], round_)
-                segments.append(Segment(plan, round_, taken))
-        return ledger.at(epoch, round_)
+    def at(self, epoch: int, round_: int = 0) -> Plan | None:
+        """Return the plan of a round that is decided, if it is still known.
 
-    def decided(self, epoch: int, round_: int) -> Plan | None:
-        """Return the plan in force in a round that a worker has begun, if it is still known.
-
-        It decides nothing and needs no lock.
+        It needs no lock.
         """
-        known = self.balance == "none" or epoch in self.ledger.segments
-        segment = known and self.ledger.at(epoch, round_)
-        return segment.plan if segment else None
+        known = self.balance == "none" or self.plans.stands(epoch, round_)
+        return self.plans.at(epoch, round_) if known else None
+
+    def decide(self, epoch: int, round_: int = 0) -> Plan:
+        """Return the plan of a round, which stands from now on."""
+        plans = self.plans
+        if (plan := self.at(epoch, round_)) is None:
+            before = plans.at(epoch, round_)
+            plan = self._renewed(epoch, round_, before)
+            if round_ and plan is not before:
+                taken = self._sampler.taken_before(before, round_)
+                plan = replace(plan, first_round=round_, taken=taken)
+            plans.set(epoch, round_ + 1, plan)
+            # Plans of epochs that every worker has left behind are forgotten.
+            plans.forget(range(min(self._epochs[worker] for worker in self.members.active)))
+        return plan
+
+    def adopt(self, epoch: int, round_: int, plan: Plan) -> None:
+        """Have this plan stand in a round that all workers are in, as another process decided."""
+        self.plans.set(epoch, round_ + 1, plan)
+        self.plans.forget(range(epoch))
 
     def is_boundary(self, epoch: int, round_: int) -> bool:
         """Whether the plan may change where this round begins."""
@@ -130,14 +128,13 @@ class Planner:
 
         Returns the first epoch.
         """
-        begun, lost = max(self._begun, self.members.begun(last)), self.members.lost
-        first = -(-begun // self._rounds)
-        plans = self._plans_of(self.members.active | lost)
+        self._begun = max(self._begun, self.members.begun(last))
+        first = -(-self._begun // self._rounds)
         for epoch in range(self.members.slowest() // self._rounds, first):
-            self.ledger.keep(epoch, self.ledger.planned(epoch))
-        for worker in lost:
+            self.plans.set(epoch, self._rounds, *self.plans.of_epoch(epoch))
+        for worker in self.members.lost:
             self._epochs[worker] = first
-        self._begin_with(plans)
+        self._begin_with(first, self._plans_of(range(len(self._epochs))))
         return first
 
     def drop(self, worker: int, last: int) -> int:
@@ -146,7 +143,7 @@ class Planner:
         Returns the samples that nobody will train on because it was lost: its part of the rounds,
         of `last` in the run, that it had not pushed and that keep their plan.
         """
-        members, ledger, rounds = self.members, self.ledger, self._rounds
+        members, plans, rounds = self.members, self.plans, self._rounds
         there, clock, lost = members.active - {worker}, members.clocks[worker], 0
         # Newcomers have no part in the epochs before theirs, and have begun nothing.
         newcomers = members.newcomers & there if there - members.newcomers else set()
@@ -154,23 +151,20 @@ class Planner:
         # Begun, too: rounds that the lost worker was ahead, or that an earlier loss left alone.
         ahead = 0 if worker in members.newcomers else min(clock, last)
         self._begun = max(self._begun, members.begun(last, but={worker, *newcomers}), ahead)
-        first = min(clock, members.slowest(but=worker)) // rounds
         stop = -(-self._begun // rounds)
-        for epoch in (*range(first, stop), *sorted(e for e in ledger.kept if e >= stop)):
-            segments, before = ledger.planned(epoch), epoch * rounds
-            kept = min(max(self._begun - before, 0), rounds)  # rounds that keep their plan
+        for epoch in range(min(clock, members.slowest(but=worker)) // rounds, stop):
+            before = epoch * rounds
+            kept = min(self._begun - before, rounds)  # rounds that keep their plan
             for round_ in range(max(clock - before, 0), kept):
-                turn = Turn((worker,), epoch, round_)
-                lost += self._sampler.count(ledger.at(epoch, round_), turn)
+                lost += self._sampler.count(plans.at(epoch, round_), worker, epoch, round_)
+            plans.set(epoch, rounds, *plans.of_epoch(epoch))
             if kept < rounds:
-                start = self._sampler.start_of(segments[-1], kept)
-                earlier = (segment for segment in segments if segment.first_round < kept)
                 late = {own for own in newcomers if members.clocks[own] > before}
-                plans = self._plans_of(there - late) if late else others
-                plan = plans[self._resolution_at(epoch)]
-                segments = [*earlier, Segment(plan, kept, start)]
-            ledger.keep(epoch, segments)
-        self._begin_with(others)
+                left = self._plans_of(there - late) if late else others
+                taken = self._sampler.taken_before(plans.at(epoch, kept), kept)
+                rest = replace(left[self._resolution_at(epoch)], first_round=kept, taken=taken)
+                plans.set(epoch, rounds, rest)
+        self._begin_with(stop, others)
         return lost
 
     def take_over(self, start: Handover) -> None:
@@ -179,14 +173,15 @@ class Planner:
         A joint step has the same samples with any plan.
         """
         epoch, round_ = divmod(start.clock, self._rounds)
-        plan = self._first[self._resolution_at(epoch)] if round_ else None
-        if plan and plan.global_batch_size is None:
-            self.ledger.keep(epoch, [Segment(plan, round_, start.taken)])
+        plan = self.plans.first[self._resolution_at(epoch)]
+        if round_ and plan.global_batch_size is None:
+            rest = replace(plan, first_round=round_, taken=start.taken)
+            self.plans.set(epoch, self._rounds, rest)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plans and estimates in plain values."""
         return {
-            **self.ledger.state_dict(),
+            **self.plans.state_dict(),
             "begun": self._begun,
             "speeds": [speed.state_dict() for speed in self._speeds],
             "refine_at": self._refine_at,
@@ -195,7 +190,7 @@ class Planner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned, for as many workers."""
-        self.ledger.load_state_dict(state)
+        self.plans.load_state_dict(state)
         self._begun, self._refine_at = state["begun"], state["refine_at"]
         for speed, saved in zip(self._speeds, state["speeds"], strict=True):
             speed.load_state_dict(saved)
@@ -209,13 +204,13 @@ class Planner:
 
     def _plans_of(self, active: Collection[int]) -> dict[int, Plan]:
         if len(active) == len(self._speeds):
-            return dict(self._first)
-        return {r: self._maker.replan(r, self._models[r], active) for r in self._first}
+            return self.plans.first
+        return {r: self._maker.replan(r, self._models[r], active) for r in self.plans.first}
 
-    def _begin_with(self, plans: Mapping[int, Plan]) -> None:
-        """Use these plans in all epochs that do not keep theirs; nobody has begun them."""
-        self.ledger.forget(self.ledger.segments.keys() - self.ledger.kept)
-        self.ledger.current = dict(plans)
+    def _begin_with(self, epoch: int, plans: Mapping[int, Plan]) -> None:
+        """Use these plans from an epoch on that nobody has begun."""
+        self.plans.forget(range(epoch, sys.maxsize))
+        self.plans.last = dict(plans)
         self._since.clear()
 
     def _renewed(self, epoch: int, round_: int, plan: Plan) -> Plan:
@@ -233,7 +228,7 @@ class Planner:
             return plan
         if candidate is not plan:
             self.changes += 1
-            self.ledger.current[resolution] = candidate
+            self.plans.last[resolution] = candidate
         return candidate
 
     def _faster(self, resolution: int, plan: Plan, measured: int) -> Plan:
@@ -258,7 +253,7 @@ class Planner:
         samples, times_s = np.array([self._since[worker] for worker in active]).T
         self._since.clear()
         speeds = samples / times_s
-        planned = self._first[resolution]
+        planned = self.plans.first[resolution]
         if self.members.lost:
             planned = self._maker.replan(resolution, self._models[resolution], active)
         candidate = self._maker.resize(resolution, planned, speeds / speeds.sum(), active)

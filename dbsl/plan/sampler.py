@@ -17,7 +17,9 @@ from typing import Protocol
 import numpy as np
 
 from dbsl.base.seeds import generator
-from dbsl.plan.machines import split_batch
+from dbsl.config.settings import RunConfig, steps_of_push
+from dbsl.plan.machines import bounded_split, split_batch
+from dbsl.plan.types import Plan
 
 _EVALUATED = 256  # samples at once, where many are not faster
 
@@ -188,6 +190,71 @@ class StepSampler:
     ) -> list[Step]:
         """Return these workers' parts of the steps from `first` up to `last`, exclusive."""
         return [self.step(epoch, number, sizes, workers) for number in range(first, last)]
+
+
+@dataclass(frozen=True)
+class TurnSampler:
+    """Whose samples a turn takes, in which batches, by the plan in force."""
+
+    config: RunConfig
+    samples: int  # per epoch
+    rounds: int  # per epoch; where gradients are pushed, pushes
+    least: int  # samples of a worker in a shorter global batch, unless it has none
+    blocks: Order | None = None  # draws an epoch's order where data are read in groups
+
+    def steps(self, plan: Plan, workers: Sequence[int], epoch: int, round_: int) -> list[Step]:
+        """Return the optimizer steps of workers' turn."""
+        config = self.config
+        sizes = [worker.local_batch_size for worker in plan.workers]
+        if plan.global_batch_size is None:
+            (worker,) = workers
+            return self.sampler(plan).steps(worker, epoch, round_, sizes[worker])
+        sampler = StepSampler(
+            self.samples,
+            plan.global_batch_size,
+            seed=config.seed,
+            drop_last=config.drop_last,
+            least=self.least,
+            blocks=self.blocks,
+        )
+        count = sampler.steps_per_epoch
+        if every := steps_of_push(config.push):
+            first, last = (every * r for r in (round_, round_ + 1))
+        else:
+            first, last = (count * r // self.rounds for r in (round_, round_ + 1))
+        return sampler.steps(workers, epoch, first, min(last, count), sizes)
+
+    def sampler(self, plan: Plan) -> EpochSampler:
+        """Return the sampler of a plan of rounds, from the round on in which it came into force."""
+        shares = np.array([worker.samples for worker in plan.workers])
+        rounds_left = self.rounds - plan.first_round
+        if plan.taken or plan.first_round:  # an epoch's shares, scaled to what is left of it
+            left = self.samples - plan.taken
+            there = np.flatnonzero(shares)  # a worker that was lost stays without
+            each = rounds_left * self.least
+            there = there[: max(1, left // each)]  # few samples go to the first workers
+            weights, shares = shares[there], np.zeros_like(shares)
+            shares[there] = bounded_split(left, weights, min(each, left), left)
+        return EpochSampler(
+            shares,
+            rounds=rounds_left,
+            seed=self.config.seed,
+            first_round=plan.first_round,
+            start=plan.taken,
+            least=self.least,
+            blocks=self.blocks,
+        )
+
+    def taken_before(self, plan: Plan, round_: int) -> int:
+        """Return the samples of the epoch that rounds take before one with this plan."""
+        if plan.global_batch_size is not None:
+            return 0  # a joint step has the same samples with any plan
+        return self.sampler(plan).start_of(round_)
+
+    def count(self, plan: Plan, worker: int, epoch: int, round_: int) -> int:
+        """Return the samples of a worker's round."""
+        steps = self.steps(plan, (worker,), epoch, round_)
+        return sum(len(part.indices) for step in steps for part in step.parts)
 
 
 def cuts_of_epoch(

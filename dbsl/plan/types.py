@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import IntEnum
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
@@ -115,6 +115,8 @@ class Plan:
     small_samples: int | None = None
     update_factor: float | None = None
     global_batch_size: int | None = None  # B of joint steps; None where workers have rounds
+    first_round: int = 0  # of an epoch, from which the plan is in force
+    taken: int = 0  # samples of that epoch that its earlier rounds took
 
     @property
     def time_s(self) -> float:
@@ -133,19 +135,16 @@ class Plan:
         return sum(w.samples for w in self.workers if w.small) / self.samples
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A stretch of an epoch's rounds in which one plan is in force."""
-
-    plan: Plan
-    first_round: int = 0
-    start: int = 0  # samples of the epoch that earlier rounds took
-
-
 def plan_from_plain(plan: Mapping[str, Any]) -> Plan:
     """Return the plan that `asdict` was given."""
     workers = tuple(WorkerPlan(**worker) for worker in plan["workers"])
     return Plan(**{**plan, "notes": tuple(plan["notes"]), "workers": workers})
+
+
+def plan_of_epochs(plan: Plan) -> dict[str, Any]:
+    """Return a plan of whole epochs as users read it, in plain values."""
+    place = {"first_round", "taken"}
+    return {name: value for name, value in asdict(plan).items() if name not in place}
 
 
 class StepLine(NamedTuple):

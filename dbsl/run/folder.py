@@ -37,7 +37,7 @@ from dbsl.config.fields import Role, refuse, with_role
 from dbsl.config.hooks import defaults_of_extras
 from dbsl.config.parse import RUN_FOLDER, config_to_yaml
 from dbsl.config.settings import AGAIN, RunConfig
-from dbsl.plan.types import Plan
+from dbsl.plan.types import Plan, plan_of_epochs
 
 LOCK = ".lock"
 SUMS = "SHA256SUMS"  # checksums of all files, as `sha256sum` writes them; the script comes first
@@ -96,7 +96,9 @@ class LockedFolder(AbstractContextManager):
         if settings["profile"] == AGAIN:  # this command's, too: said twice, it measures twice
             del settings["profile"]
         write_text(self.path / "config.yaml", config_to_yaml(settings, found))
-        rows = {px(resolution) or "plan": asdict(plan) for resolution, plan in plans.items()}
+        rows = {
+            px(resolution) or "plan": plan_of_epochs(plan) for resolution, plan in plans.items()
+        }
         write_text(self.path / "plan.json", json.dumps(rows, indent=2))
 
     def keep_script(self, code: Code) -> None:

@@ -20,13 +20,20 @@ from dbsl.config.hooks import Extra, Extras, Machine
 from dbsl.config.settings import RunConfig, steps_of_push, wire_of, workers_of
 from dbsl.plan.follow import PlanMaker, Planner
 from dbsl.plan.islands import Islands, parts_of_process, split_inside
-from dbsl.plan.ledger import Members, TurnSampler
 from dbsl.plan.machines import KnownWorkers, split_batch
-from dbsl.plan.sampler import Order, Part, Step, evaluation_batch_size, micro_parts
+from dbsl.plan.members import Members
+from dbsl.plan.sampler import (
+    Order,
+    Part,
+    Step,
+    TurnSampler,
+    evaluation_batch_size,
+    micro_parts,
+)
 from dbsl.plan.solve import round_half_up
 from dbsl.plan.stages import Stage, Stages
 from dbsl.plan.text import with_notes
-from dbsl.plan.types import Plan, Segment, TimeModel, Turn
+from dbsl.plan.types import Plan, TimeModel, Turn
 from dbsl.run.accelerator import nodes_of
 from dbsl.run.times import Times
 
@@ -87,20 +94,19 @@ class Plans:
         """Return the stage of an epoch."""
         return self.stages.at(epoch)
 
-    def steps(self, segment: Segment, turn: Turn) -> list[Step]:
+    def steps(self, plan: Plan, turn: Turn) -> list[Step]:
         """Return the steps of a turn; of a worker that has several processes, this one's parts."""
-        steps, least = self.sampler.steps(segment, turn), self.sampler.least
+        steps = self.sampler.steps(plan, turn.workers, turn.epoch, turn.round)
         if self.place is None or not steps:
             return steps
-        sizes, _ = self.inside(segment, turn)
-        return parts_of_process(steps, sizes, self.place, least)
+        sizes, _ = self.inside(plan, *turn.workers, turn.epoch)
+        return parts_of_process(steps, sizes, self.place, self.sampler.least)
 
-    def inside(self, segment: Segment, turn: Turn) -> tuple[tuple[int, ...], TimeModel]:
+    def inside(self, plan: Plan, worker: int, epoch: int) -> tuple[tuple[int, ...], TimeModel]:
         """Return what each process takes of its worker's whole batch, and their time models."""
-        (worker,) = turn.workers
-        models = self.known.processes[self.stage_at(turn.epoch).resolution]
+        models = self.known.processes[self.stage_at(epoch).resolution]
         models = models[list(self.islands.processes[worker])]
-        batch = segment.plan.workers[worker].local_batch_size
+        batch = plan.workers[worker].local_batch_size
         return split_inside(batch, models, self.sampler.least), models
 
     def micro_parts(self, step: Step, resolution: int) -> Iterator[Part]:
@@ -120,17 +126,17 @@ class Plans:
         for stage in self.stages:
             if stage.resolution in sizes:
                 continue
-            plan = self.first[stage.resolution]  # the planner decides when it is asked
+            plan = self.first[stage.resolution]
             groups = [(w,) for w in workers] if plan.global_batch_size is None else [tuple(workers)]
             turns = (Turn(g, stage.first_epoch, r) for g in groups for r in range(self.rounds))
-            steps = (s for turn in turns for s in self.steps(Segment(plan), turn))
+            steps = (s for turn in turns for s in self.steps(plan, turn))
             parts = (part for step in steps for part in self.micro_parts(step, stage.resolution))
             sizes[stage.resolution] = {len(part.indices) for part in parts}
         return sizes
 
 
 class SimulatedTimes:
-    """How long simulated rounds take. The planner is asked for the plan, and may decide it."""
+    """How long simulated rounds take, by the plan that is decided."""
 
     def __init__(self, plans: Plans, model: nn.Module) -> None:
         self.plans = plans
@@ -140,14 +146,14 @@ class SimulatedTimes:
     def __call__(self, worker: int, epoch: int, round_: int) -> tuple[float, float]:
         """Return the seconds that a worker's round takes to compute, and on the network."""
         plans, machine = self.plans, self.plans.machine
-        turn, segment = Turn((worker,), epoch, round_), plans.planner.at(epoch, round_)
-        steps = plans.sampler.steps(segment, turn)
+        plan = plans.planner.at(epoch, round_)
+        steps = plans.sampler.steps(plan, (worker,), epoch, round_)
         counts = [len(part.indices) for step in steps for part in step.parts]
         if plans.known.processes is None:
             model = plans.known.models[plans.stage_at(epoch).resolution][worker]
             seconds = model.time(sum(counts), len(steps))
         else:  # those of its slowest process, in each step
-            sizes, models = plans.inside(segment, turn)
+            sizes, models = plans.inside(plan, worker, epoch)
             parts = (split_batch(count, sizes, plans.sampler.least) for count in counts)
             seconds = sum(float(models.time(own, np.sign(own)).max()) for own in parts)
         seconds *= machine.factor(worker, epoch)

@@ -97,12 +97,11 @@ class WorkerTurn:
 
     def __init__(self, workers: Workers, turn: Turn) -> None:
         plans, self._all_workers = workers.plans, workers
-        self.place, self.segment = turn, workers.cluster.segment(turn)
+        self.place, self.plan = turn, workers.cluster.plan(turn)
         self.epoch, self.round, self.workers = turn.epoch, turn.round, turn.workers
         self.worker = turn.workers[0]  # whose optimizer steps
         self.stage = plans.stage_at(turn.epoch)
-        self.plan = plan = self.segment.plan
-        self._steps = plans.steps(self.segment, turn)
+        self._steps, plan = plans.steps(self.plan, turn), self.plan
         self.lr_factor = 1.0  # by the worker's batch (`--lr-scaling`); joint steps have one for all
         if plan.global_batch_size is None:
             sizes = [worker.local_batch_size for worker in plan.workers]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from dbsl.config.settings import Rounding, UpdateFactor
 from dbsl.plan.alone import epoch_times
 from dbsl.plan.solve import PlanRules, plan_dual_batch
 from dbsl.plan.text import format_plan, timeline
-from dbsl.plan.types import TimeModel
+from dbsl.plan.types import TimeModel, plan_of_epochs
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ),
     )
     if arguments.json:
-        print(json.dumps(asdict(plan), indent=2))
+        print(json.dumps(plan_of_epochs(plan), indent=2))
     else:
         rounds, count = arguments.rounds_per_epoch, arguments.workers
         print(f"{format_plan(plan)}\n\n{timeline(plan, rounds)}")

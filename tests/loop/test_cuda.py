@@ -19,7 +19,7 @@ from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import Channel
 from dbsl.data.sources import image_batch
 from dbsl.extras.noise import NoiseProbe
-from dbsl.plan.ledger import Members
+from dbsl.plan.members import Members
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.types import Turn
 from dbsl.profile.memory import PeakMemory

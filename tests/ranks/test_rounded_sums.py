@@ -60,7 +60,7 @@ def refusing_rank(rank, wire):
         if not hasattr(turn, "round"):
             ends.append(weights.vector.tolist())
             continue
-        cluster.segment(turn)
+        cluster.plan(turn)
         cluster.pull(turn)
         refused = (rank, turn.epoch) == (1, 1)
         size = HUGE if (rank, turn.epoch) == (1, 2) else 1.0

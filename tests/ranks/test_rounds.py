@@ -43,11 +43,11 @@ def planned(training, rank):
     plans, how = training.workers.plans, (training.config, training.stages)
     for moment in range(EPOCHS * ROUNDS):
         turn = Turn((rank,), *divmod(moment, ROUNDS))
-        segment = plans.planner.at(turn.epoch, turn.round)
-        steps = list(plans.sampler.steps(segment, turn))
+        plan = plans.planner.decide(turn.epoch, turn.round)
+        steps = plans.sampler.steps(plan, turn.workers, turn.epoch, turn.round)
         batches = [torch.from_numpy(step.parts[0].indices) for step in steps]
         rates = [learning_rate(turn.epoch + step.progress, *how) for step in steps]
-        yield segment.plan.workers[rank].merge_weight, list(zip(batches, rates, strict=True))
+        yield plan.workers[rank].merge_weight, list(zip(batches, rates, strict=True))
 
 
 class Loop:

@@ -31,7 +31,7 @@ from dbsl.cluster.weights import FlatWeights
 from dbsl.config.settings import parse_wire
 from dbsl.optimizer import make_clip
 from dbsl.plan.follow import Planner
-from dbsl.plan.ledger import Members
+from dbsl.plan.members import Members
 from dbsl.plan.sampler import StepSampler, micro_parts
 from dbsl.plan.solve import plan_steps
 from dbsl.plan.types import EpochEnd, RoundReport, TimeModel
@@ -136,7 +136,7 @@ def train(cluster, stepper, case):
             cluster.load(turn)
             continue
         case.begin(stepper.model, turn.epoch)
-        cluster.segment(turn)
+        cluster.plan(turn)
         cluster.pull(turn)
         stepper.begin(turn)
         pushing = isinstance(stepper, PushedGradients)

@@ -25,7 +25,7 @@ from dbsl.cluster.serving import ServingCluster, through_server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import isend
 from dbsl.plan.follow import Planner
-from dbsl.plan.ledger import Members
+from dbsl.plan.members import Members
 from dbsl.plan.solve import PlanRules, TimeModel, plan_dual_batch
 from dbsl.plan.types import Action, EpochEnd, RoundReport
 from tests.helpers import ROOT, free_port, short, slow
@@ -53,7 +53,7 @@ def make(
         *({8: plan}, lambda epoch: 8, {8: [FAST] * workers}),
         members=Members(workers, rounds),
         maker=SimpleNamespace(replan=lambda *_: plan),
-        sampler=SimpleNamespace(count=lambda segment, turn: 10),
+        sampler=SimpleNamespace(count=lambda *turn: 10),
     )
     server = None if rank else server_of(weights, planner.members, sync, staleness)
     options |= {"planner": planner, "workers": (own,) * (own >= 0), "epochs": epochs}
@@ -70,7 +70,7 @@ def train(cluster, plan, inside=lambda turn: None, ended=lambda end: None):
         if isinstance(turn, EpochEnd):
             ended(turn)
             continue
-        cluster.segment(turn)
+        cluster.plan(turn)
         cluster.pull(turn)
         inside(turn)
         (worker,) = turn.workers

@@ -13,9 +13,9 @@ from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.wire import Channel, Ending, Kind, check_report, encode, hear, read_report, tell
 from dbsl.plan.follow import Planner
-from dbsl.plan.ledger import Members
+from dbsl.plan.members import Members
 from dbsl.plan.solve import plan_dual_batch, plan_steps
-from dbsl.plan.types import RoundReport, Segment, StepLine, TimeModel, Turn
+from dbsl.plan.types import RoundReport, StepLine, TimeModel, Turn
 
 MODEL = TimeModel(0.001, 0.01)
 REPORT = RoundReport(3, 7, 1, 32, 24, 2**40, 12, 0.1, 2.5, 0.75, 4, 0.05, 1.5, 1.25, 0.5)
@@ -35,8 +35,8 @@ def test_a_report_comes_back_as_it_was_sent_with_figures_and_step_lines():
     ids=["rounds", "steps"],
 )
 def test_a_plan_comes_back_with_every_worker_and_its_place(plan):
-    sent = Segment(plan, 2, 345)
-    assert dbsl.cluster.wire.read_segment(encode(sent)) == sent
+    sent = replace(plan, first_round=2, taken=345)
+    assert dbsl.cluster.wire.read_plan(encode(sent)) == sent
 
 
 def meeting_rank(rank):
@@ -46,19 +46,19 @@ def meeting_rank(rank):
     options = {"balance": "dynamic", "every": 2, "members": Members(2, 3)}
     planner = Planner({8: plan}, lambda epoch: 8, {8: [MODEL] * 2}, **options)
     control = ControlGroup(20.0)
-    cluster = SimpleNamespace(planner=planner, control=control, _segment=None)
+    cluster = SimpleNamespace(planner=planner, control=control)
 
     def plan_at(epoch, round_):
-        return Cluster.segment(cluster, Turn((), epoch, round_))
+        return Cluster.plan(cluster, Turn((), epoch, round_))
 
     seen = [
-        [w.local_batch_size for w in plan_at(epoch, round_).plan.workers]
+        [w.local_batch_size for w in plan_at(epoch, round_).workers]
         for epoch in range(2)
         for round_ in range(3)
     ]
     rest = plan_steps(55, (30, 10), [MODEL] * 2)  # read from a checkpoint, by every rank
-    planner.ledger.keep(2, [Segment(rest, start=145)])
-    seen.append(plan_at(2, 0).start)
+    planner.plans.set(2, 3, replace(rest, taken=145))
+    seen.append(plan_at(2, 0).taken)
     own = report_of(rank)
     return seen, control.gather_reports(own), control.gather_reports(own if rank else None)
 

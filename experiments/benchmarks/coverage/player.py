@@ -14,7 +14,7 @@ import numpy as np
 from dbsl.base.errors import SyncError
 from dbsl.checkpoint.disk import pack, unpack
 from dbsl.checkpoint.handover import Saved, make_handover, with_lost_workers
-from dbsl.plan.types import EpochEnd, Handover, RoundReport, Segment, Turn
+from dbsl.plan.types import EpochEnd, Handover, Plan, RoundReport, Turn
 from dbsl.run.plans import Plans
 from dbsl.run.workers import Workers
 from experiments.benchmarks.coverage.cases import Case, Stop
@@ -105,12 +105,12 @@ class _Player:
                 self._cluster.load(turn)
                 self.played.epochs.append(turn.epoch)
                 continue
-            segment = self._cluster.segment(turn)
+            plan = self._cluster.plan(turn)
             if stop := next(filter(self._is_due, self._stops), None):
                 self._stops.remove(stop)
                 self._stop(stop.workers)  # inside the round, whose plan is known
                 return True
-            self._train(turn, segment)
+            self._train(turn, plan)
         return False
 
     def _turns(self) -> Iterator[Turn | EpochEnd]:
@@ -120,13 +120,13 @@ class _Player:
         except SyncError:
             self.played.ended = True
 
-    def _train(self, turn: Turn, segment: Segment) -> None:
+    def _train(self, turn: Turn, plan: Plan) -> None:
         """Count the samples of a turn as trained on, and push."""
         plans, cluster, played = self._run.plans, self._cluster, self.played
         server = cluster.server
         played.turns += 1
         places = range(plans.islands.sizes[turn.workers[0]]) if plans.islands.several else [None]
-        several = [_at_place(plans, place).steps(segment, turn) for place in places]
+        several = [_at_place(plans, place).steps(plan, turn) for place in places]
         steps = several[0]
         own = dict.fromkeys(turn.workers, 0)
         for step in zip(*several, strict=True) if len(places) > 1 else ():  # as each process has it
@@ -141,12 +141,13 @@ class _Player:
         cluster.pull(turn)
         cluster.outgoing.fill_(-float(sum(own.values())))  # descent adds it to the weight
         reports = []
-        for worker, plan in ((w, segment.plan.workers[w]) for w in turn.workers):
+        for worker in turn.workers:
+            mine = plan.workers[worker]
             values = {"resolution": plans.stage_at(turn.epoch).resolution, "steps": len(steps)}
-            values |= {"local_batch_size": plan.local_batch_size, "samples": own[worker]}
-            values |= {"merge_weight": plan.merge_weight, "learning_rate": 1.0}
+            values |= {"local_batch_size": mine.local_batch_size, "samples": own[worker]}
+            values |= {"merge_weight": mine.merge_weight, "learning_rate": 1.0}
             values |= {"time_s": 0.0, "loss": 0.0}
-            values["predicted_time_s"] = plan.predicted_time_s * own[worker] / max(plan.samples, 1)
+            values["predicted_time_s"] = mine.predicted_time_s * own[worker] / max(mine.samples, 1)
             reports.append(RoundReport(worker, turn.epoch, turn.round, **values))
         cluster.push(reports)
         deque(cluster.reports(), maxlen=0)  # as the log does

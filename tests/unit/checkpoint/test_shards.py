@@ -13,9 +13,10 @@ from dbsl.checkpoint.handover import (
     with_lost_workers,
 )
 from dbsl.plan.follow import Planner
-from dbsl.plan.ledger import Ledger, Members, TurnSampler
+from dbsl.plan.members import EpochPlans, Members
+from dbsl.plan.sampler import TurnSampler
 from dbsl.plan.solve import PlanRules, plan_dual_batch, plan_steps
-from dbsl.plan.types import Segment, TimeModel
+from dbsl.plan.types import TimeModel
 from train import Config
 
 FAST = TimeModel(0.001, 0.01)
@@ -31,11 +32,11 @@ def dual(workers, rounds=1):
 def state_of(clocks, plan=None, *, active=None, **server):
     """Return the state that rank 0 saved of a run with a server; its own clock stands still."""
     active = list(range(len(clocks))) if active is None else active
-    ledger = Ledger({8: plan or dual(len(clocks))}, lambda epoch: 8)
+    plans = EpochPlans({8: plan or dual(len(clocks))}, lambda epoch: 8)
     server = NOTHING | COUNTS | {"clocks": clocks, "active": active} | server
     return {
         "cluster": {"clock": 0, "refused": 0, "time_s": None, "waited_s": 0.5, "server": server},
-        "planner": ledger.state_dict(),
+        "planner": plans.state_dict(),
         "stepper": {"optimizers": {0: "own"}},
         "progress": {"steps": 4},
         "timer": {0: 0.3},
@@ -72,7 +73,7 @@ def test_a_lost_worker_is_back_in_the_first_epoch_that_nobody_has_begun(clocks, 
     saved = state_of(clocks, active=[0, 1]) | {"planner": planner.state_dict()}
     state = with_lost_workers(saved, run, 5)
     assert state["cluster"]["server"]["clocks"] == [*clocks[:2], 2 * back]
-    assert set(state["planner"]["kept"]) == set(range(min(clocks[:2]) // 2, back))
+    assert set(state["planner"]["decided"]) == set(range(min(clocks[:2]) // 2, back))
     assert state["cluster"]["server"]["newcomers"] == [2]  # it waits, as one that joins
 
 
@@ -101,7 +102,7 @@ def test_epochs_under_way_are_those_that_a_worker_may_have_begun(
 
 def test_an_epoch_whose_plan_is_decided_is_under_way_and_pushes_are_its_rounds():
     state = state_of([3, 3], plan_steps(45, [5, 5], [FAST] * 2))  # five steps an epoch
-    state["planner"]["segments"] = {2: []}
+    state["planner"]["epochs"] = {2: []}
     saved = saved_as(state, Config(epochs=3, push="gradients:2"))
     assert list(saved.under_way(at_epoch_end=True)) == [1, 2]
 
@@ -135,7 +136,7 @@ def test_others_go_on_with_what_the_rounds_of_an_epoch_have_left(clock):
     run = run_of(config, rounds=2)
     state = state_of([clock] * 3, plan)
     start = make_handover(saved_as(state, config, run, workers=3), run)
-    sampler = run.plans.sampler.sampler(Segment(plan))
+    sampler = run.plans.sampler.sampler(plan)
     taken = sum(len(sampler.indices(w, 2, 0)) for w in range(3)) if clock == 5 else 0
     assert (start.clock, start.taken) == (clock, taken)
 

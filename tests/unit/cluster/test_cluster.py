@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from dbsl.cluster.meeting import SimulatedCluster
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.ledger import Members
+from dbsl.plan.members import Members
 from dbsl.plan.sampler import EpochSampler, split_evenly
 from dbsl.plan.types import EpochEnd, RoundReport
 from tests.ranks.test_sync import server_of
@@ -19,7 +19,7 @@ from tests.ranks.test_sync import server_of
 def make_cluster(model, durations, *, sync, epochs, rounds=1, staleness=1):
     weights, members = FlatWeights(model), Members(len(durations), rounds)
     server = server_of(weights, members, sync, staleness)
-    planner = SimpleNamespace(members=members)  # nothing here asks for a plan
+    planner = SimpleNamespace(members=members, decide=lambda *place: None)
     how = {"planner": planner, "workers": range(len(durations)), "epochs": epochs}
     return SimulatedCluster(
         weights, server, times=lambda worker, *_: (durations[worker], 0.0), **how

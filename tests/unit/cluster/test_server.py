@@ -12,7 +12,7 @@ from dbsl.cluster.server import Server
 from dbsl.cluster.serving import ServingCluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.config.settings import RunConfig
-from dbsl.plan.ledger import Members
+from dbsl.plan.members import Members
 from dbsl.plan.types import Handover, RoundReport, Turn
 
 

@@ -328,7 +328,7 @@ def test_measured_times_are_set_against_predicted_ones_and_a_miss_is_said_once(
 def test_a_new_plan_is_recorded_once_and_an_older_one_not_again(make_log, rows, capsys, apart):
     """A server of its own tells of it where a round by it is recorded."""
     stages, of_epoch = make_stages(4, [24, 32]), {0: PLANS[24], 1: MOVED}  # both have 24 px
-    planner = SimpleNamespace(decided=lambda epoch, round_: of_epoch.get(epoch))
+    planner = SimpleNamespace(at=lambda epoch, round_: of_epoch.get(epoch))
     options = {"dedicated_server": True, "planner": planner} if apart else {"balance": "dynamic"}
     with make_log(stages=stages, **options) as log:
         # The third is a slow worker's turn; the last is one in a round before.

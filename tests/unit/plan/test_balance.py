@@ -10,8 +10,9 @@ from dbsl.checkpoint.disk import pack, unpack
 from dbsl.config.fields import word_of
 from dbsl.config.settings import RunConfig
 from dbsl.plan.follow import PlanMaker, Planner
-from dbsl.plan.ledger import Members, TurnSampler
 from dbsl.plan.machines import KnownWorkers, SpeedEstimate
+from dbsl.plan.members import Members
+from dbsl.plan.sampler import TurnSampler
 from dbsl.plan.types import RoundReport, TimeModel
 
 SAMPLES = 6400
@@ -48,7 +49,7 @@ def test_those_that_are_left_have_a_plan_where_they_cannot_reach_the_goal(
     config = RunConfig(workers=workers, small_workers=small, resolutions=(8,), **goal)
     planner = planner_of(config, 50_000, 128)
     assert planner.drop(lost, 10) == 0
-    plan = planner.at(0, 0).plan
+    plan = planner.decide(0, 0)
     assert plan.workers[lost].samples == 0
     assert sum(worker.samples for worker in plan.workers) == 50_000
     few = [worker.local_batch_size for worker in plan.workers if worker.small]
@@ -63,7 +64,7 @@ def joint_planner(balance):
 
 
 def measure(planner, epoch, noise=lambda: 1.0, true=TRUE, round_=0):
-    plan = planner.at(epoch, round_).plan
+    plan = planner.decide(epoch, round_)
     for worker, (mine, model) in enumerate(zip(plan.workers, true, strict=True)):
         time_s = model.time(mine.samples, mine.steps) * noise()
         counts = (mine.local_batch_size, mine.samples, mine.steps, time_s, 0.5, 1.0)
@@ -80,15 +81,15 @@ def imbalance(plan, true=TRUE):
 
 def test_what_is_decided_can_be_asked_without_deciding_more():
     planner = joint_planner("dynamic:1")
-    assert planner.decided(0, 0) is None
+    assert planner.at(0, 0) is None
     first = measure(planner, 0)
     before = planner.state_dict()
-    assert planner.decided(0, 0) is first
-    assert planner.decided(1, 0) is None
+    assert planner.at(0, 0) is first
+    assert planner.at(1, 0) is None
     assert planner.state_dict() == before
     second = measure(planner, 1)
-    assert planner.decided(1, 0) is second is not first
-    assert joint_planner("none").decided(3, 0).workers == first.workers
+    assert planner.at(1, 0) is second is not first
+    assert joint_planner("none").at(3, 0).workers == first.workers
 
 
 @pytest.mark.parametrize(("least", "sizes"), [(2, [61, 3]), (16, [48, 16])])
@@ -108,7 +109,7 @@ def test_two_epochs_without_noise_balance_unequal_workers():
     assert imbalance(plan) < 1.03
     assert sum(w.local_batch_size for w in plan.workers) == 192
     for epoch in range(3, 12):
-        assert measure(planner, epoch) is plan or imbalance(planner.at(epoch).plan) < 1.03
+        assert measure(planner, epoch) is plan or imbalance(planner.at(epoch)) < 1.03
 
 
 def test_noise_neither_shakes_the_split_nor_keeps_it_wrong():
@@ -125,7 +126,7 @@ def test_parts_by_the_published_rule_are_those_of_the_paper():
     planner = joint_planner("dbs:1")
     measure(planner, 0)
     speeds = 1 / np.array([model.time(64) for model in TRUE])  # in equal parts
-    sizes = [worker.local_batch_size for worker in planner.at(1).plan.workers]
+    sizes = [worker.local_batch_size for worker in planner.decide(1).workers]
     np.testing.assert_allclose(sizes, 192 * speeds / speeds.sum(), atol=1)
 
 
@@ -193,17 +194,17 @@ def slower(factor, worker=2):
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_worker_that_is_behind_keeps_the_plan_that_those_ahead_began_with(balance, every):
     planner = rounds_planner(balance, 4, every)
-    began = [planner.at(0, round_) for round_ in range(4)]  # the leader's rounds
+    began = [planner.decide(0, round_) for round_ in range(4)]  # the leader's rounds
     measure(planner, 0, true=slower(4))
-    assert planner.at(1).plan != began[0].plan  # its next epoch
+    assert planner.decide(1) != began[0]  # its next epoch
     for epoch in range(1, 40):
-        planner.at(epoch)
+        planner.decide(epoch)
     assert [planner.at(0, round_) for round_ in range(4)] == began
 
 
 def test_after_a_spell_of_slowness_the_published_rule_gives_batches_their_planned_sizes_back():
     planner = rounds_planner("dbs", 4, 1)
-    planned = planner.at(0).plan
+    planned = planner.decide(0)
     slow = slower(40, worker=0)
     for true in (slow, [PLANNED] * 3):
         for epoch in range(5 * (true is not slow), 5 + 5 * (true is not slow)):
@@ -232,7 +233,7 @@ def test_dual_batch_keeps_its_balance_when_a_worker_slows_down():
     slowed = slower(2)
     for epoch in range(3):
         measure(planner, epoch, true=slowed)
-    plan = planner.at(3).plan
+    plan = planner.decide(3)
     times = [m.time(w.samples, w.steps) for m, w in zip(slowed, plan.workers, strict=True)]
     assert max(times) / np.mean(times) < 1.1
     assert plan.workers[0].local_batch_size < plan.workers[1].local_batch_size == 20
@@ -252,7 +253,7 @@ def test_a_planner_goes_on_from_its_state_as_if_nothing_had_been():
         for planner in (one, two):
             values = iter(noise[epoch])
             measure(planner, epoch, lambda values=values: next(values))
-    assert one.ledger.current == two.ledger.current
+    assert one.plans.last == two.plans.last
     assert [*one.estimates(8)] == [*two.estimates(8)]
     assert one.changes > two.changes >= 0
 
@@ -261,10 +262,10 @@ def test_a_planners_state_holds_each_plan_once():
     planner = rounds_planner("dynamic", 4, 1)
     for epoch in range(3):
         measure(planner, epoch, true=slower(4))
-    planner.at(3)
+    planner.decide(3)
     state = planner.state_dict()
-    used = {*state["current"].values()}
-    used |= {row["plan"] for rows in state["segments"].values() for row in rows}
+    used = {*state["last"].values()}
+    used |= {row for rows in state["epochs"].values() for row in rows}
     assert sorted(used) == list(range(len(state["plans"])))
     assert all(a != b for i, a in enumerate(state["plans"]) for b in state["plans"][:i])
 

@@ -8,7 +8,7 @@ import pytest
 from dbsl.cluster.serving import ServedCluster
 from dbsl.cluster.wire import encode
 from dbsl.extras.emulate import Emulation
-from dbsl.plan.types import Handover, Segment, TimeModel, Turn
+from dbsl.plan.types import Handover, TimeModel, Turn
 from experiments.benchmarks.coverage.cases import Case, Loss, Stop
 from experiments.benchmarks.coverage.check import check
 from experiments.benchmarks.coverage.prepare import prepare
@@ -41,7 +41,7 @@ def leave_out(planner, *workers):
 
 def samples_of(run, epoch):
     """Return the samples of each worker in an epoch."""
-    return [row.samples for row in run.plans.planner.at(epoch).plan.workers]
+    return [row.samples for row in run.plans.planner.decide(epoch).workers]
 
 
 def test_a_worker_that_was_lost_has_a_share_again_from_the_first_epoch_that_nobody_has_begun():
@@ -75,8 +75,8 @@ def test_what_a_loss_leaves_of_an_epoch_is_shared_by_those_that_are_in_it():
     assert planner.bring_back(48) == 1
     know(planner, 1, 1, 6, inside=(0, 1), newcomers=(2,))
     assert planner.drop(1, 48) == 8  # its part of the round that was begun
-    rest = planner.at(0, 2)
-    assert (rest.first_round, [row.samples > 0 for row in rest.plan.workers]) == (
+    rest = planner.decide(0, 2)
+    assert (rest.first_round, [row.samples > 0 for row in rest.workers]) == (
         2,
         [True, False, False],
     )
@@ -110,15 +110,15 @@ def test_a_loss_in_what_other_workers_left_of_an_epoch_leaves_its_first_rounds_a
     know(planner, 5, 4, 4, inside=(0, 1))
     assert planner.drop(2, 24) == 20  # of the rounds that were begun: both that are left
     planner.members.leave(2)
-    assert [s.start for s in planner.ledger.planned(1)] == [30]
+    assert [plan.taken for plan in planner.plans.of_epoch(1)] == [30]
     assert samples_of(run, 2) == [45, 45, 0]
 
 
 def test_a_served_worker_asks_for_the_plan_of_an_epoch_that_a_loss_may_change():
     run = prepare(case())
     leave_out(run.plans.planner, 2)
-    now = Segment(run.plans.planner.ledger.current[8], 1, 30)
+    now = replace(run.plans.planner.plans.last[8], first_round=1, taken=30)
     cluster = ServedCluster.__new__(ServedCluster)
     cluster._link = SimpleNamespace(ask=lambda kind: (kind, encode(now)))
     cluster._waited_s = 0.0
-    assert cluster.segment(Turn((1,), 0, 0)) == now
+    assert cluster.plan(Turn((1,), 0, 0)) == now

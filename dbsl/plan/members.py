@@ -1,0 +1,129 @@
+"""Who is there and how far, and which plan each round has: known once, read by all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from dbsl.plan.types import Plan, plan_from_plain
+
+
+class Members:
+    """Which workers are there, and how far each of them is.
+
+    The server changes it, under its lock; planners read it there.
+    """
+
+    def __init__(self, workers: int, rounds: int = 1) -> None:
+        self.rounds = rounds  # per epoch
+        self.clocks = [0] * workers  # rounds that each has pushed, lost workers included
+        self.active = set(range(workers))  # those that are there
+        self.newcomers: set[int] = set()  # are back after a loss, and have not begun a round
+        self.inside: set[int] = set()  # have begun a round, and not pushed it
+
+    @property
+    def lost(self) -> set[int]:
+        """Workers that are not there."""
+        return set(range(len(self.clocks))) - self.active
+
+    def slowest(self, but: int | None = None) -> int:
+        """Return the rounds that every worker that is there, but for one, has pushed."""
+        return min(self.clocks[worker] for worker in self.active if worker != but)
+
+    def begun(self, last: int, but: Collection[int] = ()) -> int:
+        """Return the rounds, of `last` in all, that any worker, but for some, has begun."""
+        there = self.active.difference(but)
+        return min(max(self.clocks[w] + (w in self.inside) for w in there), last)
+
+    def begin(self, worker: int) -> None:
+        """Note that a worker has begun its next round."""
+        self.newcomers.discard(worker)
+        self.inside.add(worker)
+
+    def leave(self, worker: int) -> None:
+        """Go on without a worker."""
+        self.active.discard(worker)
+        self.newcomers.discard(worker)
+        self.inside.discard(worker)
+
+    def join(self, worker: int, clock: int) -> None:
+        """Go on with a lost worker, which begins with as many rounds behind it as any, or more."""
+        self.clocks[worker] = clock
+        self.active.add(worker)
+        self.newcomers.add(worker)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return who is there, in plain values."""
+        sets = {name: sorted(getattr(self, name)) for name in ("active", "newcomers", "inside")}
+        return {"clocks": list(self.clocks), **sets}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.clocks, self.inside = list(state["clocks"]), set(state["inside"])
+        self.active, self.newcomers = set(state["active"]), set(state["newcomers"])
+
+
+class EpochPlans:
+    """The plan in force in each round.
+
+    A round's plan stands once it is decided, whatever is measured later. Rounds of other epochs
+    have the last plan of their resolution.
+    """
+
+    def __init__(self, first: Mapping[int, Plan], resolution_at: Callable[[int], int]) -> None:
+        self.first = dict(first)  # by resolution: the plan that the run begins with
+        self.last = dict(first)  # by resolution
+        self._epochs: dict[int, list[Plan]] = {}  # in the order of their first rounds
+        self._decided: dict[int, int] = {}  # by epoch: rounds whose plan stands
+        self._resolution_at = resolution_at
+
+    def of_epoch(self, epoch: int) -> list[Plan]:
+        """Return the plans of an epoch's rounds, as far as they are known."""
+        return self._epochs.get(epoch) or [self.last[self._resolution_at(epoch)]]
+
+    def at(self, epoch: int, round_: int) -> Plan | None:
+        """Return the plan of a round; None: it was over before those that are known."""
+        plans = reversed(self.of_epoch(epoch))
+        return next((plan for plan in plans if plan.first_round <= round_), None)
+
+    def stands(self, epoch: int, round_: int) -> bool:
+        """Whether the plan of a round is decided."""
+        return round_ < self._decided.get(epoch, 0)
+
+    def set(self, epoch: int, rounds: int, *plans: Plan) -> None:
+        """Have so many of an epoch's first rounds keep these plans, and those before them."""
+        known, first = self._epochs.get(epoch, ()), plans[0].first_round
+        earlier = (plan for plan in known if plan.first_round < first)
+        self._epochs[epoch] = [*earlier, *plans]
+        self._decided[epoch] = max(rounds, self._decided.get(epoch, 0))
+
+    def forget(self, epochs: range) -> None:
+        """Forget what was decided of epochs."""
+        for epoch in [epoch for epoch in self._epochs if epoch in epochs]:
+            del self._epochs[epoch], self._decided[epoch]
+
+    def under_way(self, members: Members, last: int) -> range:
+        """Return the epochs, of `last` rounds, that are begun or planned, and are not complete."""
+        stop = -(-members.begun(last) // members.rounds)
+        planned = (epoch + 1 for epoch in self._epochs)
+        return range(members.slowest() // members.rounds, max(stop, *planned, 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plans, each once, and what stands, in plain values."""
+        every = itertools.chain(self.last.values(), *self._epochs.values())
+        numbers = {plan: number for number, plan in enumerate(dict.fromkeys(every))}
+        return {
+            "plans": [asdict(plan) for plan in numbers],
+            "last": {resolution: numbers[plan] for resolution, plan in self.last.items()},
+            "epochs": {epoch: [numbers[p] for p in own] for epoch, own in self._epochs.items()},
+            "decided": dict(self._decided),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        plans = [plan_from_plain(plan) for plan in state["plans"]]
+        self.last = {resolution: plans[number] for resolution, number in state["last"].items()}
+        self._epochs = {e: [plans[number] for number in own] for e, own in state["epochs"].items()}
+        self._decided = dict(state["decided"])
