@@ -326,9 +326,11 @@ def parse_kwargs(
         with contextlib.suppress(ValueError, SyntaxError):
             found[name] = ast.literal_eval(text)
     for name in found.keys() & bounds.keys():
-        if not isinstance(found[name], int | float):
-            raise SettingError(f"{setting} must have a number as {name}, got {found[name]!r}")
-        bounds[name].check(f"{setting} {name}", found[name])
+        value, bound = found[name], bounds[name]
+        numbers = value if isinstance(value, tuple) and bound.lengths else (value,)
+        are_numbers = all(isinstance(number, int | float) for number in numbers)
+        require(are_numbers, f"{setting} must have a number as {name}", value)
+        bound.check(f"{setting} {name}", value)
     return found
 
 

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, require
 from dbsl.base.machine import lazy_import
-from dbsl.config.fields import Count, Number, Role, Within, refuse
+from dbsl.config.fields import (
+    PAIRS,
+    Count,
+    Number,
+    Role,
+    Within,
+    check_names,
+    in_words,
+    parse_kwargs,
+)
 
 timm = lazy_import("timm")
 
 Augment = Literal["none", "crop", "paper", "timm"]
 Interpolation = Literal["bilinear", "bicubic", "lanczos", "nearest", "box", "hamming"]
+_PREPROCESS = {
+    "crop_pct": Within(0, 1, open_low=True),
+    "mean": Within(0, 1, lengths=(1, 3)),
+    "std": Within(0, 1, open_low=True, lengths=(1, 3)),
+}
 
 
 @dataclass(frozen=True)
@@ -43,29 +57,41 @@ class ImageConfig:
     loader_workers: Annotated[Number | None, Role.FREE | Role.NODE] = None
     # images of each split that may be left out because they cannot be decoded
     max_bad_images: Annotated[Number, Role.FREE] = 16
-    # side of the centre crop of evaluation images over their shorter side, in (0, 1]; unset: 0.875,
-    # and 1 where images stay on the device: squares of one size up to 64 px, at most 2 GiB
-    crop_pct: Annotated[float | None, Within(0, 1, open_low=True)] = None
-    # how evaluation images are resized; unset: bilinear
-    interpolation: Interpolation | None = None
-    # means of red, green and blue in [0, 1], or one for all; unset: those of the initial weights;
-    # else the training images' own where they stay on the device (see --crop-pct); else ImageNet's
-    mean: Annotated[tuple[float, ...] | None, Within(0, 1, lengths=(1, 3))] = None
-    # standard deviations of red, green and blue in (0, 1], or one for all; unset: as with --mean
-    std: Annotated[tuple[float, ...] | None, Within(0, 1, open_low=True, lengths=(1, 3))] = None
+    # how pixels are prepared, by timm's names. crop_pct=0.95: side of the centre crop of evaluation
+    # images over the shorter side; else 0.875, and 1 where images stay on the device (squares of
+    # one size up to 64 px, at most 2 GiB). interpolation=bicubic: how they are resized; else
+    # bilinear. mean=0.5,0.5,0.5 std=0.2: of red, green and blue in [0, 1], or one for all; else
+    # those of the initial weights, or the training images' own where they stay on the device, or
+    # ImageNet's
+    preprocess: tuple[str, ...] = field(default=(), metadata=PAIRS)
 
     @property
     def augmentation(self) -> Augment:
         """The augmentation that is meant."""
         return self.augment or ("crop" if self.aa is None else "timm")
 
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        """What is given of crop_pct, interpolation, and mean and std of three channels."""
+        found = parse_kwargs("preprocess", self.preprocess, bounds=_PREPROCESS)
+        check_names("preprocess", found, {"interpolation", *_PREPROCESS})
+        for name in found.keys() & {"mean", "std"}:
+            value = found[name] if isinstance(found[name], tuple) else (found[name],)
+            found[name] = value * (3 // len(value))
+        kinds, kind = get_args(Interpolation), found.get("interpolation", "bilinear")
+        require(kind in kinds, f"preprocess interpolation must be {in_words(kinds)}", kind)
+        return found
+
 
 def check_images(config: ImageConfig) -> None:
-    """Raise ``SettingError`` for a policy of timm's that it does not have, or would not draw by."""
+    """Refuse settings of images that say nothing, or other than timm would do."""
+    _ = config.preprocessing  # it refuses
     if config.aa is None:
         return
-    text = "aa must go with augment timm, whose setting it is"
-    refuse([(config.augment not in (None, "timm"), text, f"augment {config.augment}")])
+    of_timm = config.augment in (None, "timm")
+    require(
+        of_timm, "aa must go with augment timm, whose setting it is", f"augment {config.augment}"
+    )
     _check_policy(config.aa)
 
 

@@ -73,6 +73,10 @@ _ELSEWHERE = {
     "--emulate noise=": ("time-noise",),
     "--emulate gbps=": ("link-gbps",),
     "--emulate ms=": ("link-ms",),
+    "--preprocess crop_pct=": ("crop-pct",),
+    "--preprocess interpolation=": ("interpolation",),
+    "--preprocess mean=": ("mean",),
+    "--preprocess std=": ("std",),
     "found:": ("resolved",),
 }
 RUN_FOLDER = "run folder"  # what a launch remembers of the run that it may have to restart

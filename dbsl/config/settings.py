@@ -81,7 +81,7 @@ class TrainingConfig(ImageConfig):
     pretrained: bool = False
     # file of initial weights (safetensors or torch); a classifier or small-image stem that does not
     # fit is new. Images are normalised as the config.json next to the file says, else as timm's
-    # weights of the model; --mean and --std win
+    # weights of the model; --preprocess wins
     initial_checkpoint: Annotated[str | None, Excludes("pretrained")] = None
     # more arguments of timm's model as name=value: drop_path_rate=0.1 (stochastic depth)
     # drop_block_rate=0.1 global_pool=avg bn_eps=1e-3 init_values=1e-6

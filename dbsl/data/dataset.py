@@ -59,15 +59,12 @@ class Statistics(NamedTuple):
     source: str
 
     def unless_given(self, config: ImageConfig) -> Statistics:
-        """Return those that the settings give, one for all channels or three, else these."""
-        given = {n: v for n in ("mean", "std") if (v := getattr(config, n)) is not None}
+        """Return those that the settings give, else these."""
+        given = {n: v for n, v in config.preprocessing.items() if n in ("mean", "std")}
         if not given:
             return self
         rest = f", the rest {self.source}" if len(given) == 1 else ""
-        source = f"by {' and '.join('--' + name for name in given)}{rest}"
-        return self._replace(
-            source=source, **{n: tuple(v) * (3 // len(v)) for n, v in given.items()}
-        )
+        return self._replace(source=f"by --preprocess {' and '.join(given)}{rest}", **given)
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class Data:
     @property
     def interpolation(self) -> Interpolation:
         """How evaluation images are resized."""
-        return self.config.interpolation or "bilinear"
+        return self.config.preprocessing.get("interpolation", "bilinear")
 
     @property
     def resolutions(self) -> tuple[int, ...]:
@@ -132,13 +129,11 @@ class Data:
 
         A crop of more than the image is the whole image; what is no interpolation here is left out.
         """
-        config = self.config
-        known = interpolation if interpolation in get_args(Interpolation) else None
-        return replace(
-            self,
-            crop_pct=min(crop_pct, 1.0) if config.crop_pct is None else config.crop_pct,
-            config=replace(config, interpolation=config.interpolation or known),
-        )
+        config, given = self.config, self.config.preprocessing
+        if "interpolation" not in given and interpolation in get_args(Interpolation):
+            pairs = (*config.preprocess, f"interpolation={interpolation}")
+            config = replace(config, preprocess=pairs)
+        return replace(self, crop_pct=given.get("crop_pct", min(crop_pct, 1.0)), config=config)
 
     @property
     def normalisation(self) -> str:
@@ -207,7 +202,7 @@ def load_data(
         image_side=side,
         eval_split=eval_split,
         held_out=held_out,
-        crop_pct=crop_pct if config.crop_pct is None else config.crop_pct,
+        crop_pct=config.preprocessing.get("crop_pct", crop_pct),
     )
 
 

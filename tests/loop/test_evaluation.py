@@ -56,7 +56,8 @@ def test_a_run_or_its_checkpoint_gives_the_runs_result_and_nothing_is_written(
 
 
 def test_images_are_prepared_as_for_the_run(tmp_path, capsys):
-    run(tmp_path, crop_pct=0.5, interpolation="nearest", epochs=2, mixed_precision="no")
+    how = {"preprocess": ("crop_pct=0.5", "interpolation=nearest"), "mixed_precision": "no"}
+    run(tmp_path, epochs=2, **how)
     summary, loss = summary_of(tmp_path), evaluated(capsys, tmp_path)["cross_entropy"]
     assert loss == pytest.approx(summary["final_loss"])
     text = (tmp_path / "config.json").read_text()

@@ -87,13 +87,16 @@ def test_small_images_are_augmented_by_loaders_and_evaluated_as_before():
         assert torch.equal(*found)
 
 
+RAW = ("mean=0", f"std={1 / 255}")
+
+
 def test_evaluation_crops_and_resizes_as_asked(photos):
-    wide = load(photos, crop_pct=1.0, interpolation="bicubic", mean=(0.0,), std=(1 / 255,))
+    wide = load(photos, preprocess=("crop_pct=1", "interpolation=bicubic", *RAW))
     image = images_of(wide.train, wide.transform(20, "none", 0), [[3]])[0].permute(1, 2, 0)
     middle = Image.fromarray(PIXELS[3]).resize((20, 20), Image.Resampling.BICUBIC, (4, 0, 44, 40))
     assert np.array_equal(image.round().byte().numpy(), np.asarray(middle))
-    half = load({"loader_workers": 0}, crop_pct=0.5, mean=(0.0,), std=(1 / 255,))
-    whole = load({"loader_workers": 0}, mean=(0.0,), std=(1 / 255,))
+    half = load({"loader_workers": 0}, preprocess=("crop_pct=0.5", *RAW))
+    whole = load({"loader_workers": 0}, preprocess=RAW)
     found, plain = (
         images_of(d.train, d.transform(s, "none", 0), [[0]]) for d, s in ((half, 4), (whole, 8))
     )
