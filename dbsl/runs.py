@@ -97,14 +97,14 @@ class RunFolder(AbstractContextManager):
             self._locked = exits.enter_context(LockedFolder(self.folder, accelerator, **how))
             self.folder = self._locked.path
         self.found = found = before and resume.find_checkpoint(before, config, accelerator)
-        if found and resume.is_finished(found, config):
+        if before and resume.is_finished(before, found, config):
             self.is_finished, self.config = True, config
-            if changes := resume.without_effect(self.folder, given):
-                accelerator.print(f"warning: without effect on a finished run: {changes}")
             accelerator.print(f"{self.folder} is finished: nothing to resume")
             return
-        if found is None:
+        if before is None:
             check_effects(config, count)
+        elif found is None:
+            accelerator.print(f"{before} has no checkpoint yet: the run starts again")
         now = resume.adapt_to_processes(config, found, count, given)
         self._given = _given_now(given, config, now)
         self._unset = self._given.workers is None and count == 1
@@ -123,17 +123,16 @@ class RunFolder(AbstractContextManager):
         self.workers, self._checkpoint, found = workers, checkpoint, self.found
         accelerator, plans, resumed = self._accelerator, workers.plans, checkpoint.resumed
         self._exits.enter_context(self.stopping)
-        settings = (self._given, self.complete(plans.config).found, plans.first)
-        if found is None:  # first of all: a folder without settings cannot be resumed
-            self._locked.write_settings(*settings)
+        # First of all: a folder without settings cannot be resumed.
+        found_out = self.complete(plans.config).found
+        self._locked.write_settings(self._given, found_out, plans.first)
         self._locked.keep_script(self._code)
         if found:
             resume.take_over_folder(found, plans.config, accelerator)
-            self._locked.write_settings(*settings)
         state, handover = None, resumed and resumed.handover
         if resumed and resumed.state["log"]:
             state = {**resumed.state["log"], "stages": resumed.state["stages"]}
-        with reading_checkpoint(resumed and resumed.folder):
+        with reading_checkpoint(found and found.folder):
             done = min(state["so_far"]["epochs"] if state else 0, plans.config.epochs - 1)
             shown = (plans, workers.data, workers.raw_model, accelerator, self.folder)
             print_run(*shown, begin=done, unset=self._unset)

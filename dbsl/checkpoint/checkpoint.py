@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from accelerate.utils import reduce
@@ -52,6 +52,7 @@ from dbsl.run.stopping import Stopping
 from dbsl.run.turns import WorkerTurn, random_state, refuse_order
 from dbsl.run.workers import Workers
 
+T = TypeVar("T")
 _BEST_FILE = f"{BEST}.safetensors"
 _SEEN_S = 30.0  # that a shared disk may take to show rank 0 what another node has written
 
@@ -66,8 +67,12 @@ def _wait_for(paths: Iterable[Path]) -> None:
             time.sleep(0.1)
 
 
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+def _tried(act: Callable[..., T], *given: Any) -> tuple[T | None, str]:
+    """Return what a function returns, or why it failed."""
+    try:
+        return act(*given), ""
+    except Exception as error:
+        return None, getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 class Stateful(Protocol):
@@ -122,23 +127,21 @@ class Checkpoint:
     def __init__(self, run: RunPlace | Path, workers: Workers, **states: Stateful) -> None:
         run = PlainFolder(run) if isinstance(run, Path) else run
         self._run, self._workers, self._states = run, workers, states
-        self._plans, self._config = workers.plans, run.complete(workers.config)
-        self._cluster, self._stepper = workers.cluster, workers.stepper
-        self._accelerator, self._stopping = workers.accelerator, run.stopping
-        self._progress = workers.progress
+        self._config = config = run.complete(workers.config)
+        self._cluster, self._accelerator = workers.cluster, workers.accelerator
+        self._progress, self._stopping = workers.progress, run.stopping
         self._rank = workers.accelerator.process_index
-        self._every, self._minutes = parse_interval(self._config.checkpoint_every)
-        self._keep = self._config.keep_checkpoints
-        found = run.found  # what is resumed
-        self.resumed = resumed = read_resumed(found, workers, self._config) if found else None
+        self._every, self._minutes = parse_interval(config.checkpoint_every)
+        self.resumed = resumed = run.found and read_resumed(run.found, workers, config)
         # Whether this process leaves saves, and the ends of epochs, to rank 0.
         self._served = not workers.cluster.saves_workers and self._rank != SERVER_RANK
-        self._sequence = resumed.sequence if resumed else 0  # number of the last save
-        self._epochs_done, self._is_asked = 0, False
+        manifest = resumed and resumed.found.manifest
+        self._sequence = manifest.sequence if manifest else 0  # number of the last save
+        self._epochs_done, self._is_asked = manifest.epoch if manifest else 0, False
         self._end: EpochEnd | None = None  # the epoch that has just ended, until a step is taken
         self._saved_epoch = -1  # the last whose end was saved
         self._saved_at = time.monotonic()
-        self._last_good = resumed.folder if resumed else None  # the last one that is whole
+        self._last_good = resumed and resumed.found.folder  # the last one that is whole
         if resumed:
             self._load_all(resumed)
 
@@ -181,11 +184,11 @@ class Checkpoint:
         refuse_order(forgotten, "call checkpoint.after_step(turn) after each step", "none")
         self._check()
         self._epochs_done, self._end = end.epoch + 1, end
-        last = self._epochs_done == self._config.epochs
+        last, keeps = self._epochs_done == self._config.epochs, self._config.keep_checkpoints
         if not last and self._finishes(self._workers.finishing):
             self._finish_early()
-        elif self._keep if last else self._every and self._epochs_done % self._every == 0:
-            self._save(end=end)
+        elif keeps if last else self._every and self._epochs_done % self._every == 0:
+            self._save(end)
 
     def _finish(self) -> None:
         """Have the last checkpoint: all of this process's turns are over."""
@@ -202,7 +205,7 @@ class Checkpoint:
     def clean_up(self) -> None:
         """Remove the checkpoints of a run that is finished which are not to be kept."""
         if self._rank == SERVER_RANK:
-            prune(self._run.folder, self._keep)
+            prune(self._run.folder, self._config.keep_checkpoints)
 
     def _finishes(self, wish: bool) -> bool:
         """Whether any process wishes it and this epoch was evaluated; else the next is the last."""
@@ -216,8 +219,8 @@ class Checkpoint:
         if self._rank == SERVER_RANK:
             workers = self._workers
             save_model(workers.raw_model, self._run.folder, workers.side, workers.data)
-        if self._keep and self._saved_epoch != self._end.epoch:
-            self._save(end=self._end)
+        if self._config.keep_checkpoints and self._saved_epoch != self._end.epoch:
+            self._save(self._end)
         self._cluster.finish()
 
     def _check(self) -> None:
@@ -237,61 +240,45 @@ class Checkpoint:
         wanted = due and self._rank == SERVER_RANK  # whose clock counts
         return Action.SAVE if wanted else Action.GO_ON
 
-    def _save(self, *, end: EpochEnd | None = None) -> None:
-        self._sequence += 1
-        name = f"save-{self._sequence:06d}" if end is None else f"epoch-{end.epoch + 1:04d}"
-        self._write(name, with_model=end is not None)
-        self._saved_at = time.monotonic()
-        if end is not None:
-            self._saved_epoch = end.epoch
-
     def _good(self) -> str:
         """Return in words which checkpoint there is."""
         if self._last_good is None:
             return "there is no checkpoint"
         return f"the last good checkpoint is {self._last_good}"
 
-    def _write(self, name: str, *, with_model: bool) -> None:
+    def _save(self, end: EpochEnd | None = None) -> None:
         """Write this process's shard and, on rank 0, what makes it a checkpoint (a collective).
 
         `SaveError`, in all processes that wait for each other, if it could not be written in any.
         """
-        target, files, error = self._run.folder / CHECKPOINTS / name, {}, None
-        control, (manifest, packed) = self._cluster.control, self._copy()
-        try:
-            files = self._write_own(target, packed, with_model=with_model)
-        except Exception as reason:
-            error = reason
+        self._sequence += 1
+        name = f"save-{self._sequence:06d}" if end is None else f"epoch-{end.epoch + 1:04d}"
+        target, control = self._run.folder / CHECKPOINTS / name, self._cluster.control
+        manifest, packed = self._copy()
+        files, failed = _tried(self._write_own, target, packed, end is not None)
         if control is not None:  # what every process has written, once all have
-            text = json.dumps([files, _reason(error) if error else ""])
-            written = list(map(json.loads, control.gather_texts(text)))
-            files = {name: about for own, _ in written for name, about in own.items()}
-            others = next((said for _, said in written if said), "")
-            error = error or (OSError(others) if others else None)
-        if error is None and self._rank == SERVER_RANK:
-            try:
-                _wait_for(target / name for name in files)
-                if self._run.log is not None:  # metrics.jsonl is as long as the shard says
-                    sync_file(self._run.folder / "metrics.jsonl")
-                write_manifest(target, replace(manifest, files=files))
-            except Exception as reason:
-                error = reason
-        if error is not None:
+            written = map(json.loads, control.gather_texts(json.dumps([files, failed])))
+            several, reasons = zip(*written, strict=True)
+            files = {name: about for own in several for name, about in (own or {}).items()}
+            failed = next(filter(None, reasons), "")
+        if self._rank == SERVER_RANK and not failed:
+            _, failed = _tried(self._complete, target, replace(manifest, files=files))
+        if failed:
             if self._rank == SERVER_RANK:
                 remove(target)
-            raise SaveError(
-                f"a checkpoint could not be written to {self._run.folder} "
-                f"({_reason(error)}); {self._good()}"
-            ) from error
+            where = f"a checkpoint could not be written to {self._run.folder}"
+            raise SaveError(f"{where} ({failed}); {self._good()}")
         self._last_good = target  # it is whole: whatever fails from here on, it stays
         if self._rank == SERVER_RANK:
-            prune(self._run.folder, max(1, self._keep))
+            prune(self._run.folder, max(1, self._config.keep_checkpoints))
+        self._saved_at = time.monotonic()
+        if end is not None:
+            self._saved_epoch = end.epoch
 
     def _write_own(
-        self, target: Path, packed: tuple[Any, dict[str, Tensor]], *, with_model: bool
+        self, target: Path, packed: tuple[Any, dict[str, Tensor]], with_model: bool
     ) -> dict[str, dict[str, Any]]:
         """Write this process's files; return what the manifest says of them."""
-        target.mkdir(parents=True, exist_ok=True)
         files, workers = write_shard(target, self._rank, *packed), self._workers
         if self._rank != SERVER_RANK:
             return files
@@ -302,6 +289,13 @@ class Checkpoint:
         paths = (target / name for name in (MODEL_FILE, "config.json", _BEST_FILE))
         # Your own model has no config.json.
         return files | {path.name: describe(path) for path in paths if path.exists()}
+
+    def _complete(self, target: Path, manifest: Manifest) -> None:
+        """Make the files of all processes a checkpoint, once they are there."""
+        _wait_for(target / name for name in manifest.files)
+        if self._run.log is not None:  # metrics.jsonl is as long as the shard says
+            sync_file(self._run.folder / "metrics.jsonl")
+        write_manifest(target, manifest)
 
     def _stop(self) -> None:
         why = self._stopping.reason or "another process was asked to stop"
@@ -330,13 +324,12 @@ class Checkpoint:
                 **of_workers,
                 "scaler": scaler.state_dict() if scaler else None,
                 "meter": workers.meter.state_dict(),
-                "extras": self._plans.extras.state_dict(),
-                "epochs_done": self._epochs_done,
-                "stages": [asdict(stage) for stage in self._plans.stages],
+                "extras": workers.plans.extras.state_dict(),
+                "stages": [asdict(stage) for stage in workers.plans.stages],
                 **workers.stopwatch.state_dict(),
                 "log": log.state_dict() if log is not None and log.enabled else None,
                 "cluster": cluster.state_dict(),
-                "planner": self._plans.planner.state_dict(),
+                "planner": workers.plans.planner.state_dict(),
                 "states": {name: own.state_dict() for name, own in self._states.items()},
             }
             packed = pack(state)
@@ -358,10 +351,10 @@ class Checkpoint:
 
     def _of_workers(self) -> dict[str, Any]:
         """Return what this process's workers have, to go on at their steps."""
-        progress = self._progress if self._progress.steps else None
+        progress, stepper = self._progress if self._progress.steps else None, self._workers.stepper
         return {
-            "stepper": self._stepper.state_dict(),
-            "timer": self._stepper.timer.state_dict() if progress else {},
+            "stepper": stepper.state_dict(),
+            "timer": stepper.timer.state_dict() if progress else {},
             "progress": progress and asdict(progress),
             "random": random_state(self._accelerator.device) if progress else None,
         }
@@ -370,29 +363,29 @@ class Checkpoint:
         """Bring everything back in every process, or raise in every process."""
         error = None
         try:
-            with reading_checkpoint(resumed.folder):
+            with reading_checkpoint(resumed.found.folder):
                 self._load(resumed.state, resumed.handover)
         except SettingError as reason:
             error = reason
         failed = torch.tensor(int(error is not None), device=self._accelerator.device)
         if int(reduce(failed, "sum")):
             raise error or CheckpointError(
-                f"{resumed.folder} does not fit this run: another process could not read its shard"
+                f"{self._last_good} does not fit this run: another process could not read its shard"
             )
 
     def _load(self, state: Mapping[str, Any], handover: Handover | None) -> None:
-        workers, weights, planner = self._workers, self._cluster.weights, self._plans.planner
+        workers, weights, plans = self._workers, self._cluster.weights, self._workers.plans
         if handover:  # other workers: the global weights, and what is left of the epoch
             self._cluster.take_over(handover)
-            planner.take_over(handover)
-            for optimizer in self._stepper.optimizers.values() if handover.optimizer else ():
+            plans.planner.take_over(handover)
+            for optimizer in workers.optimizers.values() if handover.optimizer else ():
                 load_optimizer(optimizer, handover.optimizer)
             self._progress.steps = self._progress.counted = handover.steps
             self._progress.learning_rate = handover.learning_rate  # no step may be left
             workers.meter.count_on(state["meter"], handover.steps)
         else:
             self._cluster.load_state_dict(state["cluster"])
-            planner.load_state_dict(state["planner"])
+            plans.planner.load_state_dict(state["planner"])
             if self._cluster.saves_workers:
                 self._load_workers(state)
             else:
@@ -405,18 +398,17 @@ class Checkpoint:
         for counter, saved in zip(weights.counters, state["model"]["counters"], strict=True):
             counter.copy_(saved)
         same = self._cluster.saves_workers and not handover
-        self._plans.extras.load_state_dict(state["extras"], same=same)
+        plans.extras.load_state_dict(state["extras"], same=same)
         for name, own in self._states.items():
             text = "resume must be of a run that saved the same states"
             require(name in state["states"], text, f"none of {name}")
             own.load_state_dict(state["states"][name])
-        self._epochs_done = state["epochs_done"]
         workers.stopwatch.load_state_dict(state)
 
     def _load_workers(self, state: Mapping[str, Any]) -> None:
         """Take back what `_of_workers` returned, and the windows of their steps."""
-        self._stepper.load_state_dict(state["stepper"])
-        self._stepper.timer.load_state_dict(state["timer"])
+        self._workers.stepper.load_state_dict(state["stepper"])
+        self._workers.stepper.timer.load_state_dict(state["timer"])
         if state["progress"] is not None:
             self._progress.load(state["progress"], self._cluster.weights.vector.device)
             self._workers.go_on_with(state["random"])

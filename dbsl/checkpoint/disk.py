@@ -199,16 +199,15 @@ def write_shard(
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint to go on from; without one the run was killed before its first."""
+    """A checkpoint to go on from."""
 
-    run_folder: Path
-    folder: Path | None = None
-    manifest: Manifest | None = None
+    folder: Path
+    manifest: Manifest
 
     @staticmethod
     def at(folder: Path) -> Found:
         """Return the checkpoint in a folder, its files not checked."""
-        return Found(folder.parent.parent, folder, read_manifest(folder))
+        return Found(folder, read_manifest(folder))
 
     def check(self, names: Iterable[str] | None = None) -> None:
         """Raise `CheckpointError` unless these files, or all, are as they were written."""

@@ -34,13 +34,7 @@ from dbsl.cluster.weights import vector_length
 from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_text
 from dbsl.config.complete import FOUND, set_back
 from dbsl.config.fields import Role, with_role
-from dbsl.config.hooks import found_extras
-from dbsl.config.parse import (
-    RUN_FOLDER,
-    is_checkpoint,
-    parse_config,
-    run_folder_of,
-)
+from dbsl.config.parse import RUN_FOLDER, is_checkpoint, run_folder_of
 from dbsl.config.settings import (
     CHECKPOINTS,
     RunConfig,
@@ -62,8 +56,7 @@ _TIMES = ("slope", "intercept", "floor")
 class Resumed:
     """A checkpoint, read."""
 
-    folder: Path
-    sequence: int  # its number
+    found: Found
     # This process's shard; rank 0's with a handover, and where the server's state was saved alone.
     state: Mapping[str, Any]
     handover: Handover | None  # None: workers and plans are what they were
@@ -80,8 +73,8 @@ def run_before(config: RunConfig) -> Path | None:
     return run_folder if (run_folder / "config.yaml").is_file() else None  # auto's first start
 
 
-def find_checkpoint(run_folder: Path, config: RunConfig, accelerator: Accelerator) -> Found:
-    """Return what a run goes on from, the same on every process."""
+def find_checkpoint(run_folder: Path, config: RunConfig, accelerator: Accelerator) -> Found | None:
+    """Return what a run goes on from, the same on every process; None: there is nothing yet."""
     resume, name = Path(config.resume), ""
     with refused_by_all(accelerator):
         if accelerator.is_main_process and is_checkpoint(config.resume):
@@ -96,12 +89,12 @@ def find_checkpoint(run_folder: Path, config: RunConfig, accelerator: Accelerato
             require(found or not passed_over, text, run_folder)
             name = found.folder.name if found else ""
     name = share_text(name, accelerator)
-    return Found.at(run_folder / CHECKPOINTS / name) if name else Found(run_folder)
+    return Found.at(run_folder / CHECKPOINTS / name) if name else None
 
 
-def is_finished(found: Found, config: RunConfig) -> bool:
+def is_finished(run: Path, found: Found | None, config: RunConfig) -> bool:
     """Whether the run has come to its end, and is not to go on for more epochs."""
-    run, path = found.run_folder, found.run_folder / "summary.json"
+    path = run / "summary.json"
     if not path.exists():
         return False
     trained = json.loads(path.read_text(encoding="utf-8"))["epochs"]
@@ -109,7 +102,7 @@ def is_finished(found: Found, config: RunConfig) -> bool:
     require(trained <= config.epochs, text, config.epochs)
     text = "keep_checkpoints must be at least 1 to make a run longer"
     got = f"a finished run without a checkpoint in {run}"  # it must not be overwritten
-    require(found.folder or trained == config.epochs, text, got)
+    require(found or trained == config.epochs, text, got)
     if is_checkpoint(config.resume) and found.manifest.epoch < trained:
         return False  # it goes back to that
     return trained == config.epochs
@@ -150,19 +143,6 @@ def _draw_another_order(changed: Changes, cls: type[RunConfig]) -> list[str]:
     return [n for n in names if None in changed[n] or getattr(cls, n) is not None]
 
 
-def without_effect(run_folder: Path, given: RunConfig) -> str:
-    """Return in words what is given other than a finished run was, where it was trained by that."""
-    cls = type(given)
-    own = parse_config(cls, ["--config", str(run_folder / "config.yaml")])
-    names = [field.name for field in fields(given) if field.name not in with_role(cls, Role.FREE)]
-    pairs = {name: (getattr(own, name), getattr(given, name)) for name in names}
-    return ", ".join(_change(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1])
-
-
-def _change(name: str, old: Any, new: Any) -> str:
-    return f"{name} {as_given(old)} -> {as_given(new)}"
-
-
 def adapt_to_processes(
     config: RunConfig, found: Found | None, processes: int, given: RunConfig
 ) -> RunConfig:
@@ -171,7 +151,7 @@ def adapt_to_processes(
     What was measured or solved for other workers is left to be found anew; the global batch of
     joint steps stays. In `config` what the run had found out is filled in, in `given` it is not.
     """
-    if found is None or found.manifest is None:
+    if found is None:
         return config
     cls, workers = type(config), found.manifest.workers
     before, now = complete_settings(found.manifest.config, config), workers_of(config, processes)
@@ -215,12 +195,9 @@ def _with_global_batch(config: RunConfig, before: Mapping[str, Any], found: Foun
 # --- what it takes over
 
 
-def read_resumed(found: Found, workers: Workers, config: RunConfig) -> Resumed | None:
-    """Read a checkpoint for this process; None: there is none yet, and the run starts again."""
+def read_resumed(found: Found, workers: Workers, config: RunConfig) -> Resumed:
+    """Read a checkpoint for this process."""
     say, data, rank = workers.accelerator.print, workers.data, workers.accelerator.process_index
-    if found.folder is None:
-        say(f"{found.run_folder} has no checkpoint yet: the run starts again")
-        return None
     manifest, changed = found.manifest, changed_settings(found.manifest.config, config)
     with reading_checkpoint(found.folder):
         state, handover = found.shard(SERVER_RANK), None
@@ -229,7 +206,7 @@ def read_resumed(found: Found, workers: Workers, config: RunConfig) -> Resumed |
         _check_state(found, changed, state, workers)
         for name, pair in changed.items():
             if name not in with_role(type(config), Role.COMMAND):
-                say(f"changed since the checkpoint: {_change(name, *pair)}")
+                say(f"changed since the checkpoint: {name} {' -> '.join(map(as_given, pair))}")
         others = _new_to_workers(changed, manifest, workers)
         for what, pair in {} if saved.is_open else others.items():
             must_stay(what, *pair, " until all workers have pushed the same rounds")
@@ -248,10 +225,7 @@ def read_resumed(found: Found, workers: Workers, config: RunConfig) -> Resumed |
             state = found.shard(rank)
     if (others or saved.server_alone) and not (saved.joint or saved.pushes):
         say("optimizer states begin empty, as do remainders of rounding")
-    own = {name for name, extra in state["extras"].items() if extra}
-    if absent := ", ".join(sorted(own - found_extras().keys())):
-        say(f"warning: dropped the state of missing extras: {absent}")
-    return Resumed(found.folder, manifest.sequence, state, handover)
+    return Resumed(found, state, handover)
 
 
 def _new_to_workers(changed: Changes, manifest: Manifest, workers: Workers) -> Changes:
@@ -298,12 +272,12 @@ def _check_state(
     require(manifest.classes == data.num_classes, text, shown)
     same = manifest.data == getattr(data, "digest", "")
     require(same, "data must be those that the run has trained on", "other samples")
-    old, new = changed.get("optimizer", ("sgd", "sgd"))
-    if (optimizer_class(old) or old) != (optimizer_class(new) or new):
-        must_stay("optimizer", old, new, ", whose state the run has")
-    old, new = changed.get("opt_kwargs", ((), ()))
-    if without_rates(old) != without_rates(new):  # others may need more state (amsgrad)
-        must_stay("opt_kwargs", old, new, ", whose state the run has")
+    # Two names may be of one optimizer; other arguments than rates may need more state (amsgrad).
+    kinds = {"optimizer": lambda name: optimizer_class(name) or name, "opt_kwargs": without_rates}
+    for name in kinds.keys() & changed.keys():
+        old, new = map(kinds[name], changed[name])
+        if old != new:
+            must_stay(name, *changed[name], ", whose state the run has")
     weights = state["model"]["weights"]
     if weights is None:  # between rounds the server has them
         weights = state["cluster"]["server"]["weights"]
@@ -317,13 +291,10 @@ def _check_state(
 
 def take_over_folder(found: Found, config: RunConfig, accelerator: Accelerator) -> None:
     """Make the run folder what it was at the checkpoint; all has been read, and fits."""
-    manifest, run, best = found.manifest, found.run_folder, f"{BEST}.safetensors"
+    manifest, run, best = found.manifest, found.folder.parent.parent, f"{BEST}.safetensors"
     if not accelerator.is_main_process:
         return
-    if manifest is None or best not in manifest.files:
-        (run / best).unlink(missing_ok=True)
-    if manifest is None:
-        return
+    (run / best).unlink(missing_ok=True)
     if best in manifest.files:
         link_or_copy(found.folder / best, run / best)
     if manifest.epoch < config.epochs:  # the next evaluation writes it, if it still has one

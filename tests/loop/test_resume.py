@@ -26,7 +26,6 @@ from dbsl.cluster.meeting import SimulatedCluster
 from dbsl.cluster.steps import Stepper
 from dbsl.config import parse
 from dbsl.config.complete import with_found
-from dbsl.config.hooks import found_extras
 from dbsl.config.parse import parse_config
 from dbsl.model import load_model
 from dbsl.plan.types import LostWorker
@@ -237,14 +236,7 @@ def files_of(folder):
 def test_a_finished_run_is_left_as_it_is(finished, capsys):
     before = fingerprint(finished)
     run(finished, **ROUNDS, resume="auto")
-    said = capsys.readouterr().out
-    assert "is finished: nothing to resume" in said
-    assert "without effect" not in said
-    run(finished, **ROUNDS | {"lr": 0.5, "log_every": 7}, model="resnet18", resume="auto")
-    told, over = capsys.readouterr().out.splitlines()[-2:]
-    words = "model test_resnet -> resnet18"
-    assert told == f"warning: without effect on a finished run: {words}, lr 0.02 -> 0.5"
-    assert "is finished: nothing to resume" in over
+    assert "is finished: nothing to resume" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"epochs must be at least 3, which .*, got 1$"):
         run(finished, **ROUNDS, resume="auto", epochs=1, lr_milestones=None)
     assert fingerprint(finished) == before
@@ -280,16 +272,13 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
     assert (folder / "summary.json").exists()
 
 
-def test_a_changed_setting_is_said_and_trained_by(ended, tmp_path, monkeypatch, capsys):
+def test_a_changed_setting_is_said_and_trained_by(ended, tmp_path, capsys):
     folder = shutil.copytree(ended, tmp_path / "checkpoints/run")
-    left = {name: extra for name, extra in found_extras().items() if name != "noise"}
-    monkeypatch.setattr(resume, "found_extras", lambda: left)  # its file is not there any more
     again = {"resume": str(folder / "checkpoints/epoch-0002"), "lr": 0.01, "keep_checkpoints": 7}
     run(folder, **ROUNDS, **again)
     printed = capsys.readouterr().out
     for line in ("lr 0.02 -> 0.01", "keep_checkpoints 2 -> 7"):
         assert f"changed since the checkpoint: {line}\n" in printed
-    assert "warning: dropped the state of missing extras: noise\n" in printed
     assert {e["learning_rate"] for e in rounds_of(folder) if e["epoch"] == 2} == {0.002}
     assert (folder / "checkpoints/epoch-0003.old").is_dir()
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dbsl.base.errors import SettingError
-from dbsl.checkpoint.resume import changed_settings, check_held_out, without_effect
+from dbsl.checkpoint.resume import changed_settings, check_held_out
 from train import Config
 
 BEFORE = Config(
@@ -42,9 +42,3 @@ def test_settings_are_held_against_those_of_the_checkpoint(change, changed):
     assert changed_settings(before, replace(BEFORE, **change)).keys() == changed
     del before["mixup"]  # a setting that was not there yet had its default
     assert changed_settings(before, replace(BEFORE, mixup=0.2)) == {"mixup": (0.0, 0.2)}
-
-
-def test_settings_that_come_too_late_are_named(tmp_path):
-    (tmp_path / "config.yaml").write_text("lr: 0.3\nlog_every: 9\n")
-    assert without_effect(tmp_path, Config(lr=0.5)) == "lr 0.3 -> 0.5"
-    assert without_effect(tmp_path, Config(lr=0.3)) == ""

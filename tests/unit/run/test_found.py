@@ -159,7 +159,7 @@ def test_a_precision_that_was_given_is_not_the_launchers_to_move(given):
     assert ("slope" in kept) == (given == "no")
 
 
-def test_a_run_is_made_longer_without_consent(folder, tmp_path, capsys):
+def test_a_run_that_is_made_longer_finds_milestones_anew(folder, tmp_path, capsys):
     longer = tmp_path / "longer"
     shutil.copytree(folder, longer)
     train_by("--resume", str(longer), "--epochs", "7")
