@@ -16,7 +16,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -35,11 +35,16 @@ from dbsl.data.sources import Batch, Source, TensorSource
 from dbsl.data.transforms import Transform, as_rgb, cut, to_device, upright
 from dbsl.plan.sampler import Order
 
+with contextlib.suppress(ImportError):
+    import pillow_heif  # what phones write, where it is installed
+
+    pillow_heif.register_heif_opener()
+
 datasets, hub = lazy_import("datasets"), lazy_import("huggingface_hub.constants")
 logger = logging.getLogger(__name__)
 
 _CHUNK = 1024  # images read from a table at a time
-_CACHE_FORMAT = 1
+_CACHE_FORMAT = 2
 _IMPORTS = [__name__, "datasets", "torchvision.transforms.v2"]  # what loader processes import
 _TELLS_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS: there signals end loader processes
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # ask a run to stop
@@ -179,6 +184,7 @@ class ImageSplit:
     image_column: str
     dataset: str  # as the user named it
     name: str  # the split's
+    bits: int = field(default=16, kw_only=True)  # of a value, where it has more than 8
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -191,11 +197,11 @@ class ImageSplit:
         """Return at most so many samples that stand for all, int64."""
         return np.unique(np.linspace(0, len(self) - 1, most).astype(np.int64))
 
-    def decode(self, samples: np.ndarray) -> Iterator[Image.Image | str]:
-        """Yield the RGB images of these samples, or why one cannot be decoded."""
+    def opened(self, samples: np.ndarray) -> Iterator[Image.Image | str]:
+        """Yield the images of these samples, not decoded yet, or why one cannot be read."""
         for some in np.split(samples, range(_CHUNK, len(samples), _CHUNK)):
             for value in self._values(some):
-                yield _attempt(lambda value: as_rgb(self._open(value)), value)
+                yield _attempt(self._open, value)
 
     def describe_bad(self, row: int, reason: str) -> str:
         """Return which image cannot be decoded, and why."""
@@ -236,7 +242,8 @@ class ImageSplit:
             opened[place] = None  # or a whole batch would stay in memory, decoded
             if not isinstance(image, str):
                 how = boxes[place], side, mirrored[place], transform.resampling
-                image = _attempt(as_rgb, image) if by_timm else _attempt(cut, image, *how)
+                change, how = (as_rgb, ()) if by_timm else (cut, how)
+                image = _attempt(change, image, *how, self.bits)
             if isinstance(image, str):
                 errors[int(rows[place])] = image
             else:
@@ -286,7 +293,8 @@ def decode_cached(split: ImageSplit, side: int, max_bad: int) -> Decoded | None:
         if pixels.shape == shape and pixels.dtype == np.uint8:
             return pixels, split, {}
     pixels, bad = np.empty(shape, np.uint8), {}
-    for sample, image in enumerate(split.decode(np.arange(len(split)))):
+    for sample, image in enumerate(split.opened(np.arange(len(split)))):
+        image = image if isinstance(image, str) else _attempt(as_rgb, image, split.bits)
         if isinstance(image, str):
             bad[sample] = image
         elif image.size != (side, side):
@@ -313,12 +321,16 @@ def _save(pixels: np.ndarray, path: Path) -> None:
 
 def _cache_file(split: ImageSplit) -> Path:
     """Return where a split's pixels belong: the name is a hash of all that they depend on."""
-    files = [Path(file["filename"]).stat() for file in split.table.cache_files]
+    files = [file["filename"] for file in split.table.cache_files]
+    if not files:  # a list of image files, or images in memory
+        files = [v["path"] for v in split.table[split.image_column] if v["bytes"] is None]
+    stats = map(os.stat, files)
     content = (
         _CACHE_FORMAT,
         split.table._fingerprint,  # it says how the rows were made
-        [(file.st_size, file.st_mtime_ns) for file in files],  # a folder may be saved again
+        [(file.st_size, file.st_mtime_ns) for file in stats],  # a folder may be saved again
         split.image_column,
+        split.bits,
     )
     digest = hashlib.sha256(repr(content).encode() + split.rows.tobytes()).hexdigest()
     return Path(datasets.config.HF_DATASETS_CACHE) / "dbsl" / f"pixels-{digest[:32]}.npy"

@@ -244,26 +244,30 @@ def upright(image: Image.Image) -> Image.Image:
     return ImageOps.exif_transpose(image) if turned else image
 
 
-def as_rgb(image: Image.Image) -> Image.Image:
-    """Return an image as RGB; of 16 bits the upper eight, where Pillow would make most white.
+def as_rgb(image: Image.Image, bits: int = 16) -> Image.Image:
+    """Return an image as RGB, decoded; of values of so many bits, where it has more than 8.
 
-    Values of at most 255 stay as they are: NumPy's integers are stored in 16 bits, too.
+    Pillow would make most of them white.
 
     Raises:
         ValueError: If it has values beyond 16 bits, or floats, whose range is not known.
     """
-    if image.mode == "RGB":
-        return image
     if image.mode[0] in "IF":
         values = np.asarray(image)
         if image.mode == "F" or not 0 <= values.min() <= values.max() < 2**16:
             raise ValueError(f"mode {image.mode}, values of no known range")
-        image = Image.fromarray((values >> 8 * (values.max() > 255)).astype(np.uint8))
-    return image.convert("RGB")
+        image = Image.fromarray((values >> (bits - 8)).clip(max=255).astype(np.uint8))
+    image.load()  # else what is damaged fails wherever its pixels are first asked for
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def cut(
-    image: Image.Image, box: np.ndarray, side: int, mirror: bool, resampling: Image.Resampling
+    image: Image.Image,
+    box: np.ndarray,
+    side: int,
+    mirror: bool,
+    resampling: Image.Resampling,
+    bits: int = 16,
 ) -> Image.Image:
     """Return a part of an image as RGB, [side, side], resized with antialiasing.
 
@@ -276,7 +280,7 @@ def cut(
         drafted = image.draft(None, (width // scale, height // scale))
         if drafted is not None:  # JPEG alone can
             box = box * (drafted[1][2] / width)
-    image = as_rgb(image)
+    image = as_rgb(image, bits)
     image = image.resize((side, side), resampling, box=tuple(map(float, box)))
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirror else image
 

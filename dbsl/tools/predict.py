@@ -29,6 +29,7 @@ from dbsl.config.image_settings import ImageConfig
 from dbsl.config.parse import is_checkpoint, parse_flags, read_settings, yaml_to_argv
 from dbsl.config.settings import MachineConfig, RunConfig
 from dbsl.data.dataset import Data, Statistics, load_data
+from dbsl.data.folders import endings
 from dbsl.data.transforms import as_rgb, upright
 from dbsl.model import load_model, read_model_config
 from dbsl.plan.sampler import evaluation_batches
@@ -44,11 +45,10 @@ def image_files(places: Sequence[Path]) -> list[Path]:
     A place that does not exist and a folder without an image are returned as they are given:
     `predict` says why they cannot be read.
     """
-    endings = Image.registered_extensions()
     files: list[Path] = []
     for place in places:
         if place.is_dir():
-            found = sorted(path for path in place.rglob("*") if path.suffix.lower() in endings)
+            found = sorted(path for path in place.rglob("*") if path.suffix.lower() in endings())
             files += found or [place]
         else:
             files.append(place)
@@ -75,7 +75,7 @@ def predict(
         for file in batch:
             try:
                 with Image.open(file) as image:
-                    images[file] = transform(as_rgb(upright(image)))
+                    images[file] = transform(as_rgb(upright(image), config.get("bits", 16)))
             except FileNotFoundError:
                 failed[file] = "it does not exist"
             except IsADirectoryError:

@@ -6,6 +6,7 @@ into a file of the cache, from which images come.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -22,18 +23,19 @@ from dbsl.base.errors import SettingError
 from dbsl.base.machine import hub_or_cache, lazy_import
 from dbsl.config.fields import refuse
 from dbsl.config.image_settings import ImageConfig
-from dbsl.data.dataset import (
+from dbsl.data.images import ImageSplit, Stored
+from dbsl.data.tables import (
     EVAL_SPLITS,
     HUB_ID,
     Splits,
     choose_columns,
+    has_card,
     label_splits,
     opening,
+    parquet_files,
     same_classes,
     say_lacks,
-    say_left_out,
 )
-from dbsl.data.images import ImageSplit, Stored
 from dbsl.extras.streaming.groups import GroupCache
 
 datasets, fsspec, pa = lazy_import("datasets"), lazy_import("fsspec"), lazy_import("pyarrow")
@@ -186,8 +188,8 @@ def open_shards(config: ImageConfig, cache: GroupCache) -> Splits:
         info = datasets.DatasetInfo(features=of_labels)
         tables[name] = datasets.Dataset(labels, info=info, fingerprint=name)
 
-    def split(name: str, labels: np.ndarray) -> ShardedSplit:
-        rows, of_split = np.arange(len(labels)), (image_column, dataset, name)
+    def split(name: str, rows: np.ndarray, labels: np.ndarray) -> ShardedSplit:
+        of_split = image_column, dataset, name
         return ShardedSplit(None, rows, labels, *of_split, shards[name], cache)
 
     return label_splits(dataset, tables, train_name, label_column, split)
@@ -204,8 +206,11 @@ def _find_files(dataset: str) -> dict[str, list[File]]:
         file = dataset if "://" in dataset else str(path.resolve())
         found = finder.DataFilesDict.from_patterns({"train": [file]})
     elif path.exists():
-        found = datasets.load_dataset_builder(str(path)).config.data_files
-        say_left_out(dataset, [file for files in found.values() for file in files])
+        if has_card(path):
+            found = datasets.load_dataset_builder(str(path)).config.data_files
+        else:
+            patterns = {n: [*map(glob.escape, of)] for n, of in parquet_files(path).items()}
+            found = finder.DataFilesDict.from_patterns(patterns)
     elif HUB_ID.fullmatch(dataset) and dataset != "digits":
         with hub_or_cache() as answers:
             if not answers:

@@ -16,7 +16,8 @@ import datasets
 import timm
 
 from dbsl.config.image_settings import ImageConfig
-from dbsl.data.dataset import choose_columns, load_data
+from dbsl.data.dataset import load_data
+from dbsl.data.tables import choose_columns
 from dbsl.model import build_model
 
 

@@ -252,7 +252,7 @@ def test_of_sixteen_bits_the_upper_ones_count(kind):
 
 def test_integers_up_to_255_stay_and_floats_are_refused():
     values = np.arange(256, dtype=np.int32).reshape(16, 16)
-    assert np.array_equal(np.asarray(as_rgb(Image.fromarray(values)))[..., 0], values)
+    assert np.array_equal(np.asarray(as_rgb(Image.fromarray(values), 8))[..., 0], values)
     for bad in (values.astype(np.float32), values * 1000):
         with pytest.raises(ValueError, match="values of no known range"):
             as_rgb(Image.fromarray(bad))

@@ -1,0 +1,278 @@
+"""A folder of images as tables: classes by folders, or by lists of labels beside the images."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+import posixpath
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+from PIL import Image
+
+from dbsl.base.errors import SettingError
+from dbsl.base.machine import lazy_import
+
+datasets, parquet = lazy_import("datasets"), lazy_import("pyarrow.parquet")
+logger = logging.getLogger(__name__)
+
+LABEL_COLUMNS = ("label", "labels", "target", "class", "cls")  # names that labels have
+_LISTS = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+_COLUMNS = "file_name,label"  # the first line of a metadata.csv
+_TABLES = {".parquet", ".arrow", ".tar"}  # `datasets` reads them, and images in them
+_TEXTS = {".csv", ".tsv", ".json", ".jsonl"}
+_ARCHIVES = {".zip", ".rar", ".7z", ".tgz", ".gz", ".bz2", ".xz"}
+_HINTS = dict.fromkeys((".heic", ".heif"), " (pip install pillow-heif reads them)")
+_HIDDEN = re.compile(r"\.|__MACOSX$|@eaDir$")  # what systems put beside people's files
+_NO_UTF8 = re.compile("[\ud800-\udfff]")  # how Python has such bytes of a name
+_NO_PIXELS = {"BUFR", "GRIB", "HDF5", "MPEG", "PDF"}  # Pillow knows these and decodes none
+_INTEGER, _NUMBER = re.compile(r"-?(0|[1-9]\d*)"), re.compile(r"-?\d*\.?\d+([eE]-?\d+)?")
+_WORDS = {
+    "train": "train(ing)?(set|data)?",
+    "validation": "(val|valid|validation|dev)(set|data)?",
+    "test": "(test|testing|eval|evaluation)(set|data)?",
+}
+Left = list[tuple[str, str]]  # what is left out: its kind, and the file, relative to the folder
+Row = tuple[str, str | None]  # label of an image, '': none; its split, None: not said, '': unknown
+Place = tuple[str | None, list[str]]  # split of an image, None: none; folders of its class
+
+
+def split_of(name: str) -> str | None:
+    """Return the split that a name says by one of its words, in any case."""
+    whole_word = r"(?<![^\W\d_])({})(?![^\W\d_])"  # no letter beside it
+    words = ((split, whole_word.format(word)) for split, word in _WORDS.items())
+    return next((split for split, word in words if re.search(word, name, re.IGNORECASE)), None)
+
+
+@cache
+def endings() -> frozenset[str]:
+    """Return how the files that Pillow decodes end."""
+    known = Image.registered_extensions()  # it loads all of Pillow's formats, too
+    return frozenset(e for e, kind in known.items() if kind in {*Image.OPEN} - _NO_PIXELS)
+
+
+def files_below(folder: str, left: Left) -> list[str]:
+    """Return the files in a folder, however deep, relative to it, in order.
+
+    Links are followed, but not in circles. What systems hide is passed over.
+    """
+    found, folders = [], [(folder, os.path.realpath(folder))]
+    while folders:
+        path, real = folders.pop()
+        entries = [entry for entry in os.scandir(path) if not _HIDDEN.match(entry.name)]
+        if not entries:
+            left.append(("empty folders", path[len(folder) + 1 :] + "/"))
+        for entry in entries:
+            name = entry.path[len(folder) + 1 :].replace(os.sep, "/")
+            if entry.is_dir():
+                inner = os.path.realpath(entry.path)
+                if not os.path.join(real, "").startswith(os.path.join(inner, "")):
+                    folders.append((entry.path, inner))
+            elif not entry.is_file():
+                left.append(("links to nothing", name))
+            elif _NO_UTF8.search(name):
+                left.append(("files whose names are not UTF-8", name))
+            else:
+                found.append(name)
+    return sorted(found)
+
+
+def read_folder(dataset: Path, label_column: str | None) -> dict[str, datasets.Dataset] | None:
+    """Return the splits of a folder of images, or None if it is a folder of another kind.
+
+    The class of an image is the path of its folder below the split, without what all classes have
+    in common. Where lists beside the images have labels, those count. What is left out is counted
+    in one line.
+    """
+    folder, left = os.path.abspath(dataset), []
+    files = files_below(folder, left)
+    images = dict.fromkeys(file for file in files if _is_image(f"{folder}/{file}"))
+    others = [file for file in files if file not in images]
+    lists = [file for file in others if images and posixpath.basename(file) in _LISTS]
+    for file in others:
+        ending = _ending(file)
+        kind = f"{ending} files" if ending else "files without an ending"
+        left += [] if file in lists else [(kind + _HINTS.get(ending, ""), file)]
+    column, rows = _read_lists(folder, lists, label_column, images, left)
+    places = _places(folder, images, lists if column else [])
+    if column is None:
+        rows = _by_folders(places)
+    left += [("images without a row in a list", file) for file in images if file not in rows]
+    found: dict[str, dict[str, str]] = {"train": {}}  # class of each file of a split
+    for file, (label, split) in rows.items():
+        split = places[file][0] if split is None else split
+        if label and split:
+            found.setdefault(split, {})[file] = label
+        else:
+            left.append((f"images {'in no split' if label else 'without a class'}", file))
+    classes = {*found["train"].values()}
+    if len(classes) < 2:
+        return _other_kind(folder, images, others, left)
+    for split in [split for split, labels in found.items() if classes.isdisjoint(labels.values())]:
+        left += [("images of no training class", file) for file in found.pop(split)]
+    if left:
+        logger.warning("%s: left out are %s", dataset, _counted(left))
+    names = sorted({label for labels in found.values() for label in labels.values()})
+    if column and all(map(_INTEGER.fullmatch, names)):
+        names.sort(key=int)
+    column = column or "label"
+    features = {"image": datasets.Image(), column: datasets.ClassLabel(names=names)}
+    return {
+        split: datasets.Dataset.from_dict(
+            {"image": [f"{folder}/{file}" for file in labels], column: [*labels.values()]},
+            features=datasets.Features(features),
+        )
+        for split, labels in found.items()
+    }
+
+
+def _other_kind(folder: str, images: Iterable[str], others: Iterable[str], left: Left) -> None:
+    """Refuse a folder without classes, unless its files are for `datasets` to read."""
+    kinds = {_ending(file): file for file in others}
+    if kinds.keys() & _TABLES:
+        return
+    if packed := kinds.keys() & _ARCHIVES:
+        raise SettingError(f"{folder}/{kinds[packed.pop()]} is an archive: unpack it")
+    if images or not kinds.keys() & _TEXTS:
+        lie = sorted({posixpath.dirname(file) or "its top folder" for file in images})
+        where = f"its images lie in {' and '.join({lie[0]: 0, lie[-1]: 0})}" if lie else "no image"
+        where += f"; left out are {_counted(left)}" if left else ""
+        raise SettingError(
+            f"{folder} has no two classes to train on ({where}): put the images of each class into "
+            f"a folder of its own, or write a metadata.csv with the columns {_COLUMNS} beside them"
+        )
+
+
+def _places(folder: str, images: Iterable[str], lists: Iterable[str]) -> dict[str, Place]:
+    """Return split and folders of each image.
+
+    Folders are splits if all of one level are named so, or if one of them is for training and some
+    have folders or a list of their own. Else all images are for training.
+    """
+    paths, depth = {file: file.split("/")[:-1] for file in images}, 0
+    while len(heads := {path[depth] for path in paths.values() if len(path) > depth}) == 1:
+        depth += 1
+    words = {head: split_of(head) for head in heads}
+    all_named = bool(words) and None not in words.values()
+    if all_named and "train" not in words.values():
+        named = " and ".join(sorted(heads))
+        raise SettingError(f"{folder} has images in {named}, none to train on: name a folder train")
+    inside = [path[depth] for path in paths.values() if len(path) > depth + 1]
+    inside += ["".join(file.split("/")[depth : depth + 1]) for file in lists]
+    if all_named or ("train" in words.values() and any(map(words.get, inside))):
+        heads = {file: "".join(path[depth : depth + 1]) for file, path in paths.items()}
+        return {file: (words.get(heads[file]), path[depth + 1 :]) for file, path in paths.items()}
+    last = {file: split_of("".join(path[depth:][-1:])) for file, path in paths.items()}
+    if {"train"} < {*last.values()} and None not in last.values():  # cat/train, cat/test, ...
+        return {file: (last[file], path[depth:-1]) for file, path in paths.items()}
+    return {file: ("train", path[depth:]) for file, path in paths.items()}
+
+
+def _by_folders(places: Mapping[str, Place]) -> dict[str, Row]:
+    """Return the class of each image: its folders, without those that all training images share."""
+    trained = [path for split, path in places.values() if split == "train" and path]
+    shared = len(os.path.commonprefix([path[:-1] for path in trained]))  # noqa: RUF071 lists
+    return {
+        file: ("/".join(path[shared:] or path[-1:]), None) for file, (_, path) in places.items()
+    }
+
+
+def _read_lists(
+    folder: str, lists: Iterable[str], label_column: str | None, images: Collection[str], left: Left
+) -> tuple[str | None, dict[str, Row]]:
+    """Return the column of labels, None if lists have none, and what rows say of each image."""
+    tables = {name: _rows_of(f"{folder}/{name}") for name in lists}
+    columns = list(dict.fromkeys(c for rows in tables.values() for row in rows for c in row))
+    wanted = LABEL_COLUMNS if label_column is None else (label_column,)
+    column = next((name for name in wanted if name in columns), None)
+    if column is None and tables and label_column not in (None, "label"):
+        raise SettingError(f"label_column must be one of {columns}, got {label_column!r}")
+    found: dict[str, Row] = {}
+    for name, rows in tables.items() if column else ():
+        named = False
+        for row in rows:
+            file = posixpath.join(posixpath.dirname(name), row.get("file_name", ""))
+            file, split = posixpath.normpath(file.replace("\\", "/")), row.get("split", "")
+            value = row.get(column, ""), split_of(split) or ("" if split else None)
+            named |= file in images
+            if file not in images:
+                left.append(("rows that name no image", name))
+            elif file not in found:
+                found[file] = value
+            elif found[file] == value:
+                left.append(("rows that repeat another", name))
+            else:
+                both = " and ".join(",".join(filter(None, v)) for v in (found[file], value))
+                text = "an image must have one class and one split"
+                raise SettingError(f"{folder}/{name} has {row['file_name']} as {both}: {text}")
+        if not named:
+            row = next(iter(rows), {})
+            raise SettingError(
+                f"{folder}/{name} must begin with the line {_COLUMNS} and name a file in each row, "
+                f"such as 1.jpg,cat; got {','.join(row)} and {','.join(row.values())}"
+            )
+    labels = {label for label, _ in found.values() if label}
+    odd = [label for label in labels if label.startswith("[")]
+    if all(map(_NUMBER.fullmatch, labels)):
+        odd = [label for label in labels if not float(label).is_integer()]
+    if odd:
+        raise SettingError(
+            f"{folder} has lists or fractions for labels, such as {min(odd)} in column {column!r}: "
+            "make one whole number or text of each, or name another column by --label-column"
+        )
+    return column, found
+
+
+def _rows_of(path: str) -> list[dict[str, str]]:
+    """Return the rows of a list, each value as it is written, without blanks around it."""
+    try:
+        if path.endswith(".parquet"):
+            rows = parquet.read_table(path).to_pylist()
+        else:
+            lines = Path(path).read_text("utf-8-sig").split("\n")
+            delimiter = max(",;\t", key=lines[0].count)
+            rows = csv.DictReader(lines, delimiter=delimiter, restval="")
+            if path.endswith(".jsonl"):
+                rows = [dict(json.loads(line)) for line in lines if line.strip()]
+        return [{c.strip(): _text(value) for c, value in row.items() if c} for row in rows]
+    except (TypeError, ValueError, csv.Error) as error:
+        text = f"{path} cannot be read ({error}): save it as UTF-8, a row a line"
+        raise SettingError(text) from None
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    return value.strip() if isinstance(value, str) else json.dumps(value)
+
+
+def _is_image(path: str) -> bool:
+    """Whether a file is an image: by its ending, without one by its first bytes."""
+    if ending := _ending(path):
+        return ending in endings()
+    try:
+        with Image.open(path) as image:
+            return image.format not in _NO_PIXELS
+    except Exception:  # Pillow raises OSError, SyntaxError and more
+        return False
+
+
+def _ending(path: str) -> str:
+    return posixpath.splitext(path)[1].lower()
+
+
+def _counted(left: Left) -> str:
+    """Return how many of each kind are left out, most first, and the folder with most of them."""
+    kinds: dict[str, Counter[str]] = defaultdict(Counter)
+    for kind, file in sorted(left):
+        kinds[kind][posixpath.dirname(file) or "the top folder"] += 1
+    texts = []
+    for kind, folders in sorted(kinds.items(), key=lambda item: -item[1].total()):
+        ((folder, most),) = folders.most_common(1)
+        texts.append(f"{folders.total()} {kind}, {most} in {folder}")
+    return "; ".join(texts)
