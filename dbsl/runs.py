@@ -137,7 +137,6 @@ class RunFolder(AbstractContextManager):
             shown = (plans, workers.data, workers.raw_model, accelerator, self.folder)
             print_run(*shown, begin=done, unset=self._unset)
             self.log = RunLog(self.folder, workers, state, handover)
-        self._exits.enter_context(plans.extras)
         self._exits.enter_context(self.log)
         self._exits.push(self._sum_up)
         self.log.started(workers.stopwatch.start_training(self._began))

@@ -144,6 +144,8 @@ class Checkpoint:
         self._last_good = resumed and resumed.found.folder  # the last one that is whole
         if resumed:
             self._load_all(resumed)
+        else:
+            workers.plans.extras.begin(workers, {}, same=True)
 
     def __enter__(self) -> Checkpoint:
         self._stopping.on_signal = self._cluster.interrupt
@@ -398,7 +400,7 @@ class Checkpoint:
         for counter, saved in zip(weights.counters, state["model"]["counters"], strict=True):
             counter.copy_(saved)
         same = self._cluster.saves_workers and not handover
-        plans.extras.load_state_dict(state["extras"], same=same)
+        plans.extras.begin(workers, state["extras"], same=same)
         for name, own in self._states.items():
             text = "resume must be of a run that saved the same states"
             require(name in state["states"], text, f"none of {name}")

@@ -10,28 +10,17 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import dbsl
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from torch import Tensor
-
-    from dbsl.plan.sampler import Step
-    from dbsl.plan.types import EpochEnd, Plan, RoundReport, Turn
-    from dbsl.run.plans import SimulatedTimes
-    from dbsl.run.workers import Workers
-    from dbsl.runs import RunFolder
-
-    Metrics = Mapping[str, Any] | None
-    Evaluate = Callable[[], Mapping[str, Any]]
-
 T = TypeVar("T")
 Row = Mapping[str, Any]  # a line of metrics.jsonl, as `dbsl.log.rows.read_metrics` returns it
+Metrics = Mapping[str, Any] | None  # of an evaluation; None: the epoch is not evaluated
 
 _FOLDER = str(Path(dbsl.__file__).parent / "extras")
 
@@ -49,7 +38,7 @@ class Machine:
         """Return the factor on one simulated round's time, besides `factor`."""
         return 1.0
 
-    def exchange_s(self, times: SimulatedTimes, steps: int, worker: int) -> float:
+    def exchange_s(self, times: Any, steps: int, worker: int) -> float:
         """Return the seconds that a simulated worker's round of so many steps is on the network."""
         return 0.0
 
@@ -73,27 +62,29 @@ class Extra:
     def data(self, config: Any) -> Any | None:
         """Return what opens the data, as `dbsl.data.dataset.load_data` has it; else datasets do."""
 
-    def machine(self, config: Any, accelerator: Accelerator) -> Machine | None:
+    def machine(self, config: Any, accelerator: Any) -> Machine | None:
         """Return what stands for the machines; of several extras the first counts."""
 
     # --- while it trains, on every process
-    def begin(self, workers: Workers) -> None:
-        """All is built; what was saved is not brought back yet."""
+    def begin(self, workers: Any, state: Mapping[str, Any], *, same: bool) -> None:
+        """All is built (`dbsl.run.workers.Workers`), and what was saved is back.
 
-    def measure(
-        self, turn: Turn, step: Step, images: Tensor, labels: Tensor
-    ) -> dict[str, Any] | None:
+        `state` is what `state_dict` returned; empty: the run is new, or was without this extra.
+        `same`: it goes on in the same workers, at their steps.
+        """
+
+    def measure(self, turn: Any, step: Any, images: Any, labels: Any) -> dict[str, Any] | None:
         """Return numbers of a round's first step for its report, by the names of `RoundReport`.
 
         Gradients are there and not applied. Images [B, 3, R, R] are those of the last part.
         """
 
     def evaluated(
-        self, run: RunFolder, end: EpochEnd, metrics: Metrics, evaluate: Evaluate
+        self, run: Any, end: Any, metrics: Metrics, evaluate: Callable[[], Mapping[str, Any]]
     ) -> Metrics:
         """Called with the merged weights loaded: return their metrics, with yours added.
 
-        `metrics` is None where the epoch is not evaluated.
+        `run` is the `dbsl.runs.RunFolder`, `end` the `EpochEnd`.
         """
         return metrics
 
@@ -101,31 +92,24 @@ class Extra:
         """Return what a resumed run goes on from."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, same: bool) -> None:
-        """Go on from what `state_dict` returned; `same`: in the same workers, at their steps."""
-
     # --- on the main process
-    def epoch(
-        self, epoch: int, plan: Plan, reports: Sequence[RoundReport]
-    ) -> Iterable[tuple[str, Row]]:
-        """Return events for metrics.jsonl of an epoch, from the reports of its rounds.
+    def epoch(self, epoch: int, plan: Any, reports: Sequence[Any]) -> Iterable[tuple[str, Row]]:
+        """Return events for metrics.jsonl of an epoch, from its `Plan` and `RoundReport`s.
 
         summary.json has the last of each, by its name.
         """
         return ()
 
-    # --- what only reports: the main process, from rows alone (`python -m dbsl.report RUN`, too)
-    def report(self, folder: Path, rows: Sequence[Row]) -> None:
-        """Begin to report on a run; these rows are in its metrics.jsonl already."""
+    def report(
+        self, folder: Path, rows: Sequence[Row]
+    ) -> AbstractContextManager[Callable[[Row], object]]:
+        """Return a context that a run is reported in, whose value gets each row as it is written.
 
-    def row(self, row: Row) -> None:
-        """A row was written. Its epochs count from 0."""
-
-    def close(self, kind: type[BaseException] | None) -> None:
-        """Let go of what is open; `kind` is what ended the run.
-
-        None: it has come to its end, and summary.json is written.
+        Rows come from metrics.jsonl alone (`python -m dbsl.report RUN` has no more), their epochs
+        count from 0, and `rows` are in it already. The context ends without an exception where the
+        run has come to its end and summary.json is written.
         """
+        return nullcontext(lambda row: None)
 
 
 class Extras(dict[str, Extra]):
@@ -138,12 +122,6 @@ class Extras(dict[str, Extra]):
         made = {n: e.of(config) for n, e in known if isinstance(config, e.Settings or object)}
         return cls({name: extra for name, extra in made.items() if extra is not None})
 
-    def __enter__(self) -> Extras:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.each(Extra.close, kind)
-
     def each(self, moment: Callable[..., T], *given: Any) -> list[T]:
         """Call a method of `Extra` of each; return what they return."""
         return [getattr(extra, moment.__name__)(*given) for extra in self.values()]
@@ -152,9 +130,7 @@ class Extras(dict[str, Extra]):
         """Return the first answer of an extra that is not None."""
         return next((one for one in self.each(moment, *given) if one is not None), None)
 
-    def evaluated(
-        self, run: RunFolder, end: EpochEnd, metrics: Metrics, evaluate: Evaluate
-    ) -> Metrics:
+    def evaluated(self, run: Any, end: Any, metrics: Metrics, evaluate: Any) -> Metrics:
         """Hand an epoch's metrics from one to the next."""
         for extra in self.values():
             found = extra.evaluated(run, end, metrics, evaluate)
@@ -165,10 +141,17 @@ class Extras(dict[str, Extra]):
         """Return each one's state, by name."""
         return {name: extra.state_dict() for name, extra in self.items()}
 
-    def load_state_dict(self, states: Mapping[str, Any], *, same: bool) -> None:
-        """Give each its state; one that is new to the run has none."""
-        for name in states.keys() & self.keys():
-            self[name].load_state_dict(states[name], same=same)
+    def begin(self, workers: Any, states: Mapping[str, Any], *, same: bool) -> None:
+        """Begin with each one's state, by name."""
+        for name, extra in self.items():
+            extra.begin(workers, states.get(name, {}), same=same)
+
+    @contextmanager
+    def report(self, folder: Path, rows: Sequence[Row]) -> Iterator[Callable[[Row], object]]:
+        """Open the contexts of all; a row goes to each."""
+        with ExitStack() as contexts:
+            several = [contexts.enter_context(one) for one in self.each(Extra.report, folder, rows)]
+            yield lambda row: [tell(row) for tell in several]
 
 
 @lru_cache

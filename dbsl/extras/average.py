@@ -64,8 +64,9 @@ class Average(Extra):
         else:
             self.vector.lerp_(weights, 1 - self.decay)
 
-    def begin(self, workers: Workers) -> None:
-        self._device = workers.cluster.weights.vector.device
+    def begin(self, workers: Workers, state: Mapping[str, Any], *, same: bool) -> None:
+        if (vector := state.get("vector")) is not None:
+            self.vector = vector.to(workers.cluster.weights.vector.device)
 
     def evaluated(
         self,
@@ -89,10 +90,6 @@ class Average(Extra):
 
     def state_dict(self) -> dict[str, Any]:
         return {"vector": self.vector}
-
-    def load_state_dict(self, state: Mapping[str, Any], *, same: bool) -> None:
-        vector = state["vector"]
-        self.vector = None if vector is None else vector.to(self._device)
 
 
 def statistics_batches(

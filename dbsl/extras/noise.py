@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -95,11 +97,18 @@ class Noise(Extra):
         # Images of a mixed batch are not independent.
         return cls() if config.noise_scale and not config.mixes else None
 
-    def begin(self, workers: Workers) -> None:
-        """Choose how to measure; not at all with fp16, which scales gradients."""
+    def begin(self, workers: Workers, state: Mapping[str, Any], *, same: bool) -> None:
+        """Choose how to measure; not at all with fp16, which scales gradients.
+
+        Other workers begin their rounds again.
+        """
         self.mean, self._samples = NoiseAverage(), len(workers.data.train)
         self._joint, self._loss_of = workers.stepper.joint, workers.loss_of
         self.probe = None if workers.accelerator.scaler else choose_probe(workers)
+        if state:
+            self.mean = NoiseAverage(**state["mean"])
+            if same and self.probe and state["probe"]:
+                self.probe.load_state_dict(state["probe"])
 
     def measure(self, turn: Turn, step: Step, images: Tensor, labels: Tensor) -> dict[str, Any]:
         if self.probe is None or not self.probe.due(turn):
@@ -115,19 +124,15 @@ class Noise(Extra):
             self._advice = advice_on(scale, plan)
             yield "noise", asdict(scale)
 
-    def close(self, kind: type[BaseException] | None) -> None:
-        """Say what is known of a run that has come to its end (on the main process)."""
-        if kind is None and self._advice:
+    @contextmanager
+    def report(self, folder: Path, rows: Sequence[Row]) -> Iterator[Callable[[Row], object]]:
+        """Say what is known of a run that has come to its end."""
+        yield lambda row: None
+        if self._advice:
             print(self._advice, flush=True)
 
     def state_dict(self) -> dict[str, Any]:
         return {"probe": self.probe and self.probe.state_dict(), "mean": asdict(self.mean)}
-
-    def load_state_dict(self, state: Mapping[str, Any], *, same: bool) -> None:
-        """Go on; other workers begin their rounds again."""
-        self.mean = NoiseAverage(**state["mean"])
-        if same and self.probe and state["probe"]:
-            self.probe.load_state_dict(state["probe"])
 
 
 @dataclass

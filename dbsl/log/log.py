@@ -11,7 +11,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -87,9 +87,9 @@ class RunLog:
         self._config = config = plans.config
         self.folder, self.enabled = folder, workers.accelerator.is_main_process
         self.evaluated_epoch = -1  # the last that was, in this session and on the main process
+        self._exits, self._tell = ExitStack(), None  # hands rows to extras, once it is entered
         if not self.enabled:
             return
-        self._reports = False  # whether extras get rows
         simulated = workers.accelerator.num_processes == 1 and config.sync != "step"
         all_count = config.dedicated_server or simulated
         self._counted = range(config.workers) if all_count else (0,)  # a joint step is counted once
@@ -145,21 +145,22 @@ class RunLog:
         except OSError as error:
             what = f"metrics.jsonl could not be written in {self.folder} ({error.strerror})"
             raise SaveError(f"{what}; the checkpoints in it are as they were") from error
-        if self._reports:
-            self._all_plans.extras.each(Extra.row, row)
+        if self._tell:
+            self._tell(row)
 
     def __enter__(self) -> RunLog:
         if self.enabled:
             before = rows.read_metrics(self.folder / "metrics.jsonl")
-            self._all_plans.extras.each(Extra.report, self.folder, before)
-            self._reports = True
+            report = self._all_plans.extras.report(self.folder, before)
+            self._tell = self._exits.enter_context(report)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self.enabled:
             self._display.close()
             with suppress(OSError):  # a full disk: it was said when the line was written
                 self._file.close()
+        self._exits.__exit__(*error)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run's log goes on from."""

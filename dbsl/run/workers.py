@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from dbsl.cluster.merges import MergeRule
 from dbsl.cluster.weights import uncompiled
 from dbsl.config.fields import refuse
-from dbsl.config.hooks import Extra
 from dbsl.config.settings import FLOAT32, RunConfig, meets_at_server
 from dbsl.data.sources import TrainingData, as_source
 from dbsl.data.transforms import Mixing
@@ -84,7 +83,6 @@ class Workers:
         self.shares_evaluation = accelerator.num_processes > 1 and together
         self._random: Mapping[str, Any] | None = None  # to go on with in the middle of a round
         self._turn: WorkerTurn | None = None  # pulled and not pushed
-        plans.extras.each(Extra.begin, self)
 
     @property
     def model(self) -> nn.Module:

@@ -12,7 +12,7 @@ from pathlib import Path
 from dbsl.base.errors import SettingError, in_line
 from dbsl.base.machine import lazy_import
 from dbsl.config.fields import refuse
-from dbsl.config.hooks import Extra, Extras, settings_of_extras
+from dbsl.config.hooks import Extras, settings_of_extras
 from dbsl.config.parse import read_settings
 from dbsl.config.settings import RunConfig
 from dbsl.log.rows import read_metrics
@@ -46,10 +46,9 @@ def report(folder: Path, report_to: str | None = None) -> None:
     plots = folder / "plots"
     refuse([(plots.exists() and not plots.is_dir(), "plots must be a folder", f"file {plots}")])
     first = list(takewhile(lambda row: row["event"] == "plan", rows))
-    with Extras.of(settings(**given)) as extras:
-        extras.each(Extra.report, folder, first)
+    with Extras.of(settings(**given)).report(folder, first) as tell:
         for row in rows[len(first) :]:
-            extras.each(Extra.row, row)
+            tell(row)
 
 
 def push(folder: Path, repository: str) -> str:

@@ -12,8 +12,8 @@ import math
 import os
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,7 +59,7 @@ class Charts(Extra):
     Settings = ChartSettings
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names, self._folder = names, None
+        self._names = names
         self._trackers: list[GeneralTracker] = []
         self._wandb_id: str | None = None  # a later session goes on by it
         self._rounds: defaultdict[int, list[Row]] = defaultdict(list)  # by epoch, unfinished ones
@@ -72,23 +72,33 @@ class Charts(Extra):
     def state_dict(self) -> dict[str, Any]:
         return {"wandb": self._wandb_id}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, same: bool) -> None:
-        self._wandb_id = state["wandb"]
+    def begin(self, workers: Any, state: Mapping[str, Any], *, same: bool) -> None:
+        self._wandb_id = state.get("wandb")
 
-    def report(self, folder: Path, rows: Sequence[Row]) -> None:
+    @contextmanager
+    def report(self, folder: Path, rows: Sequence[Row]) -> Iterator[Callable[[Row], object]]:
+        """Show rows in each tracker; draw a run that has come to its end."""
         for row in rows:  # nothing is shown twice
-            self.row(row)
-        self._folder = folder
+            self._row(row)
         settings = {name: _plain(value) for name, value in settings_in(folder).items()}
-        for name in self._names:
-            if name == "wandb":
-                tracker = start_wandb(folder, settings, self._wandb_id)
-                self._wandb_id = tracker.tracker.id
-            else:
-                tracker = start_tracker(name, PROJECT, folder, settings, {})
-            self._trackers.append(tracker)
+        try:
+            for name in self._names:
+                if name == "wandb":
+                    tracker = start_wandb(folder, settings, self._wandb_id)
+                    self._wandb_id = tracker.tracker.id
+                else:
+                    tracker = start_tracker(name, PROJECT, folder, settings, {})
+                self._trackers.append(tracker)
+            yield self._row
+            try:
+                self._draw(folder)
+            except OSError as error:  # the run is whole without it
+                tqdm.write(f"warning: {PICTURE} could not be drawn ({in_line(error)})")
+        finally:
+            self._each(lambda tracker: tracker.finish())
+            self._trackers = []
 
-    def row(self, row: Row) -> None:
+    def _row(self, row: Row) -> None:
         event = row["event"]
         if event == "round":
             self._rounds[row["epoch"]].append(row)
@@ -122,16 +132,6 @@ class Charts(Extra):
         numbers = {n: v for n, v in values.items() if isinstance(v, int | float)}
         finite = {"epoch": epochs} | {n: v for n, v in numbers.items() if math.isfinite(v)}
         self._each(lambda tracker: tracker.log(finite, step=_step(tracker, epochs)))
-
-    def close(self, kind: type[BaseException] | None) -> None:
-        """Draw a run that has come to its end, and end the trackers."""
-        if kind is None and self._folder is not None:
-            try:
-                self._draw(self._folder)
-            except OSError as error:  # the run is whole without it
-                tqdm.write(f"warning: {PICTURE} could not be drawn ({in_line(error)})")
-        self._each(lambda tracker: tracker.finish())
-        self._trackers = []
 
     def _draw(self, folder: Path) -> None:
         save_figure(run_figure(log_rows.read_metrics(folder / "metrics.jsonl")), folder / PICTURE)

@@ -89,8 +89,10 @@ def recorder(monkeypatch):
 def show(folder, *names, rows=(), before=(PLAN,), state=None):
     shown = Charts(names)
     if state:
-        shown.load_state_dict(state, same=True)
-    shown.report(folder, list(before))
+        shown.begin(None, state, same=True)
+    context = shown.report(folder, list(before))
+    shown.row = context.__enter__()
+    shown.close = lambda kind: context.__exit__(kind, kind and kind(), None)
     for row in rows:
         shown.row(row)
     return shown
