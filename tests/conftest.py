@@ -83,6 +83,7 @@ def no_pictures():
 def quick_runs():
     """Read digits and code once, ask git nothing, which is two processes, and save at once."""
     with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(os, "fsync", lambda handle: None)  # no test cuts the power
         whole = dbsl.data.dataset.open_labelled
         digits = cache(lambda: whole(ImageConfig("digits")))
 
