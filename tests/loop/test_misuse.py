@@ -21,6 +21,7 @@ JOINT = {"workers": 2, "local_batch_sizes": (8, 8), "sync": "step"}
 ADD = "            step.add(part, loss, figures)"
 AFTER = "call checkpoint.after_step(turn) after each step"
 DONE = "        step.done(lr)"
+TURN, EPOCH = "    train_turn(turn, training)", "    checkpoint.after_epoch(turn)"
 MUST = "the training loop must"
 
 
@@ -50,11 +51,16 @@ def go(module, folder, **settings):
         (ADD, f"{ADD}\n            break", "let its loop over a step's batches come to", JOINT),
         ("        checkpoint.after_step(turn)\n    # dbsl", "    # dbsl", AFTER, ROUNDS),
         ("        run.begin(workers, checkpoint)", "        pass", "call run.begin before", ROUNDS),
+        (TURN, f"{TURN}; return", "take all turns", ROUNDS),
+        (EPOCH, f"{EPOCH}; return", "take all turns", ROUNDS | {"epochs": 2, "eval_every": 2}),
     ],
 )
-def test_calls_that_are_out_of_order_are_told(tmp_path, capsys, old, new, said, settings):
+def test_calls_that_are_out_of_order_are_told_and_leave_no_result(
+    tmp_path, capsys, old, new, said, settings
+):
     line = refused(capsys, lambda: go(edited(old, new), tmp_path / "run", **settings))
-    assert line.startswith(f"{MUST} {said}")
+    assert f"loop must {said}" in line
+    assert not (tmp_path / "run/summary.json").exists()
 
 
 def in_ranks(folder, act, ranks=2, **settings):
