@@ -19,7 +19,7 @@ from dbsl.base.machine import cores_of_process, lazy_import
 from dbsl.base.seeds import generator
 from dbsl.config.hooks import Extra, Extras
 from dbsl.config.image_settings import Augment, ImageConfig, Interpolation
-from dbsl.data.images import Decoded, ImageLoader, ImageSplit, PixelStore, decode_cached
+from dbsl.data.images import ImageLoader, ImageSplit, PixelStore, decode_cached
 from dbsl.data.sources import Batch, image_batch
 from dbsl.data.tables import listed, open_labelled
 from dbsl.data.transforms import EVAL_CROP, Means, Transform
@@ -159,36 +159,35 @@ def load_data(
     splits = [train, evaluation]
     side, bits = _look(splits)
     splits = [replace(split, bits=bits) for split in splits]
-    decoded = None  # each split's pixels, uint8 [N, S, S, 3], where they are for a store
+    stored = [None, None]  # the splits' pixels, where they are for a store
     size = 3 * (side or 0) ** 2 * sum(map(len, splits))  # bytes
     if not streams and 0 < size <= STORE_BYTES and side <= _STORE_UP_TO:
         found = [decode_cached(split, side, config.max_bad_images) for split in splits]
-        decoded = None if None in found else found
+        if None not in found:
+            stored, splits = zip(*found, strict=True)
     workers = config.loader_workers
     workers = min(8, cores_of_process()) if workers is None else workers
     load = streams.source if streams else ImageLoader
 
-    def source(split: ImageSplit, found: Decoded | None, keeps: bool) -> PixelStore | ImageLoader:
-        if found is None:
+    def source(split: ImageSplit, pixels: np.ndarray | None) -> PixelStore | ImageLoader:
+        if pixels is None:
             return load(split, device, workers, config.max_bad_images)
-        pixels, split, bad = found
-        if keeps:
-            tensors = (torch.from_numpy(array).to(device) for array in (pixels, split.labels))
-            return PixelStore(*tensors, bad)
-        return ImageLoader(split, device, workers, config.max_bad_images, bad)
+        tensors = (torch.from_numpy(array).to(device) for array in (pixels, split.labels))
+        return PixelStore(*tensors, split.bad)
 
-    keeps = (config.augmentation != "timm", True)  # timm's pipeline runs in loader processes
-    crop_pct = 1.0 if decoded or (streams and (side or 99) <= _STORE_UP_TO) else EVAL_CROP
+    # timm's pipeline runs in loader processes.
+    kept = stored if config.augmentation != "timm" else (None, stored[1])
+    is_small = stored[0] is not None or (streams and (side or 99) <= _STORE_UP_TO)
     return Data(
         config,
-        *map(source, splits, decoded or (None, None), keeps),
+        *map(source, splits, kept),
         class_names=class_names,
-        statistics=_channel_statistics(decoded and decoded[0][0]).unless_given(config),
+        statistics=_channel_statistics(stored[0]).unless_given(config),
         mirror=config.dataset != "digits",  # a mirrored digit is another character
         image_side=side,
         eval_split=eval_split,
         held_out=held_out,
-        crop_pct=config.preprocessing.get("crop_pct", crop_pct),
+        crop_pct=config.preprocessing.get("crop_pct", 1.0 if is_small else EVAL_CROP),
         bits=bits,
     )
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -90,9 +89,8 @@ class ImageLoader(Source):
         device: torch.device,
         loader_workers: int,  # processes; 0: this one
         max_bad: int = 0,  # most images that may fail to be decoded before that is an error
-        bad: BadRows = MappingProxyType({}),  # those that have failed, and are not in the split
     ) -> None:
-        self.labels, self.device, self.bad = split.labels, device, dict(bad)
+        self.labels, self.device, self.bad = split.labels, device, dict(split.bad)
         self._split = split
         self._max_bad = max_bad
         self._calls = 0  # calls of `batches`
@@ -185,6 +183,7 @@ class ImageSplit:
     dataset: str  # as the user named it
     name: str  # the split's
     bits: int = field(default=16, kw_only=True)  # of a value, where it has more than 8
+    bad: BadRows = field(default_factory=dict, kw_only=True)  # rows that are left out of it, why
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -279,39 +278,38 @@ def _attempt(function: Callable[..., Image.Image], *arguments: Any) -> Image.Ima
         return re.sub(r" (file )?<_io.BytesIO .*?>", "", words_of(error, None))
 
 
-Decoded = tuple[np.ndarray, ImageSplit, BadRows]  # pixels, their split, and what is left out of it
+def decode_cached(
+    split: ImageSplit, side: int, max_bad: int
+) -> tuple[np.ndarray, ImageSplit] | None:
+    """Return the pixels of a split that can be decoded, uint8 [N, S, S, 3], and the split of these.
 
-
-def decode_cached(split: ImageSplit, side: int, max_bad: int) -> Decoded | None:
-    """Return a split's pixels, read from the cache if possible; None if an image has another size.
-
-    On the CPU, processes that read the cache share its memory.
+    They are read from the cache if possible: on the CPU, processes that read it share its memory.
+    None: an image has another size.
     """
     cache, shape = _cache_file(split), (len(split), side, side, 3)
     with contextlib.suppress(Exception):  # no file, or one whose header is damaged in some way
         pixels = np.load(cache, mmap_mode="c", allow_pickle=False)
         if pixels.shape == shape and pixels.dtype == np.uint8:
-            return pixels, split, {}
-    pixels, bad = np.empty(shape, np.uint8), {}
+            return pixels, split
+    pixels, good, bad = np.empty(shape, np.uint8), [], {}
     for sample, image in enumerate(split.opened(np.arange(len(split)))):
         image = image if isinstance(image, str) else _attempt(as_rgb, image, split.bits)
         if isinstance(image, str):
-            bad[sample] = image
+            bad[int(split.rows[sample])] = image
         elif image.size != (side, side):
             return None
         else:
             pixels[sample] = image
-    rows: dict[int, str] = {}
-    note_bad(rows, {int(split.rows[sample]): bad[sample] for sample in bad}, max_bad, split)
+            good.append(sample)
+    note_bad({}, bad, max_bad, split)
     if bad:
-        good = np.delete(np.arange(len(split)), list(bad))
-        return pixels[good], split.select(good), rows
+        return pixels[good], replace(split.select(np.array(good)), bad=bad)
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         write_with(cache, partial(_save, pixels))
     except OSError as error:
         logger.warning("decoded images are not cached (%s)", error)
-    return pixels, split, rows
+    return pixels, split
 
 
 def _save(pixels: np.ndarray, path: Path) -> None:

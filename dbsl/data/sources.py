@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dbsl.base.errors import SettingError
-from dbsl.config.fields import refuse
+from dbsl.base.errors import SettingError, require
 from dbsl.config.settings import NO_SIDE
 from dbsl.data.transforms import to_device
 
@@ -115,7 +114,7 @@ class TensorData:
     resolutions: tuple[int, ...] = field(default=(NO_SIDE,), init=False)
 
     def __post_init__(self) -> None:
-        refuse([(self.num_classes < 2, "num_classes must be at least 2", self.num_classes)])
+        require(self.num_classes > 1, "num_classes must be at least 2", self.num_classes)
         first = None
         for split in ("train", "evaluation"):
             samples = getattr(self, split)
@@ -178,35 +177,34 @@ def _read(
     inputs, labels = [], []
     has_some = hasattr(dataset, "__len__") and len(dataset)
     shown = f"{type(dataset).__name__} without any"
-    refuse([(not has_some, f"{split} must be a map-style dataset with samples", shown)])
+    require(has_some, f"{split} must be a map-style dataset with samples", shown)
     for number in range(len(dataset)):
+        where = f"in sample {number}"
         try:
             sample, label = dataset[number]
             if int(label) != label:
                 raise ValueError(f"label {label!r}")
-            label = int(label)
         except (TypeError, ValueError) as error:
             raise SettingError(
                 f"{split} must give a pair of a tensor and a whole number for each sample, "
                 f"got sample {number}, which is none ({error})"
             ) from None
+        kind = type(sample).__name__
+        require(
+            isinstance(sample, Tensor), f"{split} must have tensors for inputs", f"{kind} {where}"
+        )
         first = sample if first is None else first
-        if not isinstance(sample, Tensor):
-            bound, value = "tensors for inputs", type(sample).__name__
-        elif (sample.shape, sample.dtype) != (first.shape, first.dtype):
-            bound = f"inputs of one shape and type, {_kind(first)} as the first"
-            value = _kind(sample)
-        elif not 0 <= label < classes:
-            bound, value = f"labels in [0, {classes})", label
-        else:
-            inputs.append(sample)
-            labels.append(label)
-            continue
-        raise SettingError(f"{split} must have {bound}, got {value} in sample {number}")
+        alike = (sample.shape, sample.dtype) == (first.shape, first.dtype)
+        text = f"{split} must have inputs of one shape and type, {_kind(first)} as the first"
+        require(alike, text, f"{_kind(sample)} {where}")
+        text = f"{split} must have labels in [0, {classes})"
+        require(0 <= label < classes, text, f"{label} {where}")
+        inputs.append(sample)
+        labels.append(int(label))
     text = f"{split} must give the same tensor each time, since each sample is read once"
     for number in range(0, len(inputs), -(-len(inputs) // _READ_AGAIN)):
-        unlike = not torch.equal(dataset[number][0], inputs[number])
-        refuse([(unlike, text, f"another for sample {number}")])
+        alike = torch.equal(dataset[number][0], inputs[number])
+        require(alike, text, f"another for sample {number}")
     return TensorSource(torch.stack(inputs), torch.tensor(labels))
 
 

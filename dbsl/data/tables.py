@@ -52,36 +52,28 @@ def open_labelled(config: ImageConfig) -> Splits:
 def choose_columns(config: ImageConfig, features: datasets.Features) -> tuple[str, str]:
     """Return the columns of the images and of the labels."""
     image_column, label_column = config.image_column, config.label_column
-    columns = ", ".join(f"{name!r} ({_kind(feature)})" for name, feature in features.items())
     images = [name for name, feature in features.items() if _is_image(feature)]
-    require(
-        images,
-        "dataset must have a column of images (of files' bytes, cast_column(name, "
-        "datasets.Image()) makes one)",
-        f"columns {columns}",
-    )
     if image_column is None and len(images) == 1:
         image_column = images[0]
-    require(image_column in images, f"image_column must be one of {images}", repr(image_column))
     sizes = {}  # classes of each column that may hold labels; 0: not known from its type
     for name, feature in features.items():
         if isinstance(feature, datasets.ClassLabel):
             sizes[name] = feature.num_classes
         elif isinstance(feature, datasets.Value) and feature.dtype.startswith(_LABEL_TYPES):
             sizes[name] = 0
-    require(
-        sizes,
-        "dataset must have a column of labels, whole numbers or text (cast_column(name, "
-        "datasets.Value('int64')) makes whole numbers of others)",
-        f"columns {columns}",
-    )
     if label_column is None and any(sizes.values()) and "label" not in sizes:
         label_column = max(sizes, key=sizes.get)
     if label_column is None:
         label_column = next((name for name in LABEL_COLUMNS if name in sizes), None)
-    kind = f" of {_kind(features[label_column])}" if label_column in features else ""
-    text = f"label_column must be one of {[*sizes]}"
-    require(label_column in sizes, text, f"{label_column!r}{kind}")
+    there = ", ".join(
+        f"{n!r} ({getattr(f, 'dtype', type(f).__name__)})" for n, f in features.items()
+    )
+    for setting, column, known, remedy in (
+        ("image_column", image_column, images, "Image()) makes images of files' bytes"),
+        ("label_column", label_column, [*sizes], "Value('int64')) makes labels of numbers"),
+    ):
+        text = f"{column!r} of the columns {there}; cast_column(name, datasets.{remedy}"
+        require(column in known, f"{setting} must be one of {known}", text)
     return image_column, label_column
 
 
@@ -274,7 +266,3 @@ def _is_image(feature: Any) -> bool:
     """Whether a column has images: said by `datasets`, or as it stores them."""
     stored = isinstance(feature, dict) and {*feature} == {"bytes", "path"}
     return stored or isinstance(feature, datasets.Image)
-
-
-def _kind(feature: Any) -> str:
-    return getattr(feature, "dtype", type(feature).__name__.lower())

@@ -477,7 +477,13 @@ def test_a_second_evaluation_set_may_have_other_columns(fork, tmp_path):
     also = (str(write_shards(tmp_path / "shards")),)
     run(fork("second_evaluation"), tmp_path / "run", **given, also=also)
     assert all(f"{also[0]}_loss" in row for row in rows(tmp_path / "run", "eval"))
-    refused(tmp_path, r"^dataset must .*'none'", fork("second_evaluation"), **given, also=("none",))
+    refused(
+        tmp_path,
+        r"^dataset 'none' cannot be opened .* dataset must be",
+        fork("second_evaluation"),
+        **given,
+        also=("none",),
+    )
 
 
 # --- data, model and optimizer of one's own

@@ -19,9 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, require
 from dbsl.base.machine import hub_or_cache, lazy_import
-from dbsl.config.fields import refuse
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data.images import ImageSplit, Stored
 from dbsl.data.tables import (
@@ -181,7 +180,7 @@ def open_shards(config: ImageConfig, cache: GroupCache) -> Splits:
             continue
         shards[name], labels = _read_index(cache, dataset, files[name], image_column, label_column)
         empty = not labels.num_rows
-        refuse([(empty and name == train_name, f"{name} of dataset must have rows", dataset)])
+        require(not empty or name != train_name, f"{name} of dataset must have rows", dataset)
         if empty:
             continue
         of_labels = datasets.Features({label_column: columns[label_column]})

@@ -205,14 +205,18 @@ TWO = {"left": datasets.Image(), "right": datasets.Image()}
     ("features", "chosen", "message"),
     [
         ({}, {"label_column": "x"}, r"be one of \['coarse', 'fine', 'target'\], got 'x'"),
-        ({}, {"label_column": "image"}, "got 'image' of pil"),
+        ({}, {"label_column": "image"}, "got 'image' of the columns"),
         ({}, {"image_column": "fine"}, r"image_column must be one of \['image'\], got 'fine'"),
         ({"i": datasets.Image(), "t": TEXT}, {}, r"label_column must be one of \['t'\], got None"),
         (TWO, {}, r"image_column must be one of .*'right'\], got None"),
-        (TWO, {"image_column": "right"}, r"whole numbers or text .* got columns 'left' \(PIL"),
-        (LISTS, {}, r"whole numbers or text .* got columns 'image' \(dict\), 'label' \(list\)$"),
-        (FLOATS, {}, r"Value\('int64'\).* got columns .*'label' \(float32\)$"),
-        ({"t": BYTES}, {}, r"a column of images \(.*Image\(\).* got columns 't' \(binary\)"),
+        (
+            TWO,
+            {"image_column": "right"},
+            r"label_column must be one of \[\], got None of the columns 'left' \(PIL",
+        ),
+        (LISTS, {}, r"of the columns 'image' \(dict\), 'label' \(list\); cast_column\("),
+        (FLOATS, {}, r"'label' \(float32\); .*Value\('int64'\)\) makes labels of numbers"),
+        ({"t": BYTES}, {}, r"one of \[\], got None .* 't' \(binary\); .*Image\(\)\) makes images"),
     ],
 )
 def test_missing_columns_are_answered_with_those_that_exist(features, chosen, message):
