@@ -139,7 +139,7 @@ names without endings | 0.jpg metadata.csv=file_name,label;0,cat
 fractions | {0,1}.jpg metadata.csv=file_name,label;0.jpg,0.5;1.jpg,2
     | fractions for labels, such as 0.5 in column 'label': make one whole number or text
 several labels | 0.jpg metadata.jsonl={"file_name":"0.jpg","label":["a"]} | has lists or fractions
-tables without images | train.csv=a,label;1,2 | image_column must be one of .*, got None of the columns 'a'
+tables without images | train.csv=a,label;1,2 | got None of the columns 'a'
 """
 
 
