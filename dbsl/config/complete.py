@@ -7,7 +7,6 @@ while no other setting and no number of processes has changed; else all of it is
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -17,8 +16,6 @@ from dbsl.config.fields import Role, with_role
 from dbsl.config.settings import RunConfig
 
 T = TypeVar("T")
-_SAID = ("profile",)  # has had its say once step times are found
-_OF_EPOCHS = ("lr_milestones", "warmup_epochs")  # found from the number of epochs
 PROCESSES = "processes"  # beside what was found: how many processes there were
 FOUND = "found"  # the mapping in config.yaml, and the field of Config that has it
 
@@ -44,30 +41,26 @@ def still_true(
     """
     cls, auto = type(now), now.mixed_precision == "auto"
     precision = launched_precision if auto else None
-    if found.get(PROCESSES) != processes:
-        return {}
-    if precision not in (None, found.get("mixed_precision")):
-        return {}
     free = {*with_role(cls, Role.FREE)} - {*with_role(cls, Role.PLAN)} | {FOUND}
     names = (field.name for field in fields(now) if field.name not in free)
     changed = {name for name in names if getattr(before, name) != getattr(now, name)}
-    if changed - {"epochs"}:
+    same = found.get(PROCESSES) == processes
+    if changed - {"epochs"} or not same or precision not in (None, found.get("mixed_precision")):
         return {}
-    gone = _OF_EPOCHS if changed else ()
-    return {name: value for name, value in found.items() if name not in gone}
+    of_epochs = {"lr_milestones", "warmup_epochs"} if changed else ()
+    return {name: value for name, value in found.items() if name not in of_epochs}
 
 
 def with_found(given: RunConfig) -> RunConfig:
     """Return the settings with what an earlier run found out, where it holds, filled in."""
-    names = given.found.keys() - {PROCESSES}
-    values = {name: given.found[name] for name in names}
-    said = {name: getattr(type(given), name) for name in _SAID if "slope" in names}
+    values = {name: value for name, value in given.found.items() if name != PROCESSES}
+    said = {"profile": None} if "slope" in values else {}  # it has had its say
     return replace(given, **values, **said)
 
 
 def set_back(config: RunConfig, given: RunConfig, names: Collection[str]) -> RunConfig:
     """Return the settings with these, which were found out, as they were given."""
-    names = {*names, *(_SAID if "slope" in names else ())} - {PROCESSES}
+    names = {*names, "profile"} if "slope" in names else names
     return replace(config, **{name: getattr(given, name) for name in names})
 
 
@@ -75,19 +68,8 @@ def found_by(given: RunConfig, complete: RunConfig, processes: int) -> dict[str,
     """Return what a run found out: where its complete settings are not those it was given."""
     free = {FOUND, *with_role(type(given), Role.FREE)}
     names = (field.name for field in fields(given) if field.name not in free)
-    found = (name for name in names if not is_as_given(name, given, complete))
+    found = (name for name in names if getattr(given, name) != getattr(complete, name))
     return {PROCESSES: processes, **{name: getattr(complete, name) for name in found}}
-
-
-def is_as_given(name: str, given: RunConfig, complete: RunConfig) -> bool:
-    """Whether a setting is what was given, perhaps written at greater length."""
-    own, value = getattr(given, name), getattr(complete, name)
-    of_workers = name in with_role(type(given), Role.WORKERS) and name != "local_batch_sizes"
-    if not (of_workers and own and value and isinstance(own, tuple)):
-        return own == value
-    length = math.lcm(len(own), len(value))  # values of resolutions as those of their workers
-    whole, given_whole = ([x for x in xs for _ in range(length // len(xs))] for xs in (value, own))
-    return whole == given_whole
 
 
 def for_workers(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import lt
 from typing import Annotated, Any, Literal, NamedTuple
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, require
 from dbsl.config.fields import (
     NO_FLAG,
     PAIRS,
@@ -22,7 +22,6 @@ from dbsl.config.fields import (
     Needs,
     Number,
     Positive,
-    Refusal,
     Role,
     Share,
     Within,
@@ -30,7 +29,6 @@ from dbsl.config.fields import (
     check_needs,
     in_words,
     parse_kwargs,
-    refuse,
 )
 from dbsl.config.image_settings import ImageConfig, check_images
 
@@ -104,10 +102,7 @@ class TrainingConfig(ImageConfig):
     # --- workers and their batch sizes
     # workers simulated in one process; unset: 1, or 4 with --small-ratio, --small-workers or
     # --local-batch-sizes; with several processes, their number
-    workers: Annotated[
-        Count | None,
-        Role.WORKERS,
-    ] = None
+    workers: Annotated[Count | None, Role.WORKERS] = None
     # processes that take each worker's steps together: one number for all workers, one for each
     # (8,8,2), or node: a worker has all processes of its machine; unset: one
     worker_processes: Annotated[
@@ -117,11 +112,7 @@ class TrainingConfig(ImageConfig):
     # above 0: 0.1 of 4 workers is one of them, 25 percent
     small_ratio: Annotated[Share, _NO_JOINTLY] = 0.0
     # number of workers on the small batch; wins over --small-ratio
-    small_workers: Annotated[
-        Number | None,
-        Role.WORKERS | Role.PLAN,
-        _NO_JOINTLY,
-    ] = None
+    small_workers: Annotated[Number | None, Role.WORKERS | Role.PLAN, _NO_JOINTLY] = None
     # time that an epoch of dual batch may take, over that of all-large workers: a ratio k > 1
     time_ratio: Annotated[float, Within(1, open_low=True), Role.PLAN, _SMALL] = 1.05
     # samples per step of a large worker; one value, one per resolution, or one per resolution and
@@ -142,11 +133,7 @@ class TrainingConfig(ImageConfig):
         Excludes("local_batch_sizes", why=", whose sum it is"),
     ] = None
     # samples per step of a small worker; one value, or one per resolution; 0 or unset: solved
-    small_batch_size: Annotated[
-        tuple[Number, ...] | None,
-        Role.PLAN | Role.WORKERS,
-        _SMALL,
-    ] = None
+    small_batch_size: Annotated[tuple[Number, ...] | None, Role.PLAN | Role.WORKERS, _SMALL] = None
     # largest number of a worker's samples on its device at once: a step sums the gradients of
     # micro-batches of that size, with as many values as --large-batch-size may have; auto: what
     # fits; unset: the whole batch. Batch norm, mixup and CutMix see one micro-batch at a time
@@ -155,10 +142,7 @@ class TrainingConfig(ImageConfig):
     min_batch_size: Annotated[Count, Role.PLAN] = 2
     # seconds per sample; one value, one per resolution, or one per resolution and worker (of
     # --worker-processes: and process); unset: measured
-    slope: Annotated[
-        _Times,
-        Needs("intercept"),
-    ] = None
+    slope: Annotated[_Times, Needs("intercept")] = None
     # seconds per step, with as many values as --slope may have; unset: measured
     intercept: Annotated[_Times, Needs("slope")] = None
     # least seconds of a step, where it was measured with the slope; no flag
@@ -181,10 +165,7 @@ class TrainingConfig(ImageConfig):
     # what workers send: their weights, or gradients for an optimizer at the server, which
     # gradients:4 sums over 4 steps before each push
     push: Annotated[
-        str,
-        PUSH,
-        Role.PLAN,
-        Excludes(sync="step", why=", which averages gradients itself"),
+        str, PUSH, Role.PLAN, Excludes(sync="step", why=", which averages gradients itself")
     ] = "weights"
     # format of what workers send. --sync bsp takes bf16, int8, int4 or int2. --sync step takes
     # bf16, fp16 or powersgd:RANK[:STEPS], PowerSGD of that rank after STEPS steps in float32
@@ -218,10 +199,7 @@ class TrainingConfig(ImageConfig):
     epochs: Annotated[int, Within(1, 10**6)] = 20
     # image sides in pixels, ascending; --schedule says when each is used; unset: 3/4 of the images'
     # side and the whole side, or 160 and 224 if sides differ
-    resolutions: Annotated[
-        tuple[int, ...] | None,
-        Role.PLAN,
-    ] = None
+    resolutions: Annotated[tuple[int, ...] | None, Role.PLAN] = None
     # whether the resolution climbs in every learning-rate stage (cyclic), once (progressive), or
     # stays as it is (fixed)
     schedule: Schedule = "cyclic"
@@ -324,8 +302,7 @@ class RunConfig(MachineConfig, TrainingConfig):
     max_bad_rounds: Annotated[Number, Role.FREE] = 10
     # use torch.compile, and compile for all batch sizes before training
     compile: Annotated[
-        bool,
-        Excludes("balance", why=", which changes batch sizes: each would be compiled"),
+        bool, Excludes("balance", why=", which changes batch sizes: each would be compiled")
     ] = False
     # new run folder; unset: runs/<dataset>-<model>-<time>
     output_dir: Annotated[str | None, Role.FREE | Role.COMMAND] = None
@@ -340,39 +317,33 @@ class RunConfig(MachineConfig, TrainingConfig):
         if self.resolutions is not None:
             check_resolutions(self.resolutions)
         check_images(self)
-        refuse(_of_run(self))
+        self._check_together()
 
-
-def _of_run(config: RunConfig) -> Iterator[Refusal]:
-    """Yield what the fields' types do not say of settings that do not go together."""
-    if config.lr is not None:
-        most = f"lr_schedule must end at most at lr ({config.lr:g})"
-        yield config.min_lr > config.lr, most, config.min_lr
-    warmup = config.warmup_epochs or 0
-    most = f"warmup_epochs must be at most the {config.epochs} epochs of the run"
-    yield warmup > config.epochs, most, warmup
-    text = "large_batch_size must not be auto with micro_batch_size, with which any batch fits"
-    micro = config.micro_batch_size is not None
-    yield micro and config.large_batch_size == "auto", text, "auto"
-    weights, text = config.initial_checkpoint, "initial_checkpoint must be unset with a model of"
-    yield weights and ":" in config.model, f"{text} other weights", weights
-    rounds = config.rounds_per_epoch
-    text = f"balance must have whole epochs of {rounds} rounds with sync {config.sync}"
-    parts = meets_at_server(config.sync) and (config.balance_every or 0) % rounds
-    yield parts, text, config.balance_every
-    # A gradient that overflowed would stay in the remainder, and the scale changes under it.
-    text = "mixed_precision must not be fp16 with wire powersgd, which keeps what it has not sent"
-    yield wire_of(config).rank and config.mixed_precision == "fp16", text, "fp16"
+    def _check_together(self) -> None:
+        """Refuse what does not go together where the fields' types do not say so."""
+        lr, warmup, weights = self.lr or math.inf, self.warmup_epochs or 0, self.initial_checkpoint
+        require(self.min_lr <= lr, f"lr_schedule must end at most at lr ({lr:g})", self.min_lr)
+        most = f"warmup_epochs must be at most the {self.epochs} epochs of the run"
+        require(warmup <= self.epochs, most, warmup)
+        text = "large_batch_size must not be auto with micro_batch_size, with which any batch fits"
+        require(self.micro_batch_size is None or self.large_batch_size != "auto", text, "auto")
+        text = "initial_checkpoint must be unset with a model of other weights"
+        require(not weights or ":" not in self.model, text, weights)
+        rounds, every = self.rounds_per_epoch, self.balance_every or 0
+        text = f"balance must have whole epochs of {rounds} rounds with sync {self.sync}"
+        require(not meets_at_server(self.sync) or every % rounds == 0, text, every)
+        # A gradient that overflowed would stay in the remainder, and the scale changes under it.
+        text = "mixed_precision must not be fp16 with wire powersgd, which keeps what is not sent"
+        require(not wire_of(self).rank or self.mixed_precision != "fp16", text, "fp16")
 
 
 def check_effects(config: RunConfig, processes: int = 1) -> None:
     """Refuse a setting that would change nothing; a run that goes on may have begun with it."""
     check_needs(config, new=True)
-    workers = workers_of(config, processes)
     name = "small_ratio" if config.small_workers is None else "small_workers"
     small = getattr(config, name)
     text = f"{name} must be 0 with one worker, since no other is large (see large_batch_size)"
-    alone = (workers == 1 and small, text, small)
+    require(workers_of(config, processes) != 1 or not small, text, small)
     climbs = config.schedule == "cyclic" and len(config.resolutions or (0, 0)) > 1
     stages = config.lr_schedule == "step" or climbs or config.reset_momentum == "stage"
     given = config.lr_milestones and "lr_milestones" not in config.found
@@ -380,7 +351,7 @@ def check_effects(config: RunConfig, processes: int = 1) -> None:
         f"lr_milestones must be left out with lr_schedule {config.lr_schedule}, unless resolutions "
         "climb between them (schedule cyclic) or reset_momentum is stage"
     )
-    refuse([alone, (given and not stages, text, config.lr_milestones)])
+    require(stages or not given, text, config.lr_milestones)
 
 
 def parse_interval(value: int | str) -> tuple[int, float]:
@@ -415,9 +386,9 @@ def parse_wire(value: str, taken: Sequence[str] = _ALL_WIRES, where: str = "") -
     """Return what ``bf16`` or ``powersgd:4:10`` is, if it is one of the formats that are taken."""
     found = re.fullmatch(r"powersgd:(\d{1,99})(?::(\d{1,99}))?", value)
     wire = Wire("powersgd", int(found[1]), int(found[2] or 0)) if found else Wire(value)
-    unknown = (_JOINT_WIRES[-1] if found else value) not in taken or value == _JOINT_WIRES[-1]
-    refuse([(unknown, f"wire must be {in_words(taken)}{where}", value)])
-    refuse([(found and not wire.rank, "wire must be powersgd with a rank of at least 1", value)])
+    known = (_JOINT_WIRES[-1] if found else value) in taken and value != _JOINT_WIRES[-1]
+    require(known, f"wire must be {in_words(taken)}{where}", value)
+    require(wire.rank or not found, "wire must be powersgd with a rank of at least 1", value)
     return wire
 
 
@@ -425,9 +396,7 @@ def wire_of(config: RunConfig) -> Wire:
     """Return what a run's workers send, or refuse what they cannot."""
     if config.push != "weights":
         return parse_wire(config.wire, ("float32",), " with push gradients")
-    if meets_at_server(config.sync):
-        return parse_wire(config.wire, ("float32",), f" with sync {config.sync}")
-    taken = _JOINT_WIRES if config.sync == "step" else ROUND_WIRES
+    taken = {"bsp": ROUND_WIRES, "step": _JOINT_WIRES}.get(config.sync, ("float32",))
     return parse_wire(config.wire, taken, f" with sync {config.sync}")
 
 
