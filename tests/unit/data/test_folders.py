@@ -11,10 +11,11 @@ from PIL import Image
 from dbsl.base.errors import SettingError
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data.tables import open_labelled
+from tests.helpers import make_table
 
 # A case: its name | its files | images of each class and split | what is said of what is left out.
 # A line that begins with blanks goes on with the one before. In names, {a,b}/{1,2} are four and ~
-# is a blank. Behind = stands what a file has, ; for the end of a line; others are images.
+# is a blank. Behind = stands what a file has, ; for the end of a line. Others are images, tables.
 LOADS = r"""
 class folders | {cat,dog}/{0,1}.jpg | cat 2 dog 2 |
 captions | {cat,dog}/{0,1}.jpg {cat,dog}/{0,1}.txt= | cat 2 dog 2 | 4 .txt files, 2 in cat
@@ -110,6 +111,17 @@ repeated rows | {0,1}.jpg metadata.csv=file_name,label;0.jpg,b;1.jpg,a;1.jpg,a
 another column | {0,1}.jpg metadata.csv=file_name,target;0.jpg,b;1.jpg,a | a 1 b 1 |
 a list and class folders | {cat,dog}/{0,1}.jpg metadata.csv=file_name,label;cat/0.jpg,x;dog/0.jpg,y
     | x 1 y 1 | 2 images without a row in a list, 1 in cat
+a card | {one,two}/{cat,dog}/0.jpg
+    README.md=---;configs:~[{config_name:~default,~data_files:~[{split:~test,~path:~two/**}]}];---
+    | cat 1 dog 1 |
+parquet | cars.parquet cars_test.parquet | 0 2 1 1; test: 0 2 1 1 |
+parquet of no split | {train,more}.parquet | 0 2 1 1 | 1 parquet files that no word .*: more.parquet
+parquet in capitals | {Train,TEST}/0.parquet | 0 2 1 1; test: 0 2 1 1 |
+parquet of two words | train/Test-0.parquet test/Train-0.parquet | 0 2 1 1; test: 0 2 1 1 |
+parquet and brackets | x[1]/{train-0,train-1,val-0}.parquet | 0 4 1 2; validation: 0 2 1 1 |
+parquet in a folder | test_run/{train-0,validation-0}.parquet | 0 2 1 1; validation: 0 2 1 1 |
+parquet for training | {0,1}.parquet | 0 4 1 2 |
+parquet of one split | valid.parquet logo.png | 0 2 1 1 |
 """
 # Its name | its files | the message.
 REFUSED = r"""
@@ -139,6 +151,7 @@ names without endings | 0.jpg metadata.csv=file_name,label;0,cat
 fractions | {0,1}.jpg metadata.csv=file_name,label;0.jpg,0.5;1.jpg,2
     | fractions for labels, such as 0.5 in column 'label': make one whole number or text
 several labels | 0.jpg metadata.jsonl={"file_name":"0.jpg","label":["a"]} | has lists or fractions
+broken parquet | {train-0,train-1}.parquet test.parquet=PAR1 | /test.parquet is no parquet file that
 tables without images | train.csv=a,label;1,2 | got None of the columns 'a'
 """
 
@@ -152,6 +165,7 @@ def cases(text):
 def write(folder, files):
     """Write the files of a case."""
     Image.new("RGB", (8, 8)).save(image := io.BytesIO(), "png")
+    make_table([Image.new("RGB", (8, 8))] * 3).to_parquet(table := io.BytesIO())
     for names, is_text, text in (file.partition("=") for file in files.split()):
         text = text.replace(";", "\n").replace("~", " ")
         text = re.sub(r"\\u(.{4})", lambda code: chr(int(code[1], 16)), text)
@@ -159,7 +173,8 @@ def write(folder, files):
         choices = [part.split(",") if n % 2 else [part] for n, part in enumerate(parts)]
         for name in map("".join, itertools.product(*choices)):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            content = text.encode(errors="surrogateescape") if is_text else image.getvalue()
+            own = table if name.endswith(".parquet") else image
+            content = text.encode(errors="surrogateescape") if is_text else own.getvalue()
             (folder / name).write_bytes(content)
     return folder
 
