@@ -17,22 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from dbsl.base.errors import SettingError, px
-from dbsl.config.fields import refuse
-from dbsl.config.settings import Balance, RunConfig, takes_joint_steps
-from dbsl.plan import machines
-from dbsl.plan.machines import KnownWorkers, SpeedEstimate
+from dbsl.base.errors import SettingError
+from dbsl.config.settings import Balance
+from dbsl.plan.machines import SpeedEstimate
 from dbsl.plan.members import EpochPlans, Members
 from dbsl.plan.sampler import TurnSampler
-from dbsl.plan.solve import PlanRules, merge_weights, plan_dual_batch, plan_steps, rows_of
-from dbsl.plan.types import (
-    Handover,
-    NoPlanError,
-    Plan,
-    RoundReport,
-    TimeModel,
-    WorkerPlan,
-)
+from dbsl.plan.spec import PlanSpec, make_plan, resize_plan
+from dbsl.plan.types import Handover, Plan, RoundReport, TimeModel
 
 DEAD_BAND = 0.05  # relative gain in time below which a plan stays
 REFINE = 0.01  # the gain that is enough whenever the number of measurements has doubled
@@ -45,7 +36,7 @@ class Planner:
     with each other still share an epoch's samples by one plan. Call it under the server's lock.
 
     It begins with each resolution's `plans` and planned time `models`, and may change plans `every`
-    so many rounds. Without `members` all workers are there, in epochs of one round. A `maker` is
+    so many rounds. Without `members` all workers are there, in epochs of one round. `specs` are
     needed where plans or workers change, a `sampler` where they do inside an epoch.
     """
 
@@ -58,7 +49,7 @@ class Planner:
         members: Members | None = None,
         balance: Balance = "none",
         every: int = 1,
-        maker: PlanMaker | None = None,
+        specs: Mapping[int, PlanSpec] | None = None,
         sampler: TurnSampler | None = None,
     ) -> None:
         workers = len(next(iter(plans.values())).workers)
@@ -68,7 +59,10 @@ class Planner:
         self.changes = 0  # since this process began
         self._resolution_at, self._models = resolution_at, models
         self._every, self._rounds = every, self.members.rounds
-        self._maker, self._sampler = maker, sampler
+        self._sampler = sampler
+        # Of the plans that follow, which go by measured times.
+        again = {"by_hand": (), "measured": True}
+        self._specs = {r: replace(spec, **again) for r, spec in (specs or {}).items()}
         self._begun = 0  # rounds of the run that a loss left as they were planned
         self._epochs = [0] * workers  # epoch of each worker's last report
         self._speeds = [SpeedEstimate() for _ in range(workers)]
@@ -205,7 +199,7 @@ class Planner:
     def _plans_of(self, active: Collection[int]) -> dict[int, Plan]:
         if len(active) == len(self._speeds):
             return self.plans.first
-        return {r: self._maker.replan(r, self._models[r], active) for r in self.plans.first}
+        return {r: make_plan(spec, self._models[r], active) for r, spec in self._specs.items()}
 
     def _begin_with(self, epoch: int, plans: Mapping[int, Plan]) -> None:
         """Use these plans from an epoch on that nobody has begun."""
@@ -234,7 +228,7 @@ class Planner:
     def _faster(self, resolution: int, plan: Plan, measured: int) -> Plan:
         """Return the plan for the speeds as estimated, if it gains enough over this one."""
         models = self.estimates(resolution)
-        candidate = self._maker.replan(resolution, models, self.members.active)
+        candidate = make_plan(self._specs[resolution], models, self.members.active)
         rows = (np.array([(w.samples, w.steps) for w in p.workers]).T for p in (plan, candidate))
         now, then = (models.time(*row).max() for row in rows)
         band = DEAD_BAND
@@ -253,163 +247,8 @@ class Planner:
         samples, times_s = np.array([self._since[worker] for worker in active]).T
         self._since.clear()
         speeds = samples / times_s
-        planned = self.plans.first[resolution]
-        if self.members.lost:
-            planned = self._maker.replan(resolution, self._models[resolution], active)
-        candidate = self._maker.resize(resolution, planned, speeds / speeds.sum(), active)
+        spec, models = self._specs[resolution], self._models[resolution]
+        lost = self.members.lost
+        planned = make_plan(spec, models, active) if lost else self.plans.first[resolution]
+        candidate = resize_plan(spec, planned, models, speeds / speeds.sum(), active)
         return plan if candidate.workers == plan.workers else candidate
-
-
-_NO_PART = WorkerPlan(0, 0, 0, 0.0, 0.0, 0.0, small=False)
-
-
-class PlanMaker:
-    """Makes a run's plans by its config: of rounds or of joint steps, for all workers or for some.
-
-    Workers that are not active get nothing. `least` is the least that a worker takes in a step,
-    unless it takes nothing.
-    """
-
-    def __init__(self, config: RunConfig, known: KnownWorkers, samples: int, least: int) -> None:
-        self._config, self._known, self._samples, self._least = config, known, samples, least
-        self._rules = PlanRules(
-            min_batch_size=config.min_batch_size,
-            rounds=config.rounds_per_epoch,
-            factor=config.update_factor,
-            rounding=config.rounding,
-            least=least,
-            drop_last=config.drop_last,
-        )
-        resolutions, workers = config.resolutions, config.workers
-        small = config.small_batch_size or (None,)
-        text = f"small_batch_size must have one value, or one per resolution ({len(resolutions)})"
-        refuse([(len(small) not in (1, len(resolutions)), text, len(small))])
-        self._small = dict(zip(resolutions, small * (len(resolutions) // len(small)), strict=True))
-        by_hand = config.local_batch_sizes or ()
-        unlike = len(by_hand) not in (0, workers, workers * len(resolutions))
-        text = f"local_batch_sizes must have one value per worker ({workers})"
-        refuse([(unlike, text, len(by_hand))])
-        rows = [by_hand[i : i + workers] for i in range(0, len(by_hand), workers)]
-        rows *= len(resolutions) if len(rows) == 1 else 1
-        self._by_hand = dict(zip(resolutions, rows, strict=False))  # empty if none are given
-
-    def first(self, resolution: int, say: Callable[[str], object]) -> Plan:
-        """Return the plan that a resolution starts with, on the planned time models."""
-        models, everyone = self._known.models[resolution], range(self._config.workers)
-        if takes_joint_steps(self._config):
-            return plan_steps(self._samples, self._first_sizes(resolution), models, self._rules)
-        plan, fell_back = self._rounds(resolution, models, everyone, self._known.measured)
-        if fell_back:
-            self._small[resolution] = plan.small_batch_size
-            say(f"{px(resolution, 'at ', ' ')}{fell_back}")
-        return plan
-
-    def replan(self, resolution: int, models: TimeModel, active: Collection[int]) -> Plan:
-        """Return a resolution's plan for the workers that are there, with these time models."""
-        active = sorted(active)
-        models = models[active]
-        if takes_joint_steps(self._config):
-            total = self._total(resolution)
-            limits = self._limits(resolution)[active]
-            lowest = self._lowest(total, limits)
-            sizes = machines.balanced_sizes(total, models, limits, lowest)
-            plan = plan_steps(self._samples, sizes, models, self._rules)
-        else:
-            plan, _ = self._rounds(resolution, models, active, measured=True)
-        return self._of_all(plan, active)
-
-    def resize(
-        self, resolution: int, plan: Plan, proportions: np.ndarray, active: Sequence[int]
-    ) -> Plan:
-        """Return a resolution's plan with other `proportions` of its active workers' parts, [a].
-
-        They are parts of the global batch, within the workers' limits, or of the epoch: they sum to
-        it exactly. In a plan of rounds each worker keeps its planned batch size, unless it has
-        fewer samples in a round; merge weights follow the shares.
-        """
-        rules, models, workers = self._rules, self._known.models[resolution][active], len(active)
-        limits = self._limits(resolution)[active]
-        if (total := plan.global_batch_size) is not None:
-            lowest = np.minimum(rules.lowest(total, workers), limits)
-            sizes = machines.bounded_split(total, proportions, lowest, limits)
-            return self._of_all(plan_steps(self._samples, sizes, models, rules), active)
-        planned = [plan.workers[worker] for worker in active]
-        lowest = np.minimum(rules.lowest_shares(plan.samples, limits), plan.samples // workers)
-        shares = machines.bounded_split(plan.samples, proportions, lowest, plan.samples)
-        sizes = np.minimum([w.local_batch_size for w in planned], shares // rules.rounds)
-        steps = machines.steps_in_shares(shares, sizes, rules.rounds)
-        weights = merge_weights(shares / shares.max(), rules.factor)
-        times, simplified_s = models.time(shares, steps), shares * models.sample_time(sizes)
-        small = np.array([worker.small for worker in planned])
-        rows = rows_of(sizes, shares, steps, weights, times, simplified_s, small)
-        return self._of_all(replace(plan, workers=rows), active)
-
-    def small_batch_size(self) -> tuple[int, ...] | None:
-        """Return the setting that repeats the small batches where they were not solved for."""
-        sizes = tuple(size or 0 for size in self._small.values())
-        return sizes if any(sizes) else None
-
-    def _of_all(self, plan: Plan, active: Sequence[int]) -> Plan:
-        rows = [_NO_PART] * self._config.workers
-        for worker, row in zip(active, plan.workers, strict=True):
-            rows[worker] = row
-        return replace(plan, workers=tuple(rows))
-
-    def _rounds(
-        self, resolution: int, models: TimeModel, active: Sequence[int], measured: bool
-    ) -> tuple[Plan, str | None]:
-        """Return a plan of rounds, and what is to be said where measured times admit none.
-
-        Noise may leave a measurement without a small batch. B_S is then max(min_batch_size, B_L/8),
-        and the workers' samples still balance the measured times.
-        """
-        config, given = self._config, self._small[resolution]
-        small_workers = sum(worker < config.small_workers for worker in active)
-        large = self._by_hand.get(resolution) or self._known.large_batch_sizes[resolution]
-        if given:
-            goal = {"small_batch_size": given if small_workers else None}
-        else:
-            goal = {"time_ratio": config.time_ratio}
-        counts = (self._samples, len(active), small_workers, [large[w] for w in active], models)
-        try:
-            return plan_dual_batch(*counts, replace(self._rules, clamp=not measured, **goal)), None
-        except SettingError as error:
-            # Settings are of all workers: what is left of them may not reach the goal.
-            everyone = len(active) == config.workers
-            if not measured or (everyone and not isinstance(error, NoPlanError)):
-                raise
-            smallest = min(counts[3])
-            batch = min(max(config.min_batch_size, smallest // 8), smallest)
-            rules = replace(self._rules, min_batch_size=1, small_batch_size=batch)
-            plan = plan_dual_batch(*counts, rules)
-            return plan, (
-                f"the measured step times admit no plan: {error}; going on with small batches of "
-                f"{batch}, which makes the time ratio {plan.time_ratio:.3f}"
-            )
-
-    def _first_sizes(self, resolution: int) -> np.ndarray:
-        """Return the sizes of joint steps: by hand, or such that planned workers end together."""
-        workers, model = self._config.workers, self._known.models[resolution]
-        if resolution in self._by_hand:
-            return np.array(self._by_hand[resolution])
-        total, limits = self._total(resolution), self._limits(resolution)
-        machines.check_global_batch(total, limits, self._least)
-        text = f"global_batch_size must be at most the {self._samples} training samples"
-        refuse([(total > self._samples, text, total)])
-        if model.equal and total <= int(limits.min()) * workers:
-            return machines.largest_remainder(np.ones(workers), total)
-        return machines.balanced_sizes(total, model, limits, self._lowest(total, limits))
-
-    def _lowest(self, total: int, limits: np.ndarray) -> int:
-        """Return the fewest samples of a worker in a joint step, which no limit is below."""
-        return max(self._least, min(self._rules.lowest(total, len(limits)), int(limits.min())))
-
-    def _total(self, resolution: int) -> int:
-        by_hand = sum(self._by_hand.get(resolution, ()))
-        large = self._known.large_batch_sizes[resolution]
-        return by_hand or self._config.global_batch_size or sum(large)
-
-    def _limits(self, resolution: int) -> np.ndarray:
-        """Return the most that each worker may take of a joint step, int64 [n]."""
-        total, limits = self._total(resolution), self._known.limits or {}
-        return np.minimum(limits.get(resolution, [total] * self._config.workers), total)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dbsl.config.fields import refuse
+from dbsl.base.errors import require
 from dbsl.plan.types import TimeModel
 
 NOISE = 0.10  # standard deviation of a measured time, relative
@@ -221,5 +221,5 @@ def check_global_batch(global_batch_size: int, limits: np.ndarray, least: int = 
     """Raise ``SettingError`` unless each worker can have `least` samples of the global batch."""
     lowest, highest = least * len(limits), int(limits.sum())
     ends = f"[{lowest}, {highest}], {least} a worker up to what all workers hold"
-    outside = not lowest <= global_batch_size <= highest
-    refuse([(outside, f"global_batch_size must be in {ends}", global_batch_size)])
+    within = lowest <= global_batch_size <= highest
+    require(within, f"global_batch_size must be in {ends}", global_batch_size)

@@ -18,8 +18,8 @@ from typing import get_args
 
 import numpy as np
 
-from dbsl.base.errors import SettingError
-from dbsl.config.fields import in_words, refuse
+from dbsl.base.errors import SettingError, require
+from dbsl.config.fields import in_words
 from dbsl.config.settings import Rounding, UpdateFactor
 from dbsl.plan.machines import (
     bounded_split,
@@ -56,16 +56,15 @@ class PlanRules:
     drop_last: bool = False  # joint steps have whole global batches alone
 
     def __post_init__(self) -> None:
-        whole = ("small_batch_size", "min_batch_size", "rounds", "least")
-        given = {name: getattr(self, name) for name in whole}
-        for name, value in given.items():
-            bad = not isinstance(value, Integral) and value is not None
-            refuse([(bad, f"{name} must be an integer", repr(value))])
+        for name in ("small_batch_size", "min_batch_size", "rounds", "least"):
+            value, optional = getattr(self, name), name == "small_batch_size"
+            whole = isinstance(value, Integral) or (optional and value is None)
+            require(whole, f"{name} must be an integer", repr(value))
+            low = name not in ("min_batch_size", "least") or value >= 1
+            require(low, f"{name} must be at least 1", value)
         for name, choices in (("factor", UpdateFactor), ("rounding", Rounding)):
             value, among = getattr(self, name), get_args(choices)
-            refuse([(value not in among, f"{name} must be {in_words(among)}", value)])
-        for name in ("min_batch_size", "least"):
-            refuse([(given[name] < 1, f"{name} must be at least 1", given[name])])
+            require(value in among, f"{name} must be {in_words(among)}", value)
 
     def to_integer(self, value: float) -> int:
         """Return a size as an integer, rounded as the rules say."""
@@ -108,29 +107,25 @@ def plan_dual_batch(
     """
     limits = np.atleast_1d(np.asarray(large_batch_size))
     whole = limits.dtype.kind in "iu"
-    refuse([(not whole, "large_batch_size must be integers", str(large_batch_size))])
+    require(whole, "large_batch_size must be integers", str(large_batch_size))
     given = {"samples": samples, "workers": workers, "small_workers": small_workers}
     for name, count in given.items():
-        refuse([(not isinstance(count, Integral), f"{name} must be an integer", repr(count))])
-    counts, lowest = (1, workers), limits.min(initial=1)
-    own = f"must have 1 value or one per worker ({workers})"
-    fewest = f"samples must be at least the number of workers ({workers})"
-    within = f"small_workers must be in [0, workers={workers}]"
-    goals = ("time_ratio", "small_batch_size")
-    given = [name for name in goals if getattr(rules, name) is not None]
-    together = f"{' and '.join(goals)} must not be given together: each follows from the other"
-    refuse(
-        [
-            (workers < 1, "workers must be at least 1", workers),
-            (len(limits) not in counts, f"large_batch_size {own}", len(limits)),
-            (len(time_model) not in counts, f"slope {own}", len(time_model)),
-            (lowest < 1, "large_batch_size must be at least 1", lowest),
-            (samples < workers, fewest, samples),
-            (not 0 <= small_workers <= workers, within, small_workers),
-            (rules.rounds < 1, "rounds_per_epoch must be at least 1", rules.rounds),
-            (len(given) > 1, together, " and ".join(given)),
-        ]
-    )
+        require(isinstance(count, Integral), f"{name} must be an integer", repr(count))
+    require(workers >= 1, "workers must be at least 1", workers)
+    for name, count in (("large_batch_size", len(limits)), ("slope", len(time_model))):
+        must = f"{name} must have 1 value or one per worker ({workers})"
+        require(count in (1, workers), must, count)
+    lowest = limits.min()
+    require(lowest >= 1, "large_batch_size must be at least 1", lowest)
+    must = f"samples must be at least the number of workers ({workers})"
+    require(samples >= workers, must, samples)
+    must = f"small_workers must be in [0, workers={workers}]"
+    require(0 <= small_workers <= workers, must, small_workers)
+    require(rules.rounds >= 1, "rounds_per_epoch must be at least 1", rules.rounds)
+    both = rules.time_ratio is not None and rules.small_batch_size is not None
+    goals = "time_ratio and small_batch_size"
+    must = f"{goals} must not be given together: each follows from the other"
+    require(not both, must, goals)
     model, limits = TimeModel.of(time_model, workers), np.broadcast_to(limits, workers)
     return _DualBatch(model, limits, samples, small_workers, rules).plan()
 
@@ -307,8 +302,8 @@ class _DualBatch:
             return limits.copy()
         highest = int(limits[:small].max())
         name = "min" if self.rules.small_batch_size is None else "small"
-        text = f"{name}_batch_size must be in [1, large_batch_size={highest}]"
-        refuse([(not 1 <= batch <= highest, text, batch)])
+        must = f"{name}_batch_size must be in [1, large_batch_size={highest}]"
+        require(1 <= batch <= highest, must, batch)
         if held := int((limits[:small] < batch).sum()):
             self.notes.append(
                 f"{held} of {small} small workers hold fewer than {batch} samples and take what "
@@ -432,10 +427,7 @@ def plan_steps(
     least, sizes = rules.least, np.asarray(sizes, dtype=np.int64)
     global_batch_size, smallest = int(sizes.sum()), sizes.min()
     why = ": batch norm at this resolution sees one value a channel" if least > 1 else ""
-    low = f"local_batch_sizes must be at least {least}"
-    most = f"local_batch_sizes must sum to at most the {samples} training samples"
-    above = global_batch_size > samples
-    refuse([(smallest < least, low, f"{smallest}{why}"), (above, most, global_batch_size)])
+    require(smallest >= least, f"local_batch_sizes must be at least {least}", f"{smallest}{why}")
     batches = np.diff(cuts_of_epoch(samples, global_batch_size, least, rules.drop_last))
     steps, kinds = len(batches), zip(*np.unique(batches, return_counts=True), strict=True)
     shares = sum(count * split_batch(int(size), sizes, least) for size, count in kinds)

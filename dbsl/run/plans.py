@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -13,17 +13,17 @@ import numpy as np
 from accelerate import Accelerator
 from torch import nn
 
+from dbsl.base.errors import require
 from dbsl.cluster.formats import numbers_of, trained_shapes
 from dbsl.config.complete import says_unlike
-from dbsl.config.fields import refuse, word_of
+from dbsl.config.fields import word_of
 from dbsl.config.hooks import Extra, Extras, Machine
 from dbsl.config.settings import RunConfig, steps_of_push, wire_of, workers_of
-from dbsl.plan.follow import PlanMaker, Planner
+from dbsl.plan.follow import Planner
 from dbsl.plan.islands import Islands, parts_of_process, split_inside
-from dbsl.plan.machines import KnownWorkers, split_batch
+from dbsl.plan.machines import split_batch
 from dbsl.plan.members import Members
 from dbsl.plan.sampler import (
-    Order,
     Part,
     Step,
     TurnSampler,
@@ -31,6 +31,7 @@ from dbsl.plan.sampler import (
     micro_parts,
 )
 from dbsl.plan.solve import round_half_up
+from dbsl.plan.spec import make_plan, specs_of
 from dbsl.plan.stages import Stage, Stages
 from dbsl.plan.text import with_notes
 from dbsl.plan.types import Plan, TimeModel, Turn
@@ -47,18 +48,34 @@ class Plans:
     """
 
     def __init__(self, times: Times, stages: Stages, accelerator: Accelerator) -> None:
-        self.stages, self.known = stages, times.known
+        # With all that was found or measured filled in, so that it repeats the run.
+        self.config, self.known, self.stages = times.config, times.known, stages
+        config, known, least = times.config, times.known, times.least
+        fewest = min(itertools.chain(*(known.micro_batch_sizes or {}).values()), default=least)
+        why = "since batch norm sees one value a channel of a single sample"
+        require(fewest >= least, f"micro_batch_size must be at least {least}, {why}", fewest)
         self.nodes = nodes_of(accelerator)  # the node of each process, from 0
-        how = {"blocks": times.blocks, "say": accelerator.print}
-        # Complete: all that was found or measured is filled in, so that it repeats the run.
-        self.config, self.first, self.planner, self.sampler = plan_run(
-            times.config, times.known, stages, times.samples, times.least, **how
+        self.islands = Islands.of(config)  # the processes of each worker
+        self.place = _place(config, accelerator)
+        specs = specs_of(config, known, times.samples, least)
+        self.first = {
+            r: with_notes(make_plan(spec, known.models[r]), known, r) for r, spec in specs.items()
+        }
+        rounds = _rounds_of_epoch(self.first, config)
+        self.sampler = TurnSampler(config, times.samples, rounds, least, times.blocks)
+        self.planner = Planner(
+            self.first,
+            lambda epoch: stages.at(epoch).resolution,
+            known.models,
+            members=Members(config.workers, rounds),
+            balance=word_of(config.balance),
+            every=config.balance_every or rounds,
+            specs=specs,
+            sampler=self.sampler,
         )
-        self.islands = Islands.of(self.config)  # the processes of each worker
-        self.place = _place(self.config, accelerator)
-        self.extras = Extras.of(self.config)
+        self.extras = Extras.of(config)
         # How the workers' machines and network differ from what is planned.
-        self.machine = self.extras.first(Extra.machine, self.config, accelerator) or Machine()
+        self.machine = self.extras.first(Extra.machine, config, accelerator) or Machine()
         self._device = accelerator.device
 
     @property
@@ -176,24 +193,19 @@ def settle_islands(config: ConfigT, processes: int, nodes: Sequence[int]) -> Con
         sizes = given * (_simulated_workers(config) if alone else max(1, total // given[0]))
     else:
         sizes = given
-    several, workers, unlike = max(sizes, default=1) > 1, len(sizes), sum(sizes) != total
-    numbers = "worker_processes must be numbers in one process"
-    added = f"worker_processes must add up to the {total} processes{less}"
-    number = f"workers must equal those of worker_processes ({workers})"
-    one = " with several processes a worker"
-    refuse(
-        [
-            (alone and given == "node", numbers, given),
-            (not alone and unlike, added, given),
-            (config.workers not in (None, workers), number, config.workers),
-            (several and config.sync != "bsp", f"sync must be bsp{one}", config.sync),
-            (several and config.push != "weights", f"push must be weights{one}", config.push),
-            *(
-                (several and getattr(config, n) == "auto", f"{n} must not be auto{one}", "auto")
-                for n in ("large_batch_size", "micro_batch_size")
-            ),
-        ]
-    )
+    several, workers = max(sizes, default=1) > 1, len(sizes)
+    must = "worker_processes must be numbers in one process"
+    require(not alone or given != "node", must, given)
+    must = f"worker_processes must add up to the {total} processes{less}"
+    require(alone or sum(sizes) == total, must, given)
+    must = f"workers must equal those of worker_processes ({workers})"
+    require(config.workers in (None, workers), must, config.workers)
+    if several:
+        one = " with several processes a worker"
+        require(config.sync == "bsp", f"sync must be bsp{one}", config.sync)
+        require(config.push == "weights", f"push must be weights{one}", config.push)
+        for name in ("large_batch_size", "micro_batch_size"):
+            require(getattr(config, name) != "auto", f"{name} must not be auto{one}", "auto")
     return replace(config, worker_processes=sizes if several else None, workers=workers)
 
 
@@ -217,22 +229,18 @@ def count_workers(config: ConfigT, processes: int) -> ConfigT:
     total = workers_of(config, processes) or _simulated_workers(config)
     if small_workers is None:
         small_workers = max(1, round_half_up(ratio * total)) if ratio > 0 else 0
-    other, less = config.workers not in (None, total), " less the dedicated server"
-    number = f"workers must equal the number of processes{less * config.dedicated_server} ({total})"
-    served = "dedicated_server must have at least 2 processes"
-    most = f"small_workers must be at most the workers ({total})"
-    sent = "wire must be float32 with one worker, which sends nothing"
-    wired = config.wire != "float32"
-    real = "wire must not be powersgd with simulated workers: it needs real processes"
-    refuse(
-        [
-            (other, number, config.workers),
-            (alone and config.dedicated_server, served, processes),
-            (small_workers > total, most, small_workers),
-            (alone and total == 1 and wired, sent, config.wire),
-            (alone and wire_of(config).rank, real, config.wire),
-        ]
-    )
+    less = " less the dedicated server" * config.dedicated_server
+    must = f"workers must equal the number of processes{less} ({total})"
+    require(config.workers in (None, total), must, config.workers)
+    must = "dedicated_server must have at least 2 processes"
+    require(not (alone and config.dedicated_server), must, processes)
+    must = f"small_workers must be at most the workers ({total})"
+    require(small_workers <= total, must, small_workers)
+    if alone:
+        must = "wire must be float32 with one worker, which sends nothing"
+        require(total > 1 or config.wire == "float32", must, config.wire)
+        must = "wire must not be powersgd with simulated workers: it needs real processes"
+        require(not wire_of(config).rank, must, config.wire)
     return replace(config, workers=total, small_workers=small_workers)
 
 
@@ -240,52 +248,15 @@ def _simulated_workers(config: RunConfig) -> int:
     return config.workers or (4 if says_unlike(config) else 1)
 
 
-def plan_run(
-    config: ConfigT,
-    known: KnownWorkers,
-    stages: Stages,
-    samples: int,
-    least: int,
-    *,
-    blocks: Order | None,
-    say: Callable[[str], object],
-) -> tuple[ConfigT, dict[int, Plan], Planner, TurnSampler]:
-    """Return the config with its small batches, the first plan by resolution, and what follows it.
-
-    `least` is the fewest samples that the model trains on, `blocks` draws the order of epochs.
-    """
-    fewest = min(itertools.chain(*(known.micro_batch_sizes or {}).values()), default=least)
-    why = "since batch norm sees one value a channel of a single sample"
-    refuse([(fewest < least, f"micro_batch_size must be at least {least}, {why}", fewest)])
-    maker = PlanMaker(config, known, samples, least)
-    plans = {r: with_notes(maker.first(r, say), known, r) for r in config.resolutions}
-    rounds = _rounds_of_epoch(plans, config)
-    config = replace(config, small_batch_size=maker.small_batch_size())
-    sampler = TurnSampler(config, samples, rounds, least, blocks)
-    planner = Planner(
-        plans,
-        lambda epoch: stages.at(epoch).resolution,
-        known.models,
-        members=Members(config.workers, rounds),
-        balance=word_of(config.balance),
-        every=config.balance_every or rounds,
-        maker=maker,
-        sampler=sampler,
-    )
-    return config, plans, planner, sampler
-
-
 def _rounds_of_epoch(plans: Mapping[int, Plan], config: RunConfig) -> int:
     """Return the rounds of an epoch: as configured, or a round for each push of gradients."""
-    steps = {p.workers[0].steps for p in plans.values() if p.global_batch_size is not None}
-    pushes, rounds = steps_of_push(config.push), config.rounds_per_epoch
-    fewest, sizes = min(steps, default=rounds), (str(p.global_batch_size) for p in plans.values())
-    most = f"rounds_per_epoch must be at most the {fewest} joint steps of an epoch"
-    unlike = "global_batch_size must be one for all resolutions with push gradients"
-    refuse(
-        [
-            (not pushes and rounds > fewest, most, rounds),
-            (pushes and len(steps) > 1, unlike, ", ".join(sizes)),
-        ]
-    )
-    return -(-fewest // pushes) if pushes else rounds
+    joint = [plan for plan in plans.values() if plan.global_batch_size is not None]
+    steps, rounds = {plan.workers[0].steps for plan in joint}, config.rounds_per_epoch
+    fewest, sizes = min(steps, default=rounds), ", ".join(str(p.global_batch_size) for p in joint)
+    if pushes := steps_of_push(config.push):
+        text = "global_batch_size must be one for all resolutions with push gradients"
+        require(len(steps) == 1, text, sizes)
+        return -(-fewest // pushes)
+    text = f"rounds_per_epoch must be at most the {fewest} joint steps of an epoch"
+    require(rounds <= fewest, text, rounds)
+    return rounds

@@ -26,7 +26,8 @@ from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import isend
 from dbsl.plan.follow import Planner
 from dbsl.plan.members import Members
-from dbsl.plan.solve import PlanRules, TimeModel, plan_dual_batch
+from dbsl.plan.solve import PlanRules, TimeModel
+from dbsl.plan.spec import PlanSpec, make_plan
 from dbsl.plan.types import Action, EpochEnd, RoundReport
 from tests.helpers import ROOT, free_port, short, slow
 
@@ -48,11 +49,12 @@ def make(
     weights = FlatWeights(options.pop("model", None) or torch.nn.Linear(3, 2).double())
     workers = options.pop("processes", None) or dist.get_world_size()
     workers, own = workers - server_only, rank - server_only
-    plan = plan_dual_batch(100, workers, 1, 10, FAST, PlanRules(time_ratio=1.05))
+    spec, models = PlanSpec(100, (10,) * workers, PlanRules(), 1), TimeModel.of(FAST, workers)
+    plan = make_plan(spec, models)
     planner = Planner(
-        *({8: plan}, lambda epoch: 8, {8: [FAST] * workers}),
+        *({8: plan}, lambda epoch: 8, {8: models}),
         members=Members(workers, rounds),
-        maker=SimpleNamespace(replan=lambda *_: plan),
+        specs={8: spec},
         sampler=SimpleNamespace(count=lambda *turn: 10),
     )
     server = None if rank else server_of(weights, planner.members, sync, staleness)

@@ -9,10 +9,11 @@ import pytest
 from dbsl.checkpoint.disk import pack, unpack
 from dbsl.config.fields import word_of
 from dbsl.config.settings import RunConfig
-from dbsl.plan.follow import PlanMaker, Planner
+from dbsl.plan.follow import Planner
 from dbsl.plan.machines import KnownWorkers, SpeedEstimate
 from dbsl.plan.members import Members
 from dbsl.plan.sampler import TurnSampler
+from dbsl.plan.spec import make_plan, specs_of
 from dbsl.plan.types import RoundReport, TimeModel
 
 SAMPLES = 6400
@@ -26,14 +27,14 @@ def planner_of(config, samples, large):
     workers, rounds = config.workers, config.rounds_per_epoch
     models = {8: TimeModel.of(PLANNED, workers)}
     known = KnownWorkers(models, {8: [large] * workers}, measured=False)
-    maker = PlanMaker(config, known, samples, 1)
+    specs = specs_of(config, known, samples, 1)
     how = {
         "balance": word_of(config.balance),
         "every": config.balance_every or rounds,
-        "maker": maker,
+        "specs": specs,
     }
     how |= {"members": Members(workers, rounds), "sampler": TurnSampler(config, samples, rounds, 1)}
-    return Planner({8: maker.first(8, print)}, lambda epoch: 8, models, **how)
+    return Planner({8: make_plan(specs[8], models[8])}, lambda epoch: 8, models, **how)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +98,9 @@ def test_the_first_plan_of_joint_steps_keeps_the_smallest_batch(least, sizes):
     steps = {"sync": "step", "global_batch_size": 64, "min_batch_size": least}
     config = RunConfig(workers=2, resolutions=(8,), **steps)
     models = {8: TimeModel(np.array([1e-3, 2e-2]), np.full(2, 1e-2), np.zeros(2))}
-    maker = PlanMaker(config, KnownWorkers(models, {8: [64] * 2}, measured=False), SAMPLES, 1)
-    assert [worker.local_batch_size for worker in maker.first(8, print).workers] == sizes
+    known = KnownWorkers(models, {8: [64] * 2}, measured=False)
+    plan = make_plan(specs_of(config, known, SAMPLES, 1)[8], models[8])
+    assert [worker.local_batch_size for worker in plan.workers] == sizes
 
 
 def test_two_epochs_without_noise_balance_unequal_workers():

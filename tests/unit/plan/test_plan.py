@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from dbsl.base.errors import EXIT_UNREAD
 from dbsl.config.parse import yaml_to_argv
 from dbsl.config.settings import RunConfig
-from dbsl.plan.follow import PlanMaker
 from dbsl.plan.machines import KnownWorkers, largest_remainder
 from dbsl.plan.solve import PlanRules, TimeModel, merge_weights, plan_dual_batch
+from dbsl.plan.spec import make_plan, specs_of
 from dbsl.run.plans import count_workers
 from dbsl.tools.plan import main as plan_from_the_shell
 from tests.helpers import refused
@@ -290,11 +290,10 @@ def test_measured_model_without_a_plan_falls_back_to_an_eighth_or_the_least_and_
     models = {8: TimeModel.of(TimeModel(0.01, intercept), 4)}
     known = KnownWorkers(models, {8: [large] * 4}, measured=True)
     config = RunConfig(workers=4, small_workers=1, resolutions=(8,), min_batch_size=least)
-    said = []
-    plan = PlanMaker(config, known, 8000, 1).first(8, said.append)
+    plan = make_plan(specs_of(config, known, 8000, 1)[8], models[8])
     assert plan.small_batch_size == batch
     assert sum(w.samples for w in plan.workers) == 8000
-    assert why in said[0]
+    assert why in plan.notes[0]
     times = [w.predicted_time_s for w in plan.workers]
     assert max(times) == pytest.approx(min(times), rel=0.01)
 
@@ -331,7 +330,7 @@ def test_bad_settings_are_named_with_bound_and_value(arguments, message):
 def test_batches_by_hand_are_one_for_each_worker():
     config = RunConfig(workers=3, resolutions=(8,), local_batch_sizes=(4, 4))
     with pytest.raises(ValueError, match=r"local_batch_sizes must .* per worker \(3\), got 2"):
-        PlanMaker(config, None, 8000, 1)
+        specs_of(config, None, 8000, 1)
 
 
 @pytest.mark.parametrize("values", [(math.nan, 1.0), (0.0, 1.0), (-1.0, 1.0), (1.0, math.inf)])

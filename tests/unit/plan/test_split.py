@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsl.config.settings import RunConfig
-from dbsl.plan.follow import PlanMaker
 from dbsl.plan.machines import (
     KnownWorkers,
     balanced_sizes,
@@ -16,6 +15,7 @@ from dbsl.plan.machines import (
 )
 from dbsl.plan.sampler import Part, StepSampler
 from dbsl.plan.solve import PlanRules, plan_dual_batch, plan_steps
+from dbsl.plan.spec import make_plan, resize_plan, specs_of
 from dbsl.plan.types import TimeModel
 
 sizes_lists = st.lists(st.integers(1, 40), min_size=1, max_size=8)
@@ -159,26 +159,38 @@ def test_a_plan_of_joint_steps_counts_what_the_sampler_gives():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
-    [((4, 0, 4), "at least 1, got 0"), ((40, 40, 40), "at most the 103 training samples, got 120")],
+    ("settings", "message"),
+    [
+        ({"local_batch_sizes": (40, 40, 40)}, "sum to at most the 103 training samples, got 120"),
+        ({"global_batch_size": 104}, "must be at most the 103 training samples, got 104"),
+    ],
 )
-def test_sizes_that_make_no_step_are_refused(sizes, message):
+def test_sizes_that_make_no_step_are_refused(settings, message):
+    config = RunConfig(workers=3, resolutions=(8,), sync="step", **settings)
+    known = KnownWorkers({}, {8: [8] * 3}, measured=False)
     with pytest.raises(ValueError, match=message):
-        plan_steps(103, sizes, MODELS)
+        specs_of(config, known, 103, 1)
+    with pytest.raises(ValueError, match="local_batch_sizes must be at least 1, got 0"):
+        plan_steps(103, (4, 0, 4), MODELS)
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=3, max_size=3), st.integers(1, 3))
 def test_other_proportions_never_drift_or_empty_a_part(proportions, rounds):
     limits = np.full(3, 20)
-    known = KnownWorkers({8: TimeModel.of(MODELS, 3)}, {8: [8] * 3}, False, {8: limits})
-    config = RunConfig(workers=3, resolutions=(8,), min_batch_size=1, rounds_per_epoch=rounds)
-    maker, active = PlanMaker(config, known, 103, least=1), range(3)
+    models, active = TimeModel.of(MODELS, 3), range(3)
+    known = KnownWorkers({8: models}, {8: [8] * 3}, False, {8: limits})
+    options = {"workers": 3, "resolutions": (8,), "min_batch_size": 1, "rounds_per_epoch": rounds}
+
+    def resized(plan, **more):
+        spec = specs_of(RunConfig(**options, **more), known, 103, least=1)[8]
+        return resize_plan(spec, plan, models, np.array(proportions), active)
+
     joint = plan_steps(103, (12, 6, 2), MODELS)
-    moved = maker.resize(8, joint, np.array(proportions), active)
+    moved = resized(joint, sync="step", global_batch_size=20)
     assert sum(w.local_batch_size for w in moved.workers) == 20
     assert min(w.local_batch_size for w in moved.workers) >= 1
     of_rounds = plan_dual_batch(103, 3, 1, 8, MODELS[0], PlanRules(rounds=rounds))
-    moved = maker.resize(8, of_rounds, np.array(proportions), active)
+    moved = resized(of_rounds)
     assert sum(w.samples for w in moved.workers) == 103
     assert all(w.samples >= rounds >= 1 and w.local_batch_size >= 1 for w in moved.workers)
 
@@ -187,9 +199,9 @@ def test_no_part_of_a_new_plan_is_above_what_its_worker_can_hold():
     models, limits = TimeModel.of(TimeModel(0.001, 0.01), 4), np.array([4, 60, 60, 60])
     known = KnownWorkers({8: models}, {8: [60] * 4}, False, {8: limits})
     how = {"workers": 4, "resolutions": (8,), "sync": "step", "global_batch_size": 64}
-    maker = PlanMaker(RunConfig(**how, min_batch_size=8), known, 1000, least=1)
-    for plan in (maker.first(8, print), maker.replan(8, models, range(4))):
-        assert [w.local_batch_size for w in plan.workers] == [4, 20, 20, 20]
+    spec = specs_of(RunConfig(**how, min_batch_size=8), known, 1000, least=1)[8]
+    plan = make_plan(spec, models)
+    assert [w.local_batch_size for w in plan.workers] == [4, 20, 20, 20]
 
 
 def test_one_model_of_all_workers_gives_each_its_times_and_refuses_what_one_of_them_must_not_have():
