@@ -187,7 +187,7 @@ class Stepper:
         It gives the factor on its mean loss, and whether DDP sums gradients in it.
         """
         self._put_in_place(lambda place: place)
-        several = self._together or not (part.begins and part.ends)
+        several = self._together or not (part.first and part.last)
         if several and self._mean is None:
             self._start, self._mean = self._buffers.clone(), torch.zeros_like(self._buffers)
         elif several:
@@ -196,7 +196,7 @@ class Stepper:
             yield part.weight, False
         if several:
             self._mean.add_(self._buffers, alpha=part.weight if self._together else part.share)
-            if part.ends and not self._together:
+            if part.last and not self._together:
                 self._end_passes()
 
     def _end_passes(self) -> None:
@@ -310,11 +310,11 @@ class DistributedSteps(Stepper):
 
     @contextmanager
     def micro_batch(self, step: Step, part: Part) -> Iterator[tuple[float, bool]]:
-        if (step.odd or step.reweighted) and part.begins:
+        if (step.odd or step.reweighted) and part.first:
             self.average_buffers()
         self._weight = step.parts[0].weight  # all its micro-batches have the same
         # What is computed without DDP stays here until its last micro-batch sums it all.
-        syncs = part.ends and not step.odd
+        syncs = part.last and not step.odd
         self._exchanged = not syncs
         with super().micro_batch(step, part) as (weight, _):
             yield (weight if step.odd else weight * self._world_size), syncs
@@ -460,11 +460,11 @@ class PushedGradients(Stepper):
 
     @contextmanager
     def micro_batch(self, step: Step, part: Part) -> Iterator[tuple[float, bool]]:
-        if part.begins:
+        if part.first:
             self._before = self._buffers.clone()
         with super().micro_batch(step, part) as found:
             yield found
-        if part.ends:
+        if part.last:
             self._changes.add_(self._buffers - self._before, alpha=part.weight / part.share)
         self._weight += part.weight
 

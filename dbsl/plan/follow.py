@@ -19,9 +19,9 @@ import numpy as np
 
 from dbsl.base.errors import SettingError
 from dbsl.config.settings import Balance
+from dbsl.plan.batches import TurnSampler
 from dbsl.plan.machines import SpeedEstimate
 from dbsl.plan.members import EpochPlans, Members
-from dbsl.plan.sampler import TurnSampler
 from dbsl.plan.spec import PlanSpec, make_plan, resize_plan
 from dbsl.plan.types import Handover, Plan, RoundReport, TimeModel
 

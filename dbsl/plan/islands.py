@@ -7,14 +7,12 @@ as they are together.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dbsl.config.settings import RunConfig
 from dbsl.plan.machines import balanced_sizes, largest_remainder, split_batch
-from dbsl.plan.sampler import Part, Step, ends_of_parts
 from dbsl.plan.types import TimeModel
 
 
@@ -73,24 +71,3 @@ def split_inside(batch: int, model: TimeModel, least: int) -> tuple[int, ...]:
     if model.equal:
         return tuple(largest_remainder(np.ones(count), batch).tolist())
     return tuple(balanced_sizes(batch, model, np.full(count, batch), least).tolist())
-
-
-def parts_of_process(
-    steps: Sequence[Step], sizes: tuple[int, ...], place: int, least: int
-) -> list[Step]:
-    """Return one process's parts of a worker's steps; over all its places each sample is in one.
-
-    Parts are in proportion to `sizes`, and weigh as much of the step's loss.
-    """
-    found, before = [], 0
-    for step in steps:
-        (whole,) = step.parts
-        count = len(whole.indices)
-        ends = ends_of_parts(count, sizes, least)
-        begin, end = ends[place : place + 2]
-        part = Part(whole.worker, whole.indices[begin:end], (end - begin) / count)
-        odd = any(a == b for a, b in itertools.pairwise(ends))
-        reweighted = before not in (0, count)
-        found.append(Step((part,), step.progress, odd=odd, reweighted=reweighted))
-        before = count
-    return found

@@ -17,25 +17,21 @@ from typing import Protocol
 import numpy as np
 
 from dbsl.base.seeds import generator
-from dbsl.config.settings import RunConfig, steps_of_push
-from dbsl.plan.machines import bounded_split, split_batch
-from dbsl.plan.types import Plan
+from dbsl.plan.machines import split_batch
 
 _EVALUATED = 256  # samples at once, where many are not faster
 
 
 @dataclass(frozen=True)
 class Part:
-    """One worker's samples of one step."""
+    """One worker's samples of one step, or a micro-batch of them."""
 
     worker: int
     indices: np.ndarray  # int64 [b]; may be empty where a global batch has few samples
     weight: float  # weight of their mean loss in the step's loss
-    # A micro-batch's share of the worker's samples of the step, and whether it is the first
-    # and the last of them.
-    share: float = 1.0
-    begins: bool = True
-    ends: bool = True
+    share: float = 1.0  # of the worker's samples of the step
+    first: bool = True  # of the worker's micro-batches of the step
+    last: bool = True
 
 
 @dataclass(frozen=True)
@@ -46,6 +42,7 @@ class Step:
     progress: float  # share of the epoch that is over when the step begins, in [0, 1)
     odd: bool = False  # a joint step of which some worker has no sample
     reweighted: bool = False  # a joint step whose parts may weigh otherwise than those before
+    batches: tuple[Part, ...] = ()  # what is computed at once: parts, or their micro-batches
 
 
 class Order(Protocol):
@@ -55,15 +52,22 @@ class Order(Protocol):
         """Return a permutation of the samples, int64 [n]."""
 
 
-# Asynchronous workers may be an epoch apart, loaders of several tasks take turns. 8 bytes a sample.
-@lru_cache(maxsize=4)
-def _permutation(samples: int, seed: int | None, blocks: Order | None, epoch: int) -> np.ndarray:
-    if seed is None:
-        return np.arange(samples)
+@lru_cache(maxsize=2)  # asynchronous workers may be an epoch apart; 8 bytes a sample
+def _permutation(samples: int, seed: int, blocks: Order | None, epoch: int) -> np.ndarray:
     rng = generator(seed, "shuffle", epoch)
-    order = blocks.order(rng) if blocks else rng.permutation(samples)
-    order.flags.writeable = False
-    return order
+    return blocks.order(rng) if blocks else rng.permutation(samples)
+
+
+def _ordered(
+    samples: int, seed: int | None, blocks: Order | None, epoch: int, begin: int, end: int
+) -> np.ndarray:
+    """Return the samples of an epoch's order from `begin` up to `end`; without a seed as they lie.
+
+    A copy, which does not hold the whole order in memory.
+    """
+    if seed is None:
+        return np.arange(begin, end)
+    return _permutation(samples, seed, blocks, epoch)[begin:end].copy()
 
 
 class EpochSampler:
@@ -91,7 +95,7 @@ class EpochSampler:
     ) -> None:
         self._shares = np.asarray(shares, dtype=np.int64)
         self.samples = start + int(self._shares.sum())
-        self._order = partial(_permutation, self.samples, seed, blocks)
+        self._order = partial(_ordered, self.samples, seed, blocks)
         self._rounds, self._first_round = rounds, first_round
         self._start, self._least = start, least
 
@@ -104,7 +108,7 @@ class EpochSampler:
         before = self._before(round_)
         taken = self._before(round_ + 1) - before
         first = self._start + int(before.sum()) + int(taken[:worker].sum())
-        return self._order(epoch)[first : first + int(taken[worker])].copy()
+        return self._order(epoch, first, first + int(taken[worker]))
 
     def steps(self, worker: int, epoch: int, round_: int, local_batch_size: int) -> list[Step]:
         """Return a worker's steps of one round, each one part of at most `local_batch_size`.
@@ -152,7 +156,7 @@ class StepSampler:
         whole: int = 0,
         start: int = 0,
     ) -> None:
-        self._order = partial(_permutation, samples, seed, blocks)
+        self._order = partial(_ordered, samples, seed, blocks)
         self._least = least
         if whole:
             self._cuts = _whole_steps(samples, global_batch_size, whole, start, drop_last)
@@ -172,10 +176,10 @@ class StepSampler:
         Parts of all workers are in proportion to `sizes`, which sum to B.
         """
         before, begin, end = (self.begin(max(n, 0)) for n in (number - 1, number, number + 1))
-        batch = self._order(epoch)[begin:end]
+        batch = self._order(epoch, begin, end)
         ends = ends_of_parts(len(batch), tuple(sizes), self._least)
         parts = tuple(
-            Part(w, batch[ends[w] : ends[w + 1]].copy(), (ends[w + 1] - ends[w]) / len(batch))
+            Part(w, batch[ends[w] : ends[w + 1]], (ends[w + 1] - ends[w]) / len(batch))
             for w in (range(len(sizes)) if workers is None else workers)
         )
         return Step(
@@ -184,77 +188,6 @@ class StepSampler:
             odd=any(a == b for a, b in itertools.pairwise(ends)),
             reweighted=number > 0 and end - begin != begin - before,
         )
-
-    def steps(
-        self, workers: Sequence[int], epoch: int, first: int, last: int, sizes: Sequence[int]
-    ) -> list[Step]:
-        """Return these workers' parts of the steps from `first` up to `last`, exclusive."""
-        return [self.step(epoch, number, sizes, workers) for number in range(first, last)]
-
-
-@dataclass(frozen=True)
-class TurnSampler:
-    """Whose samples a turn takes, in which batches, by the plan in force."""
-
-    config: RunConfig
-    samples: int  # per epoch
-    rounds: int  # per epoch; where gradients are pushed, pushes
-    least: int  # samples of a worker in a shorter global batch, unless it has none
-    blocks: Order | None = None  # draws an epoch's order where data are read in groups
-
-    def steps(self, plan: Plan, workers: Sequence[int], epoch: int, round_: int) -> list[Step]:
-        """Return the optimizer steps of workers' turn."""
-        config = self.config
-        sizes = [worker.local_batch_size for worker in plan.workers]
-        if plan.global_batch_size is None:
-            (worker,) = workers
-            return self.sampler(plan).steps(worker, epoch, round_, sizes[worker])
-        sampler = StepSampler(
-            self.samples,
-            plan.global_batch_size,
-            seed=config.seed,
-            drop_last=config.drop_last,
-            least=self.least,
-            blocks=self.blocks,
-        )
-        count = sampler.steps_per_epoch
-        if every := steps_of_push(config.push):
-            first, last = (every * r for r in (round_, round_ + 1))
-        else:
-            first, last = (count * r // self.rounds for r in (round_, round_ + 1))
-        return sampler.steps(workers, epoch, first, min(last, count), sizes)
-
-    def sampler(self, plan: Plan) -> EpochSampler:
-        """Return the sampler of a plan of rounds, from the round on in which it came into force."""
-        shares = np.array([worker.samples for worker in plan.workers])
-        rounds_left = self.rounds - plan.first_round
-        if plan.taken or plan.first_round:  # an epoch's shares, scaled to what is left of it
-            left = self.samples - plan.taken
-            there = np.flatnonzero(shares)  # a worker that was lost stays without
-            each = rounds_left * self.least
-            there = there[: max(1, left // each)]  # few samples go to the first workers
-            weights, shares = shares[there], np.zeros_like(shares)
-            shares[there] = bounded_split(left, weights, min(each, left), left)
-        return EpochSampler(
-            shares,
-            rounds=rounds_left,
-            seed=self.config.seed,
-            first_round=plan.first_round,
-            start=plan.taken,
-            least=self.least,
-            blocks=self.blocks,
-        )
-
-    def taken_before(self, plan: Plan, round_: int) -> int:
-        """Return the samples of the epoch that rounds take before one with this plan."""
-        if plan.global_batch_size is not None:
-            return 0  # a joint step has the same samples with any plan
-        return self.sampler(plan).start_of(round_)
-
-    def count(self, plan: Plan, worker: int, epoch: int, round_: int) -> int:
-        """Return the samples of a worker's round."""
-        steps = self.steps(plan, (worker,), epoch, round_)
-        return sum(len(part.indices) for step in steps for part in step.parts)
 
 
 def cuts_of_epoch(
@@ -302,13 +235,20 @@ def micro_parts(part: Part, most: int | None, least: int = 1) -> list[Part]:
     """
     count = len(part.indices)
     if most is None or count <= most:
-        return [part]
+        return [part] if count else []
     pieces = split_evenly(part.indices, most, least)
-    last, micro = len(pieces) - 1, []
-    for number, piece in enumerate(pieces):
-        weight, share = part.weight * len(piece) / count, len(piece) / count
-        micro.append(Part(part.worker, piece, weight, share, number == 0, number == last))
-    return micro
+    last = len(pieces) - 1
+    return [
+        Part(
+            part.worker,
+            piece,
+            part.weight * len(piece) / count,
+            share=len(piece) / count,
+            first=number == 0,
+            last=number == last,
+        )
+        for number, piece in enumerate(pieces)
+    ]
 
 
 def split_evenly(indices: np.ndarray, local_batch_size: int, least: int = 1) -> list[np.ndarray]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -19,22 +19,17 @@ from dbsl.config.complete import says_unlike
 from dbsl.config.fields import word_of
 from dbsl.config.hooks import Extra, Extras, Machine
 from dbsl.config.settings import RunConfig, steps_of_push, wire_of, workers_of
+from dbsl.plan.batches import TurnSampler
 from dbsl.plan.follow import Planner
-from dbsl.plan.islands import Islands, parts_of_process, split_inside
+from dbsl.plan.islands import Islands
 from dbsl.plan.machines import split_batch
 from dbsl.plan.members import Members
-from dbsl.plan.sampler import (
-    Part,
-    Step,
-    TurnSampler,
-    evaluation_batch_size,
-    micro_parts,
-)
+from dbsl.plan.sampler import evaluation_batch_size
 from dbsl.plan.solve import round_half_up
 from dbsl.plan.spec import make_plan, specs_of
 from dbsl.plan.stages import Stage, Stages
 from dbsl.plan.text import with_notes
-from dbsl.plan.types import Plan, TimeModel, Turn
+from dbsl.plan.types import Plan
 from dbsl.run.accelerator import nodes_of
 from dbsl.run.times import Times
 
@@ -56,17 +51,20 @@ class Plans:
         require(fewest >= least, f"micro_batch_size must be at least {least}, {why}", fewest)
         self.nodes = nodes_of(accelerator)  # the node of each process, from 0
         self.islands = Islands.of(config)  # the processes of each worker
-        self.place = _place(config, accelerator)
         specs = specs_of(config, known, times.samples, least)
         self.first = {
             r: with_notes(make_plan(spec, known.models[r]), known, r) for r, spec in specs.items()
         }
         rounds = _rounds_of_epoch(self.first, config)
-        self.sampler = TurnSampler(config, times.samples, rounds, least, times.blocks)
+
+        def resolution_at(epoch: int) -> int:
+            return stages.at(epoch).resolution
+
+        draws = {"blocks": times.blocks, "known": known, "resolution_at": resolution_at}
+        draws["place"] = _place(config, accelerator)
+        self.sampler = TurnSampler(config, times.samples, rounds, least, **draws)
         self.planner = Planner(
-            self.first,
-            lambda epoch: stages.at(epoch).resolution,
-            known.models,
+            *(self.first, resolution_at, known.models),
             members=Members(config.workers, rounds),
             balance=word_of(config.balance),
             every=config.balance_every or rounds,
@@ -77,6 +75,11 @@ class Plans:
         # How the workers' machines and network differ from what is planned.
         self.machine = self.extras.first(Extra.machine, config, accelerator) or Machine()
         self._device = accelerator.device
+
+    @property
+    def place(self) -> int | None:
+        """This process's place among those of its worker; None: it takes the whole batch."""
+        return self.sampler.place
 
     @property
     def rounds(self) -> int:
@@ -90,7 +93,7 @@ class Plans:
         return max(
             min(
                 -(-worker.local_batch_size // (self.islands.sizes[number] if several else 1)),
-                self._at_once(resolution, number) or math.inf,
+                self.sampler.at_once(resolution, number) or math.inf,
             )
             for resolution, plan in self.first.items()
             for number, worker in enumerate(plan.workers)
@@ -111,32 +114,6 @@ class Plans:
         """Return the stage of an epoch."""
         return self.stages.at(epoch)
 
-    def steps(self, plan: Plan, turn: Turn) -> list[Step]:
-        """Return the steps of a turn; of a worker that has several processes, this one's parts."""
-        steps = self.sampler.steps(plan, turn.workers, turn.epoch, turn.round)
-        if self.place is None or not steps:
-            return steps
-        sizes, _ = self.inside(plan, *turn.workers, turn.epoch)
-        return parts_of_process(steps, sizes, self.place, self.sampler.least)
-
-    def inside(self, plan: Plan, worker: int, epoch: int) -> tuple[tuple[int, ...], TimeModel]:
-        """Return what each process takes of its worker's whole batch, and their time models."""
-        models = self.known.processes[self.stage_at(epoch).resolution]
-        models = models[list(self.islands.processes[worker])]
-        batch = plan.workers[worker].local_batch_size
-        return split_inside(batch, models, self.sampler.least), models
-
-    def micro_parts(self, step: Step, resolution: int) -> Iterator[Part]:
-        """Yield what is computed at once of a step: its parts, or their micro-batches."""
-        for part in step.parts:
-            if len(part.indices):
-                most = self._at_once(resolution, part.worker)
-                yield from micro_parts(part, most, self.sampler.least)
-
-    def _at_once(self, resolution: int, worker: int) -> int | None:
-        sizes = self.known.micro_batch_sizes
-        return None if sizes is None else sizes[resolution][worker]
-
     def batch_sizes(self, workers: Sequence[int]) -> dict[int, set[int]]:
         """Return the sizes of these workers' batches at the start, by resolution."""
         sizes: dict[int, set[int]] = {}
@@ -145,10 +122,10 @@ class Plans:
                 continue
             plan = self.first[stage.resolution]
             groups = [(w,) for w in workers] if plan.global_batch_size is None else [tuple(workers)]
-            turns = (Turn(g, stage.first_epoch, r) for g in groups for r in range(self.rounds))
-            steps = (s for turn in turns for s in self.steps(plan, turn))
-            parts = (part for step in steps for part in self.micro_parts(step, stage.resolution))
-            sizes[stage.resolution] = {len(part.indices) for part in parts}
+            turns = itertools.product(groups, [stage.first_epoch], range(self.rounds))
+            steps = (step for turn in turns for step in self.sampler.batches_of(plan, *turn))
+            batches = (batch for step in steps for batch in step.batches)
+            sizes[stage.resolution] = {len(batch.indices) for batch in batches}
         return sizes
 
 
@@ -170,7 +147,7 @@ class SimulatedTimes:
             model = plans.known.models[plans.stage_at(epoch).resolution][worker]
             seconds = model.time(sum(counts), len(steps))
         else:  # those of its slowest process, in each step
-            sizes, models = plans.inside(plan, worker, epoch)
+            sizes, models = plans.sampler.inside(plan, worker, epoch)
             parts = (split_batch(count, sizes, plans.sampler.least) for count in counts)
             seconds = sum(float(models.time(own, np.sign(own)).max()) for own in parts)
         seconds *= machine.factor(worker, epoch)

@@ -20,7 +20,7 @@ from dbsl.config.hooks import Extra
 from dbsl.data.sources import Source
 from dbsl.data.transforms import seed_streams
 from dbsl.loss import Figures, check_figures, scalars
-from dbsl.plan.sampler import Part, Step
+from dbsl.plan.sampler import Step
 from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, NO_FAULT, RoundReport, Turn
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ class WorkerTurn:
         self.epoch, self.round, self.workers = turn.epoch, turn.round, turn.workers
         self.worker = turn.workers[0]  # whose optimizer steps
         self.stage = plans.stage_at(turn.epoch)
-        self._steps, plan = plans.steps(self.plan, turn), self.plan
+        plan, draw = self.plan, plans.sampler.batches_of
+        self._steps = draw(plan, turn.workers, turn.epoch, turn.round)
         self.lr_factor = 1.0  # by the worker's batch (`--lr-scaling`); joint steps have one for all
         if plan.global_batch_size is None:
             sizes = [worker.local_batch_size for worker in plan.workers]
@@ -125,13 +126,11 @@ class WorkerTurn:
         """Return the steps that are left, with batches of a source; loader processes begin here."""
         workers = self._all_workers
         left = self._steps[workers.progress.steps :]
-        parts = [list(workers.plans.micro_parts(step, self.stage.resolution)) for step in left]
-        flat = [part for own in parts for part in own]
-        batches = source.batches([part.indices for part in flat], transform, self.epoch)
+        flat = [batch for step in left for batch in step.batches]
+        batches = source.batches([batch.indices for batch in flat], transform, self.epoch)
         if workers.mixing:
             batches = workers.mixing.mixed(batches, flat, self.epoch)
-        pairs = zip(left, parts, strict=True)
-        return self._in_order(TurnStep(workers, self, *pair, batches) for pair in pairs)
+        return self._in_order(TurnStep(workers, self, step, batches) for step in left)
 
     def _in_order(self, steps: Iterator[TurnStep]) -> Iterator[TurnStep]:
         for step in steps:
@@ -197,13 +196,12 @@ class TurnStep:
         workers: Workers,
         turn: WorkerTurn,
         step: Step,
-        parts: Sequence[Part],
         batches: Iterator[tuple[Tensor, Tensor]],
     ) -> None:
         self.progress = step.progress  # share of the epoch that is behind the worker
         self.is_done = False
         self._workers, self._turn, self._step = workers, turn, step
-        self._parts, self._batches = parts, batches
+        self._batches = batches
         self._open: int | None = None  # samples of the batch that is to be added
         self._added, self._is_complete, self._timing = 0, False, ExitStack()
 
@@ -213,7 +211,7 @@ class TurnStep:
         At its end gradients are those of the whole step.
         """
         stepper, batch = self._workers.stepper, ()
-        for part in self._parts:
+        for part in self._step.batches:
             images, labels = batch = next(self._batches)
             with stepper.micro_batch(self._step, part) as (weight, syncs):
                 self._open = len(labels)
@@ -249,7 +247,7 @@ class TurnStep:
 
     def done(self, learning_rate: float) -> None:
         """Count the step, which was taken with this learning rate."""
-        workers, progress, count = self._workers, self._workers.progress, len(self._parts)
+        workers, progress, count = self._workers, self._workers.progress, len(self._step.batches)
         refuse_order(
             not self._is_complete,
             "let its loop over a step's batches come to the end, where other workers may wait",

@@ -141,7 +141,8 @@ def train(cluster, stepper, case):
         stepper.begin(turn)
         pushing = isinstance(stepper, PushedGradients)
         rounds = (turn.round, turn.round + 1) if pushing else (0, sampler.steps_per_epoch)
-        for step in sampler.steps(turn.workers, turn.epoch, *rounds, case.sizes):
+        for number in range(*rounds):
+            step = sampler.step(turn.epoch, number, case.sizes, turn.workers)
             case.first(stepper.model)
             for part in parts_of(step, case):
                 with stepper.micro_batch(step, part) as (weight, syncs):

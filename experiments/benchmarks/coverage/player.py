@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator
-from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from dbsl.base.errors import SyncError
 from dbsl.checkpoint.disk import pack, unpack
 from dbsl.checkpoint.handover import Saved, make_handover, with_lost_workers
 from dbsl.plan.types import EpochEnd, Handover, Plan, RoundReport, Turn
-from dbsl.run.plans import Plans
 from dbsl.run.workers import Workers
 from experiments.benchmarks.coverage.cases import Case, Stop
 from experiments.benchmarks.coverage.prepare import prepare
@@ -52,13 +50,6 @@ def play(case: Case) -> Played:
 
 class NoSuchRunError(ValueError):
     """A case's settings do not go together: no run begins with them."""
-
-
-def _at_place(plans: Plans, place: int | None) -> Plans:
-    """Return the plans as a process at this place in its worker has them."""
-    there = copy(plans)
-    there.place = place
-    return there
 
 
 class _Player:
@@ -126,7 +117,8 @@ class _Player:
         server = cluster.server
         played.turns += 1
         places = range(plans.islands.sizes[turn.workers[0]]) if plans.islands.several else [None]
-        several = [_at_place(plans, place).steps(plan, turn) for place in places]
+        at, where = plans.sampler, (turn.workers, turn.epoch, turn.round)
+        several = [replace(at, place=place).batches_of(plan, *where) for place in places]
         steps = several[0]
         own = dict.fromkeys(turn.workers, 0)
         for step in zip(*several, strict=True) if len(places) > 1 else ():  # as each process has it

@@ -12,9 +12,9 @@ from dbsl.checkpoint.handover import (
     make_handover,
     with_lost_workers,
 )
+from dbsl.plan.batches import TurnSampler
 from dbsl.plan.follow import Planner
 from dbsl.plan.members import EpochPlans, Members
-from dbsl.plan.sampler import TurnSampler
 from dbsl.plan.solve import PlanRules, plan_dual_batch, plan_steps
 from dbsl.plan.types import TimeModel
 from train import Config

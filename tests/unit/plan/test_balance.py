@@ -9,10 +9,10 @@ import pytest
 from dbsl.checkpoint.disk import pack, unpack
 from dbsl.config.fields import word_of
 from dbsl.config.settings import RunConfig
+from dbsl.plan.batches import TurnSampler
 from dbsl.plan.follow import Planner
 from dbsl.plan.machines import KnownWorkers, SpeedEstimate
 from dbsl.plan.members import Members
-from dbsl.plan.sampler import TurnSampler
 from dbsl.plan.spec import make_plan, specs_of
 from dbsl.plan.types import RoundReport, TimeModel
 

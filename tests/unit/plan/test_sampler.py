@@ -16,8 +16,8 @@ def test_micro_batches_have_every_sample_once_and_weights_that_sum_to_the_parts(
     assert np.concatenate([m.indices for m in micro]).tolist() == list(range(samples))
     assert sum(m.weight for m in micro) == pytest.approx(weight)
     assert sum(m.share for m in micro) == pytest.approx(1)
-    assert [m.begins for m in micro] == [True] + [False] * (len(micro) - 1)
-    assert [m.ends for m in micro] == [False] * (len(micro) - 1) + [True]
+    assert [m.first for m in micro] == [True] + [False] * (len(micro) - 1)
+    assert [m.last for m in micro] == [False] * (len(micro) - 1) + [True]
     assert max(len(m.indices) for m in micro) <= max(most, 2 * least - 1)
     assert micro_parts(part, None) == [part]
     assert {m.worker for m in micro} == {3}

@@ -67,10 +67,11 @@ def test_the_global_batches_do_not_depend_on_the_split():
 
 def test_a_process_makes_the_parts_of_its_own_workers_alone(monkeypatch):
     sampler, sizes, made = StepSampler(103, 20, seed=4), (9, 7, 4), []
-    together = sampler.steps(range(3), 1, 0, 6, sizes)
+    together = [sampler.step(1, number, sizes) for number in range(6)]
     noting = lambda *part: made.append(part) or Part(*part)  # noqa: E731
     monkeypatch.setattr("dbsl.plan.sampler.Part", noting)
-    for ours, theirs in zip(sampler.steps((1,), 1, 0, 6, sizes), together, strict=True):
+    for number, theirs in enumerate(together):
+        ours = sampler.step(1, number, sizes, (1,))
         (part,), whole = ours.parts, theirs.parts[1]
         assert (part.worker, part.weight) == (whole.worker, whole.weight)
         assert part.indices.tolist() == whole.indices.tolist()

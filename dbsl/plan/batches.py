@@ -1,0 +1,137 @@
+"""The batches of a turn: whose samples they are, and what a process computes of them at once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dbsl.config.settings import RunConfig, steps_of_push
+from dbsl.plan.islands import Islands, split_inside
+from dbsl.plan.machines import KnownWorkers, bounded_split
+from dbsl.plan.sampler import (
+    EpochSampler,
+    Order,
+    Part,
+    Step,
+    StepSampler,
+    ends_of_parts,
+    micro_parts,
+)
+from dbsl.plan.types import Plan, TimeModel
+
+
+@dataclass(frozen=True)
+class TurnSampler:
+    """Whose samples a turn takes, in which batches, by the plan in force.
+
+    `known` has what a process computes at once, and how fast those of one worker are; `place` is
+    this process's among them. None: it takes its worker's whole batches.
+    """
+
+    config: RunConfig
+    samples: int  # per epoch
+    rounds: int  # per epoch; where gradients are pushed, pushes
+    least: int  # samples of a worker in a shorter global batch, unless it has none
+    blocks: Order | None = None  # draws an epoch's order where data are read in groups
+    known: KnownWorkers | None = None
+    resolution_at: Callable[[int], int] = lambda epoch: 0
+    place: int | None = None
+
+    def batches_of(self, plan: Plan, workers: Sequence[int], epoch: int, round_: int) -> list[Step]:
+        """Return the steps of these workers' turn as this process takes them, with their batches.
+
+        There are none where a remainder has too few samples for all workers and rounds.
+        """
+        steps, resolution = self.steps(plan, workers, epoch, round_), self.resolution_at(epoch)
+        if self.place is not None and steps:
+            sizes, _ = self.inside(plan, *workers, epoch)
+            steps = _steps_of_process(steps, sizes, self.place, self.least)
+        found = []
+        for step in steps:
+            at_once = (
+                micro_parts(part, self.at_once(resolution, part.worker), self.least)
+                for part in step.parts
+            )
+            found.append(replace(step, batches=tuple(itertools.chain(*at_once))))
+        return found
+
+    def at_once(self, resolution: int, worker: int) -> int | None:
+        """Return the most samples that a worker computes at once; None: its whole batch."""
+        sizes = self.known and self.known.micro_batch_sizes
+        return None if sizes is None else sizes[resolution][worker]
+
+    def inside(self, plan: Plan, worker: int, epoch: int) -> tuple[tuple[int, ...], TimeModel]:
+        """Return what each process takes of its worker's whole batch, and their time models."""
+        models = self.known.processes[self.resolution_at(epoch)]
+        models = models[list(Islands.of(self.config).processes[worker])]
+        return split_inside(plan.workers[worker].local_batch_size, models, self.least), models
+
+    def steps(self, plan: Plan, workers: Sequence[int], epoch: int, round_: int) -> list[Step]:
+        """Return the steps of these workers' turn: the parts of all their processes."""
+        config, every = self.config, steps_of_push(self.config.push)
+        sizes = [worker.local_batch_size for worker in plan.workers]
+        if plan.global_batch_size is None:
+            (worker,) = workers
+            return self.sampler(plan).steps(worker, epoch, round_, sizes[worker])
+        how = {"seed": config.seed, "drop_last": config.drop_last}
+        how |= {"least": self.least, "blocks": self.blocks}
+        sampler = StepSampler(self.samples, plan.global_batch_size, **how)
+        count = sampler.steps_per_epoch
+        rounds = (round_, round_ + 1)
+        first, last = (every * r if every else count * r // self.rounds for r in rounds)
+        return [sampler.step(epoch, n, sizes, workers) for n in range(first, min(last, count))]
+
+    def sampler(self, plan: Plan) -> EpochSampler:
+        """Return the sampler of a plan of rounds, from the round on in which it came into force."""
+        shares = np.array([worker.samples for worker in plan.workers])
+        rounds_left = self.rounds - plan.first_round
+        if plan.taken or plan.first_round:  # an epoch's shares, scaled to what is left of it
+            left = self.samples - plan.taken
+            there = np.flatnonzero(shares)  # a worker that was lost stays without
+            each = rounds_left * self.least
+            there = there[: max(1, left // each)]  # few samples go to the first workers
+            weights, shares = shares[there], np.zeros_like(shares)
+            shares[there] = bounded_split(left, weights, min(each, left), left)
+        return EpochSampler(
+            shares,
+            rounds=rounds_left,
+            seed=self.config.seed,
+            first_round=plan.first_round,
+            start=plan.taken,
+            least=self.least,
+            blocks=self.blocks,
+        )
+
+    def taken_before(self, plan: Plan, round_: int) -> int:
+        """Return the samples of the epoch that rounds take before one with this plan."""
+        if plan.global_batch_size is not None:
+            return 0  # a joint step has the same samples with any plan
+        return self.sampler(plan).start_of(round_)
+
+    def count(self, plan: Plan, worker: int, epoch: int, round_: int) -> int:
+        """Return the samples of a worker's round."""
+        steps = self.steps(plan, (worker,), epoch, round_)
+        return sum(len(part.indices) for step in steps for part in step.parts)
+
+
+def _steps_of_process(
+    steps: Sequence[Step], sizes: tuple[int, ...], place: int, least: int
+) -> list[Step]:
+    """Return one process's parts of a worker's steps; over all its places each sample is in one.
+
+    Parts are in proportion to `sizes`, and weigh as much of the step's loss.
+    """
+    found, before = [], 0
+    for step in steps:
+        (whole,) = step.parts
+        count = len(whole.indices)
+        ends = ends_of_parts(count, sizes, least)
+        begin, end = ends[place : place + 2]
+        part = Part(whole.worker, whole.indices[begin:end], (end - begin) / count)
+        odd = any(a == b for a, b in itertools.pairwise(ends))
+        found.append(replace(step, parts=(part,), odd=odd, reweighted=before not in (0, count)))
+        before = count
+    return found
