@@ -166,7 +166,7 @@ class Needs:
         """Whether a config has them."""
         return any(all(is_on(config, *one) for one in case.items()) for case in self._cases)
 
-    def left(self, name: str, config: Any) -> tuple[Any, ...]:
+    def allowed(self, name: str, config: Any) -> tuple[Any, ...]:
         """Return the values that a config leaves a setting; none: any."""
         return () if self.are_met(config) else (getattr(type(config), name),)
 
@@ -180,7 +180,7 @@ class Excludes(Needs):
         super().__init__(*given, **others)
         self._but = but
 
-    def left(self, name: str, config: Any) -> tuple[Any, ...]:
+    def allowed(self, name: str, config: Any) -> tuple[Any, ...]:
         """Return the values that a config leaves a setting; none: any."""
         off = is_on(config, name) and self.are_met(config)
         return (self._but or (getattr(type(config), name),)) if off else ()
@@ -241,22 +241,11 @@ def check_fields(config: Any) -> None:
 
 def check_needs(config: Any, *, new: bool) -> None:
     """Raise ``SettingError`` for the first field that does not go with what others are."""
-    for name, left, needs in _unmet(config, new):
-        value = as_given(getattr(config, name))
-        raise SettingError(f"{name} must be {in_words(left)} {needs.words} {needs}, got {value}")
-
-
-def without_effect(config: Any) -> dict[str, Any]:
-    """Return the fields that a new run refuses, as they change nothing, with their defaults."""
-    return {name: left[0] for name, left, _ in _unmet(config, True)}
-
-
-def _unmet(config: Any, new: bool) -> Iterator[tuple[str, tuple[Any, ...], Needs]]:
-    """Yield the fields that do not go with what others are, and the values that these leave."""
     for name, needs in markers(type(config), Needs):
-        left = needs.left(name, config)
-        if needs.new == new and left and word_of(getattr(config, name)) not in (*left, None):
-            yield name, left, needs
+        value, allowed = getattr(config, name), needs.allowed(name, config)
+        if needs.new == new and allowed and word_of(value) not in (*allowed, None):
+            must = f"{name} must be {in_words(allowed)} {needs.words} {needs}"
+            raise SettingError(f"{must}, got {as_given(value)}")
 
 
 def read_text(hint: Any, text: str) -> Any:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import inspect
 import os
 import re
-import shutil
 import sys
 import textwrap
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -246,38 +246,30 @@ def _unknown(cls: type, must: str, got: str, where: str = "") -> SettingError:
 def _help(cls: type, prog: str) -> str:
     """Return the help of the flags: of a run the common ones first, then by group."""
     known, hints = _flags_of(cls)
-    left, choices = dict(known), dict(markers(cls, Choice))
-    groups, words = read_source(cls)
+    choices, (groups, words) = dict(markers(cls, Choice)), read_source(cls)
     if issubclass(cls, RunConfig):
-        groups, words = {"common": list(COMMON)} | groups, words | {"config": _CONFIG_HELP}
-    width = shutil.get_terminal_size().columns - 2
-    text = " ".join(inspect.cleandoc(cls.__doc__ or "").split())
-    rows = [f"usage: {prog} [--flag VALUE ...]", "", textwrap.fill(text, width)]
+        groups, words = {"common": COMMON} | groups, words | {"config": _CONFIG_HELP}
+    form = partial(argparse.HelpFormatter, max_help_position=_HELP_FROM)
+    about = " ".join(inspect.cleandoc(cls.__doc__ or "").split())
+    how = {"usage": f"{prog} [--flag VALUE ...]", "description": about, "formatter_class": form}
+    parser, told = argparse.ArgumentParser(add_help=False, **how), set()
     for title, names in groups.items():
-        fields = {name: left.pop(name) for name in names if name in left}
-        rows += ["", f"{title}:"] if fields else []
-        for name, field in fields.items():
-            shown = described(hints[name])[1]
-            shown = "|".join(choices[name].forms) if name in choices else shown
-            default, flag = field.default, f"{_flag(name)} {shown}"
+        group = parser.add_argument_group(title)
+        for name in [name for name in names if name in known.keys() - told]:
+            default, text = known[name].default, words[name].replace("%", "%%")
             if default is not False and default not in (None, (), "", dataclasses.MISSING):
-                words[name] += f" (default: {'on' if default is True else as_given(default)})"
+                text += f" (default: {'on' if default is True else as_given(default)})"
+            shown = "|".join(choices[name].forms) if name in choices else described(hints[name])[1]
             if hints[name] is bool:
-                flag = f"{_flag(name)}, {_flag(f'no_{name}')}"
-            flag = name if field.metadata == POSITIONAL else flag
-            rows.append(_help_row(flag, words[name], width))
+                kind = {"action": argparse.BooleanOptionalAction, "default": argparse.SUPPRESS}
+            else:
+                kind = {"metavar": name if known[name].metadata == POSITIONAL else shown}
+            flag = name if known[name].metadata == POSITIONAL else _flag(name)
+            group.add_argument(flag, help=text, **kind)
+            told.add(name)
         if title == next(iter(groups)):
-            rows.append(_help_row("-h, --help", "show this and exit", width))
-    return "\n".join(rows)
-
-
-def _help_row(flag: str, text: str, width: int) -> str:
-    """Return a flag and its help, in the same row where the flag is short."""
-    indent, head = " " * _HELP_FROM, f"  {flag}"
-    fits = len(head) + 2 <= _HELP_FROM
-    rows = "\n".join(textwrap.wrap(text, width - _HELP_FROM, break_on_hyphens=False))
-    rows = textwrap.indent(rows, indent)
-    return f"{head}{rows[len(head) :]}" if fits else f"{head}\n{rows}"
+            group.add_argument("-h", "--help", action="store_true", help="show this and exit")
+    return parser.format_help()
 
 
 def read_source(cls: type) -> tuple[dict[str, list[str]], dict[str, str]]:
@@ -386,22 +378,10 @@ def is_checkpoint(resume: str) -> bool:
     return folder.parent.name == CHECKPOINTS and CHECKPOINT.fullmatch(folder.name) is not None
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which PyYAML takes the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            name, line = _name(key.value), key.start_mark.line + 1
-            if lines.setdefault(name, line) != line:
-                raise yaml.YAMLError(f"{name} is given twice, in lines {lines[name]} and {line}")
-        return super().construct_mapping(node, deep)
-
-
 def _read_yaml(path: Path, cls: type | None) -> dict[str, Any]:
     """Refuse what sets no field of `cls`, and true or false for one that is neither, or not."""
     try:
-        settings = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: an endless number, say
         reason = " ".join(str(error).split())
         raise SettingError(f"config must be a readable YAML file, got {path} ({reason})") from None

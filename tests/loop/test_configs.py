@@ -187,6 +187,3 @@ def test_a_key_with_dashes_is_that_with_underscores(tmp_path):
     file.write_text("lr-milestones: [3, 5]\noutput-dir: runs/x\n")
     assert read_settings(file) == {"lr_milestones": [3, 5], "output_dir": "runs/x"}
     assert parse_config(train.Config, ["--config", str(file)]).lr_milestones == (3, 5)
-    file.write_text("lr-milestones: [3, 5]\nlr_milestones: [4]\n")
-    with pytest.raises(ValueError, match="lr_milestones is given twice, in lines 1 and 2"):
-        read_settings(file)
