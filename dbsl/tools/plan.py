@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dbsl.config.fields import check_fields, refuse
+from dbsl.base.errors import require
+from dbsl.config.fields import Count, check_fields
 from dbsl.config.parse import parse_flags
 from dbsl.config.settings import Rounding, UpdateFactor
 from dbsl.plan.alone import epoch_times
@@ -22,7 +23,7 @@ class _Arguments:
     """Plan an epoch of dual-batch training and print it; lists take commas or spaces."""
 
     samples: int  # training samples per epoch, d
-    workers: int  # number of workers, n
+    workers: Count  # number of workers, n
     # samples per step of a large worker, B_L; one value, or one per worker
     large_batch_size: tuple[int, ...]
     slope: tuple[float, ...]  # seconds per sample, a; one value, or one per worker
@@ -47,34 +48,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run ``python -m dbsl.plan``."""
     arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.plan")
     check_fields(arguments)
-    slopes, floors = arguments.slope, arguments.floor
-    floors = floors * len(slopes) if len(floors) == 1 else floors
-    intercepts = arguments.intercept
-    intercepts = intercepts * len(slopes) if len(intercepts) == 1 else intercepts
-    for name, values in (("intercept", intercepts), ("floor", floors)):
-        text = f"{name} must have as many values as slope ({len(slopes)})"
-        refuse([(len(values) != len(slopes), text, len(values))])
-    models = [TimeModel(*x) for x in zip(slopes, intercepts, floors, strict=True)]
+    rounds, count = arguments.rounds_per_epoch, arguments.workers
+    times = {name: getattr(arguments, name) for name in ("slope", "intercept", "floor")}
+    for name, values in times.items():
+        text = f"{name} must have 1 value or one per worker ({count})"
+        require(len(values) in (1, count), text, len(values))
+    model = TimeModel.of(TimeModel(*map(np.array, times.values())), count)
     plan = plan_dual_batch(
         arguments.samples,
-        arguments.workers,
+        count,
         arguments.small_workers,
         arguments.large_batch_size,
-        models,
+        model,
         PlanRules(
             time_ratio=arguments.time_ratio,
             small_batch_size=arguments.small_batch_size,
             min_batch_size=arguments.min_batch_size,
-            rounds=arguments.rounds_per_epoch,
+            rounds=rounds,
             factor=arguments.update_factor,
             rounding=arguments.rounding,
         ),
     )
     if arguments.json:
         print(json.dumps(plan_of_epochs(plan), indent=2))
-    else:
-        rounds, count = arguments.rounds_per_epoch, arguments.workers
-        print(f"{format_plan(plan)}\n\n{timeline(plan, rounds)}")
-        if count > 1:
-            most = np.broadcast_to(arguments.large_batch_size, count)
-            print(epoch_times(plan, TimeModel.of(models, count), most, rounds).describe())
+        return
+    print(f"{format_plan(plan)}\n\n{timeline(plan, rounds)}")
+    if count > 1:
+        most = np.broadcast_to(arguments.large_batch_size, count)
+        print(epoch_times(plan, model, most, rounds).describe())

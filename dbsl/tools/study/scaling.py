@@ -1,6 +1,6 @@
-"""Steps to result against batch size: the published definition, and where scaling ends.
+"""Steps to result against batch size: the published definition, where scaling ends, the report.
 
-Pure. Shallue, Lee, Antognini, Sohl-Dickstein, Frostig, Dahl: Measuring the Effects of Data
+Shallue, Lee, Antognini, Sohl-Dickstein, Frostig, Dahl: Measuring the Effects of Data
 Parallelism on Neural Network Training, JMLR 20(112), 2019 (arXiv 1811.03600). A *workload* is a
 dataset, a model and an optimizer; a *study* is the search of one workload at one batch size; a
 *trial* is one training in it.
@@ -8,20 +8,32 @@ dataset, a model and an optimizer; a *study* is the search of one workload at on
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from dbsl.base.errors import require
+from dbsl.base.files import save_figure, write_table, write_text
 
 STATUSES = ("COMPLETE", "INCOMPLETE", "INFEASIBLE")  # cut short: says nothing; diverged
 OBJECTIVE = "val/classification_error"
-PERFECT, USEFUL = 1.2, 1.1  # factors of the two rules
-PERFECT_RULE = f"the largest b with steps(b) <= {PERFECT} * steps(b0) * b0 / b"
-USEFUL_RULE = f"the smallest b with steps(b) <= {USEFUL} * min steps"
-CRITICAL_RULE = "B of the fit steps(b) = S_min * (1 + B / b): there twice S_min, twice the samples"
+PERFECT, USEFUL = 1.2, 1.1  # factors of the first two rules
+RULES = {
+    "perfect_scaling": f"the largest b with steps(b) <= {PERFECT} * steps(b0) * b0 / b",
+    "useful": f"the smallest b with steps(b) <= {USEFUL} * min steps",
+    "critical": "B of the fit steps(b) = S_min * (1 + B / b): there twice S_min, twice the samples",
+}
+TABLE, PICTURE = "results.csv", "plots/study.png"
+_REGIONS = {"perfect scaling": "#009e73", "diminishing returns": "#e69f00", "no gain": "#999999"}
+Rows = Sequence[Mapping[str, Any]]  # of results.csv: one workload's, batch sizes ascending
 
 
 @dataclass(frozen=True)
@@ -59,44 +71,37 @@ class Study:
         """The workload's name."""
         return f"{self.dataset}/{self.model}/{self.optimizer}"
 
+    def best_trial(self, goal: float) -> Trial | None:
+        """Return the trial that was first measured strictly under the goal; None: none was.
 
-class Result(NamedTuple):
-    """The trial that got past the goal first, at one batch size."""
-
-    batch_size: int
-    steps: int  # to the goal
-    trial: Trial
-
-
-class Knees(NamedTuple):
-    """Where perfect scaling ends, and from where on more batch saves no steps."""
-
-    perfect: int  # `PERFECT_RULE`, with b0 the smallest batch size that reached the goal
-    useful: int  # `USEFUL_RULE`
-    is_seen: bool  # a larger batch was tried: `useful` is not only the last one
+        Between equal ones the trial with the lower number counts. Trials that diverged or were cut
+        short do not count. Its `reached_at` are the steps to result.
+        """
+        complete = (trial for trial in self.trials if trial.status == "COMPLETE")
+        best = min(complete, key=lambda trial: trial.reached_at(goal), default=None)
+        return best if best and math.isfinite(best.reached_at(goal)) else None
 
 
-def steps_to_result(study: Study, goal: float) -> Result | None:
-    """Return the first measurement strictly under the goal, the least over complete trials.
+def find_knees(steps: Mapping[int, int | None]) -> dict[str, Any]:
+    """Return where scaling ends, as ``report.json`` has it.
 
-    Between equal ones the trial with the lower number counts. Trials that diverged or were cut
-    short do not count. None: no trial got there.
+    `steps` to result are by batch size; None: no trial reached the goal. b0 is the smallest batch
+    size that did. The useful one is seen if a larger one was tried.
     """
-    complete = [trial for trial in study.trials if trial.status == "COMPLETE"]
-    reached = {trial.reached_at(goal): trial for trial in reversed(complete)}
-    steps = min(reached, default=math.inf)
-    return None if math.isinf(steps) else Result(study.batch_size, int(steps), reached[steps])
-
-
-def find_knees(steps: Mapping[int, int], tried: Iterable[int] = ()) -> Knees:
-    """Return where scaling stops to be perfect and where it ends, by `PERFECT_RULE`, `USEFUL_RULE`.
-
-    `steps` to result are by batch size, of those that reached the goal; `tried` others did not.
-    """
-    least, first = min(steps.values()), min(steps)
-    perfect = max(b for b, s in steps.items() if s <= PERFECT * steps[first] * first / b)
-    useful = min(b for b, s in steps.items() if s <= USEFUL * least)
-    return Knees(perfect, useful, is_seen=useful < max(*steps, *tried, 0))
+    reached = {size: count for size, count in steps.items() if count is not None}
+    first, least = min(reached, default=0), min(reached.values(), default=0)
+    perfect = [b for b, s in reached.items() if s <= PERFECT * reached[first] * first / b]
+    useful = min((b for b, s in reached.items() if s <= USEFUL * least), default=None)
+    return {
+        "steps_to_result": {str(size): count for size, count in reached.items()},
+        "perfect_scaling_up_to": max(perfect, default=None),
+        "perfect_scaling_rule": RULES["perfect_scaling"],
+        "useful_batch_size": useful,
+        "useful_rule": RULES["useful"],
+        "useful_is_seen": useful and useful < max(steps),
+        "critical_batch_size": critical_batch(reached),
+        "critical_rule": RULES["critical"],
+    }
 
 
 def critical_batch(steps: Mapping[int, int]) -> float | None:
@@ -112,3 +117,145 @@ def critical_batch(steps: Mapping[int, int]) -> float | None:
     columns = np.stack([1 / counts, 1 / (sizes * counts)], axis=1)
     (fewest, slope), *_ = np.linalg.lstsq(columns, np.ones(len(sizes)), rcond=None)
     return float(slope / fewest) if fewest > 0 and slope > 0 else None
+
+
+def write_report(workloads: Mapping[str, Sequence[Study]], folder: Path, goal: float | None) -> str:
+    """Write ``report.json``, ``results.csv`` and the picture; return the report for people.
+
+    `goal` is the error to fall under; None, or where trials ended at it: each study's own.
+    """
+    lines, tables, report = [], {}, {}
+    for name, studies in workloads.items():
+        own = goal
+        if goal is None or any(study.ends_at_goal for study in studies):
+            goals = {study.goal for study in studies}
+            text = f"goal_error must be given, since the studies of {name} do not name one"
+            require(len(goals) == 1 and None not in goals, text, "none")
+            (own,) = goals
+        rows = tables[name] = [_row(study, own) for study in studies]
+        knees = find_knees({row["batch_size"]: row["steps_to_result"] for row in rows})
+        report[name] = {"goal": own, "objective": OBJECTIVE, **knees}
+        lines += _describe(name, rows, report[name])
+        if goal not in (None, own):
+            lines.append(
+                f"its goal is kept, not {goal:g}: its trials ended at it (--no-early-stopping "
+                "measures for any goal)"
+            )
+        lines.append("")
+    write_table(folder / TABLE, [row for rows in tables.values() for row in rows])
+    write_text(folder / "report.json", json.dumps(report, indent=2) + "\n")
+    reached = {name: [row for row in rows if row["trial_id"]] for name, rows in tables.items()}
+    drawn = {name: rows for name, rows in reached.items() if rows}
+    if not drawn:
+        return "\n".join([*lines, f"no batch size reached its goal; see {folder / TABLE}"])
+    save_figure(study_figure(drawn), folder / PICTURE)
+    return "\n".join([*lines, f"picture in {folder / PICTURE}, all numbers in {folder / TABLE}"])
+
+
+def _row(study: Study, goal: float) -> dict[str, Any]:
+    """Return a row of the table; of a size at which no trial reached the goal it has blanks."""
+    best, steps, examples, rate, momentum = study.best_trial(goal), None, None, None, None
+    if best is not None:
+        steps = int(best.reached_at(goal))
+        examples, rate = steps * study.batch_size, f"{best.parameters['learning_rate']:.6g}"
+        momentum = f"{best.parameters.get('momentum', 0.0):.6g}"
+    endings = [trial.status for trial in study.trials]
+    return {
+        "dataset": study.dataset,
+        "model": study.model,
+        "optimizer": study.optimizer,
+        "batch_size": study.batch_size,
+        "goal": goal,
+        "steps_to_result": steps,
+        "examples_to_result": examples,
+        "trial_id": best and best.trial_id,
+        "learning_rate": rate,
+        "momentum": momentum,
+        **{status.lower(): endings.count(status) for status in STATUSES},
+    }
+
+
+def _describe(name: str, rows: Rows, report: Mapping[str, Any]) -> list[str]:
+    """Return a workload's table and knees as lines; `report` is its part of ``report.json``."""
+    shown = pandas.DataFrame(rows, dtype=object).drop(columns=["dataset", "model", "optimizer"])
+    lines = [
+        f"{name}: least steps to {OBJECTIVE} < {report['goal']:g}, over the complete trials of "
+        "each size",
+        shown.where(shown.notna(), "-").to_string(index=False),
+        "infeasible: diverged; incomplete: cut short, a better one was there before",
+    ]
+    if not report["steps_to_result"]:
+        return [*lines, "no batch size reached the goal: a longer budget, or an easier goal"]
+    more = "" if report["useful_is_seen"] else "; the largest tried: more may still be useful"
+    useful = f"maximum useful batch {report['useful_batch_size']} ({RULES['useful']}){more}"
+    perfect = report["perfect_scaling_up_to"]
+    lines += [f"perfect scaling up to {perfect} ({RULES['perfect_scaling']})", useful]
+    if (critical := report["critical_batch_size"]) is not None:
+        lines.append(f"critical batch {critical:.3g} ({RULES['critical']})")
+    return lines
+
+
+def study_figure(tables: Mapping[str, Rows]) -> Figure:
+    """Return a panel of steps per workload, and two of the best trials' learning rates."""
+    count = len(tables) + 2
+    figure = Figure(figsize=(5.2 * count, 4.6), layout="constrained")
+    *panels, rates, effective = figure.subplots(1, count)
+    for axes, (name, rows) in zip(panels, tables.items(), strict=True):
+        _draw_steps(axes, rows)
+        axes.set_title(f"{name}, error < {rows[0]['goal']:g}", fontsize=10)
+    _draw_rates(rates, tables, "learning rate", lambda _: 1.0)
+    # What momentum makes of a rate in the long run.
+    label = "learning rate / (1 - momentum)"
+    _draw_rates(effective, tables, label, lambda momentum: 1 / (1 - momentum))
+    figure.suptitle(
+        "Fewest steps to the goal, everything else tuned at each batch size; the learning rate "
+        f"there\nperfect scaling up to {RULES['perfect_scaling']}\nno gain from {RULES['useful']}",
+        fontsize=10,
+    )
+    return figure
+
+
+def _draw_steps(axes: Axes, rows: Rows) -> None:
+    """Draw steps to result against batch size, the three regions shaded."""
+    sizes = np.array([row["batch_size"] for row in rows])
+    steps = np.array([max(row["steps_to_result"], 1) for row in rows])  # 0 (at the start): no log
+    knees = find_knees(dict(zip(sizes.tolist(), steps.tolist(), strict=True)))
+    perfect, useful = knees["perfect_scaling_up_to"], knees["useful_batch_size"]
+    ends = (sizes[0], min(perfect, useful), useful, sizes[-1])  # beyond them nothing is known
+    for (label, color), start, end in zip(_REGIONS.items(), ends, ends[1:], strict=False):
+        if end > start:
+            axes.axvspan(start, end, color=color, alpha=0.15, lw=0, label=label)
+    ideal = steps[0] * sizes[0] / sizes
+    axes.plot(sizes, ideal, "k--", lw=1, label="steps halve as the batch doubles")
+    axes.plot(sizes, steps, "o-", color="#0072b2", label="measured")
+    for size, count in zip(sizes, steps, strict=True):
+        axes.annotate(f"{count:g}", (size, count), (0, 6), textcoords="offset points", fontsize=8)
+    _finish(axes, sizes, "steps to the goal")
+
+
+def _draw_rates(
+    axes: Axes, tables: Mapping[str, Rows], label: str, factor: Callable[[float], float]
+) -> None:
+    """Draw the best trials' rates, times a factor by momentum, and both rules of thumb."""
+    for name, rows in tables.items():
+        sizes = np.array([row["batch_size"] for row in rows])
+        rates = [float(row["learning_rate"]) * factor(float(row["momentum"])) for row in rows]
+        growth = sizes / sizes[0]
+        (drawn,) = axes.plot(sizes, rates, "o-", label=name)
+        axes.plot(sizes, rates[0] * growth, "--", color=drawn.get_color(), lw=0.8)
+        axes.plot(sizes, rates[0] * np.sqrt(growth), ":", color=drawn.get_color(), lw=1.2)
+    axes.plot([], [], "k--", lw=0.8, label="in proportion to the batch")
+    axes.plot([], [], "k:", lw=1.2, label="to its square root")
+    _finish(axes, sorted({row["batch_size"] for rows in tables.values() for row in rows}), label)
+
+
+def _finish(axes: Axes, sizes: Sequence[int], label: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, [str(size) for size in sizes], fontsize=8)
+    axes.xaxis.minorticks_off()
+    axes.margins(y=0.1)
+    axes.grid(alpha=0.3, which="both")
+    axes.set_xlabel("batch size (samples)")
+    axes.set_ylabel(label)
+    axes.legend(fontsize=8, loc="best")

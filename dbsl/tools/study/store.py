@@ -4,24 +4,37 @@ That is (github.com/google-research/google-research/tree/master/batch_science)
 ``dataset/model/optimizer/batch_size/study.json`` and, for every trial, ``trial_id/metadata.json``
 and ``trial_id/measurements.csv``. What is written here has more entries in ``study.json`` than
 those; readers of the released data ignore them. A trial whose ``metadata.json`` is written is done.
+One that is run is locked; the system lifts the lock where its process dies. What the trials came to
+is in Optuna's journal, too, which all processes of a study's folder share.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas
+from filelock import FileLock, Timeout
 
-from dbsl.base.errors import SettingError, in_line, require
+from dbsl.base.errors import SettingError, in_line, plural, require
 from dbsl.base.files import write_text
+from dbsl.base.machine import lazy_import
+from dbsl.run.folder import LOCK
 from dbsl.tools.study.scaling import OBJECTIVE, Study, Trial
+
+optuna = lazy_import("optuna")
 
 STUDY, METADATA, MEASUREMENTS = "study.json", "metadata.json", "measurements.csv"
 COLUMNS = ["step", "train/cross_entropy_error", "val/cross_entropy_error", OBJECTIVE]
+_LOOK_S = 1.0  # between looks at what other processes run
+# What Optuna calls a trial that was cut short or has diverged.
+_STATES = {"COMPLETE": "COMPLETE", "INCOMPLETE": "PRUNED", "INFEASIBLE": "FAIL"}
 
 
 def dataset_name(dataset: str) -> str:
@@ -44,11 +57,6 @@ def write_trial(folder: Path, trial: Trial) -> None:
     write_text(own / MEASUREMENTS, table.where(np.isfinite(table)).to_csv(index=False, **form))
     metadata = {name: getattr(trial, name) for name in ("status", "steps", "trial_id")}
     write_json(own / METADATA, metadata | {"parameters": dict(trial.parameters)})
-
-
-def is_written(folder: Path, trial_id: int) -> bool:
-    """Whether a study's folder has a trial, whole."""
-    return (folder / str(trial_id) / METADATA).exists()
 
 
 def read_workloads(roots: Iterable[Path]) -> dict[str, list[Study]]:
@@ -89,3 +97,76 @@ def _read_trial(path: Path) -> Trial:
     table = pandas.read_csv(path.with_name(MEASUREMENTS), usecols=columns, dtype=float)
     about = (values[name] for name in ("trial_id", "status", "steps", "parameters"))
     return Trial(*about, table)
+
+
+@dataclass(frozen=True)
+class Search:
+    """The search at one batch size: what its trials get, whoever runs them."""
+
+    optimizer: str
+    batch_size: int
+    budget: int  # steps that a trial may take
+    folder: Path  # its trials', in the published layout
+    points: Mapping[int, Mapping[str, float]]  # metaparameters of each trial, by number
+
+    @property
+    def name(self) -> str:
+        """Its name in the journal, and of its locks."""
+        return f"{self.optimizer}-{self.batch_size}"
+
+
+class Queue:
+    """The trials of all searches of a study's folder; one whose files are written is done.
+
+    `check_stop` is called whenever it waits, or looks at what others have found; it may raise.
+    """
+
+    def __init__(
+        self, folder: Path, searches: Sequence[Search], check_stop: Callable[[], object]
+    ) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._folder, self._searches, self._check_stop = folder / "queue", searches, check_stop
+        self._folder.mkdir(exist_ok=True)
+        # Optuna's own lock outlives a process that is killed by half a minute.
+        lock, journal = FileLock(folder / LOCK), str(self._folder / "journal")
+        backend = optuna.storages.journal.JournalFileBackend(journal, lock)
+        more = {"storage": optuna.storages.JournalStorage(backend), "load_if_exists": True}
+        self._studies = {s.name: optuna.create_study(study_name=s.name, **more) for s in searches}
+
+    def trials(self) -> Iterator[tuple[Search, int]]:
+        """Yield trials for this process to run until all are done; wait for those of others."""
+        each, told = [(search, number) for search in self._searches for number in search.points], 0
+        while left := [trial for trial in each if not _is_done(*trial)]:
+            others = True
+            for search, number in left:
+                lock = FileLock(self._folder / f"{search.name}-{number}", timeout=0)
+                with suppress(Timeout), lock:
+                    others = False
+                    if not _is_done(search, number):  # another may have done it just now
+                        yield search, number
+            if others:
+                self._check_stop()
+                if len(left) != told:
+                    told = len(left)
+                    print(f"waiting for {plural(told, 'trial')} of other processes", flush=True)
+                time.sleep(_LOOK_S)
+
+    def note(self, search: Search, trial: Trial, goal: float) -> None:
+        """Tell all processes what a trial came to."""
+        found = optuna.trial.create_trial(
+            state=optuna.trial.TrialState[_STATES[trial.status]],
+            value=trial.reached_at(goal) if trial.status == "COMPLETE" else None,
+            user_attrs={"trial_id": trial.trial_id, **trial.parameters},
+        )
+        self._studies[search.name].add_trial(found)
+
+    def best(self, search: Search) -> float:
+        """Return the least steps to the goal among the complete trials so far, or inf."""
+        self._check_stop()
+        states = (optuna.trial.TrialState.COMPLETE,)
+        complete = self._studies[search.name].get_trials(deepcopy=False, states=states)
+        return min((trial.value for trial in complete), default=float("inf"))
+
+
+def _is_done(search: Search, number: int) -> bool:
+    return (search.folder / str(number) / METADATA).exists()

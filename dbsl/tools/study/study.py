@@ -10,17 +10,16 @@ killed; repeat it in a second shell to share the work.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from math import inf
+from itertools import product
 from operator import le
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import yaml
-from filelock import FileLock
 
 from dbsl.base.errors import RunStopped, SettingError, as_given, plural, require
 from dbsl.base.files import check_folder, write_text
@@ -33,13 +32,11 @@ from dbsl.config.parse import config_to_yaml, parse_flags, read_settings
 from dbsl.config.settings import MachineConfig, RunConfig
 from dbsl.optimizer import check_optimizer, default_learning_rate, optim
 from dbsl.run.accelerator import start_accelerator
-from dbsl.run.folder import LOCK
 from dbsl.run.stopping import Stopping
 from dbsl.tools.study import store, trials
-from dbsl.tools.study.queue import Queue, Search
-from dbsl.tools.study.report import write_report
-from dbsl.tools.study.scaling import OBJECTIVE
-from dbsl.tools.study.trials import Images, ImageTask, Range
+from dbsl.tools.study.scaling import OBJECTIVE, write_report
+from dbsl.tools.study.store import Queue, Search
+from dbsl.tools.study.trials import Images, ImageTask, Range, run_trial
 
 SETTINGS = "study.yaml"
 # Bounds of what is searched: one value, or a range's ends.
@@ -94,13 +91,9 @@ class StudyConfig(
     plot: Annotated[tuple[str, ...] | None, Role.FREE] = None
 
     def __post_init__(self) -> None:
-        require(self.plot not in ((), ("",)), "plot must name a folder", "none")
+        require(self.plot != (), "plot must name a folder", "none")
         given = self.plot is not None or self.goal_error is not None
         require(given, "goal_error must be given, in (0, 1)", "none")
-        for name in ("batch_sizes", "optimizers"):
-            values = getattr(self, name)
-            once = values and len({*values}) == len(values)
-            require(once, f"{name} must be one or more, each once", values)
         check_fields(self)
         check_images(self)
         searched = len({*self.weight_decay}) > 1
@@ -148,8 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run_trials(config: StudyConfig, folder: Path, dataset: str) -> None:
     """Run the trials that are left; wait for those of other processes, which may die."""
     for optimizer in config.optimizers:
-        if optimizer not in trials.TIMM_NAMES:
-            check_optimizer(optimizer)
+        check_optimizer(optimizer)
     torch.set_num_threads(config.cpu_threads or threads_of_process())
     accelerator = start_accelerator(config.mixed_precision, 60.0)
     text = "processes must be 1: launch a study once for each, without a launcher of several"
@@ -157,7 +149,8 @@ def _run_trials(config: StudyConfig, folder: Path, dataset: str) -> None:
     config = replace(config, mixed_precision=accelerator.mixed_precision)
     images = Images(config, accelerator)
     _keep_settings(config, folder)
-    queue = Queue(folder, _searches(config, folder / dataset, len(images.data.train)))
+    searches = _searches(config, folder / dataset, len(images.data.train))
+    goal = config.goal_error if config.early_stopping else 0.0  # where trials end; 0: nowhere
     deadline = config.max_minutes and time.monotonic() + 60 * config.max_minutes
     with Stopping(deadline, then="giving its trial back") as stopping:
 
@@ -165,74 +158,53 @@ def _run_trials(config: StudyConfig, folder: Path, dataset: str) -> None:
             if stopping.reason:
                 raise RunStopped("stopped; repeat the command to continue")
 
-        for search, number in queue.trials(check_stop):
-            _run(config, images, queue, search, number, check_stop)
+        queue = Queue(folder, searches, check_stop)
+        for search, number in queue.trials():
+            began, name, size = time.perf_counter(), search.optimizer, search.batch_size
+            seed = stream_seed(config.seed, f"trial {name}", size, number)
+            most_steps = partial(queue.best, search)
+            try:
+                task = ImageTask(images, search, number, seed)
+                trial = run_trial(task, search, number, config.eval_spacing, goal, most_steps)
+            except torch.OutOfMemoryError as error:
+                must = "batch_sizes must fit into the device's memory"
+                raise SettingError(f"{must}, got {size} ({error})") from None
+            store.write_trial(search.folder, trial)
+            queue.note(search, trial, goal)
+            least, rate = trial.measurements[OBJECTIVE].min(), trial.parameters["learning_rate"]
+            print(
+                f"{name}, batch {size}, trial {number}/{config.trials}: {trial.status} after "
+                f"{plural(trial.steps, 'step')}, least error {100 * least:.1f} %  "
+                f"(lr {rate:.3g}, {time.perf_counter() - began:.1f} s)",
+                flush=True,
+            )
 
 
 def _searches(config: StudyConfig, folder: Path, train_samples: int) -> list[Search]:
     """Return the searches of a study, each with its ``study.json`` written."""
     searches = []
-    for optimizer in config.optimizers:
-        ranges = config.ranges(optimizer)
-        for batch_size in sorted(config.batch_sizes):
-            budget = config.budget(batch_size, train_samples)
-            own = folder / config.model.replace("/", "--") / optimizer / str(batch_size)
-            values = {
-                "batch_size": batch_size,
-                "dataset": folder.name,
-                "early_stopping": config.early_stopping,
-                "goal_error": config.goal_error,
-                "model": config.model,
-                "optimizer": optimizer,
-                "parameter_configs": trials.search_entries(ranges),
-                "train_steps": budget,
-            }
-            store.write_json(own / store.STUDY, values)
-            seed = stream_seed(config.seed, f"search {optimizer}/{batch_size}")
-            points = trials.search_points(ranges, config.trials, seed)
-            searches.append(Search(optimizer, batch_size, budget, own, points))
+    for optimizer, batch_size in product(config.optimizers, sorted(config.batch_sizes)):
+        ranges, budget = config.ranges(optimizer), config.budget(batch_size, train_samples)
+        own = folder / config.model.replace("/", "--") / optimizer / str(batch_size)
+        values = {
+            "batch_size": batch_size,
+            "dataset": folder.name,
+            "early_stopping": config.early_stopping,
+            "goal_error": config.goal_error,
+            "model": config.model,
+            "optimizer": optimizer,
+            "parameter_configs": {
+                n: {"type": "DOUBLE", "scale": r.scale, "min_value": r.low, "max_value": r.high}
+                for n, r in ranges.items()
+                if r.low < r.high
+            },
+            "train_steps": budget,
+        }
+        store.write_json(own / store.STUDY, values)
+        seed = stream_seed(config.seed, f"search {optimizer}/{batch_size}")
+        points = trials.search_points(ranges, config.trials, seed, budget)
+        searches.append(Search(optimizer, batch_size, budget, own, dict(enumerate(points, 1))))
     return searches
-
-
-def _run(
-    config: StudyConfig,
-    images: Images,
-    queue: Queue,
-    search: Search,
-    number: int,
-    check_stop: Callable[[], None],
-) -> None:
-    """Run a trial, write it and tell of it."""
-    began, optimizer, batch_size = time.perf_counter(), search.optimizer, search.batch_size
-    parameters = trials.trial_parameters(search.points[number - 1], search.budget)
-    seed = stream_seed(config.seed, f"trial {optimizer}", batch_size, number)
-
-    def most_steps() -> float:
-        check_stop()
-        return queue.best(search) if config.early_stopping else inf
-
-    try:
-        trial = trials.run_trial(
-            ImageTask(images, optimizer, batch_size, parameters, seed),
-            number,
-            parameters,
-            budget=search.budget,
-            spacing=config.eval_spacing,
-            goal=config.goal_error if config.early_stopping else 0.0,
-            most_steps=most_steps,
-        )
-    except torch.OutOfMemoryError as error:
-        text = "batch_sizes must fit into the device's memory"
-        raise SettingError(f"{text}, got {batch_size} ({error})") from None
-    store.write_trial(search.folder, trial)
-    queue.note(search, trial, config.goal_error)
-    least = trial.measurements[OBJECTIVE].min()
-    print(
-        f"{optimizer}, batch {batch_size}, trial {number}/{config.trials}: {trial.status} after "
-        f"{plural(trial.steps, 'step')}, least error {100 * least:.1f} %  "
-        f"(lr {parameters['learning_rate']:.3g}, {time.perf_counter() - began:.1f} s)",
-        flush=True,
-    )
 
 
 def _keep_settings(config: StudyConfig, folder: Path) -> None:
@@ -244,9 +216,8 @@ def _keep_settings(config: StudyConfig, folder: Path) -> None:
     text = config_to_yaml({n: value for n, value in settings.items() if n not in free})
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / SETTINGS
-    with FileLock(folder / LOCK):  # another process may begin a study here at the same time
-        if not path.exists():
-            write_text(path, text)
+    if not path.exists():
+        write_text(path, text)
     before, now = read_settings(path), yaml.safe_load(text)
     for name in sorted(settings.keys() - free):  # an older study may have more
         must = f"{name} must be {as_given(before.get(name))} as in {path}, or output_dir another"

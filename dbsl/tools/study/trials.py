@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pandas
 import torch
@@ -29,7 +29,7 @@ from dbsl.model import build_model, check_model, set_dropout
 from dbsl.optimizer import create_optimizer
 from dbsl.plan.sampler import StepSampler, evaluation_batch_size, evaluation_batches
 from dbsl.tools.study.scaling import Trial
-from dbsl.tools.study.store import COLUMNS
+from dbsl.tools.study.store import COLUMNS, Search
 
 if TYPE_CHECKING:
     from dbsl.tools.study.study import StudyConfig
@@ -71,15 +71,13 @@ def measured_steps(budget: int, spacing: float) -> Iterator[int]:
 
 def run_trial(
     task: ImageTask,
-    trial_id: int,
-    parameters: Mapping[str, float],
-    *,
-    budget: int,
+    search: Search,
+    number: int,
     spacing: float,
     goal: float = 0.0,
     most_steps: Callable[[], float] = lambda: math.inf,
 ) -> Trial:
-    """Train for at most `budget` steps, and return the measurements, `spacing` apart.
+    """Train for at most the search's budget, and return the measurements, `spacing` apart.
 
     A trial whose loss is not finite at any measurement is INFEASIBLE and ends there. It also ends
     where the error falls under a `goal` (COMPLETE), or once it has taken `most_steps`, which is
@@ -87,7 +85,8 @@ def run_trial(
     changes the least steps to result, nor which trials have them.
     """
     rows, status, done = [(0, math.nan, *task.measure())], "COMPLETE", 0
-    for step in measured_steps(budget, spacing):
+    parameters = search.points[number]
+    for step in measured_steps(search.budget, spacing):
         if step > most_steps():
             status = "INCOMPLETE"
             break
@@ -101,37 +100,29 @@ def run_trial(
         if error < goal:
             break
     table = pandas.DataFrame(rows, columns=COLUMNS, dtype=float)
-    return Trial(trial_id, status, done, dict(parameters), table)
+    return Trial(number, status, done, parameters, table)
 
 
 class ImageTask:
     """A timm model on a data set's images, trained as train.py does with one worker.
 
-    Initial weights, order, augmentation and dropout depend on `seed` alone. Every batch has
-    `batch_size` samples; the rest of an epoch is left out. `optimizer` is one of `TIMM_NAMES`, or a
-    name that timm.optim knows.
+    Initial weights, order, augmentation and dropout depend on `seed` alone. Every batch has the
+    search's size; the rest of an epoch is left out.
     """
 
-    def __init__(
-        self,
-        images: Images,
-        optimizer: str,
-        batch_size: int,
-        parameters: Mapping[str, float],
-        seed: int,
-    ) -> None:
-        self._images, self._seed = images, seed
-        self._model = images.build(seed)
+    def __init__(self, images: Images, search: Search, number: int, seed: int) -> None:
+        self._images, self._seed, self._model = images, seed, images.build(seed)
+        name, parameters = search.optimizer, search.points[number]
         built = create_optimizer(
-            TIMM_NAMES.get(optimizer, optimizer),
+            TIMM_NAMES.get(name, name),
             self._model,
             parameters["learning_rate"],
             parameters.get("momentum", 0.0),
-            parameters.get("weight_decay", 0.0),
+            parameters["weight_decay"],
         )
         begin_thawed(built)
         self._optimizer = images.accelerator.prepare_optimizer(built)
-        self._batches = self._all_batches(batch_size)
+        self._batches = self._all_batches(search.batch_size)
         torch.manual_seed(stream_seed(seed, "dropout"))
 
     def _all_batches(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -180,12 +171,10 @@ class Images:
     def __init__(self, config: StudyConfig, accelerator: Accelerator) -> None:
         self.config, self.accelerator = config, accelerator
         self.data = data = load_data(config, config.seed, accelerator.device)
-        for size in config.batch_sizes:
-            Within(1, len(data.train)).check("batch_sizes", size)
         side = config.resolution or data.resolutions[-1]
         self.transform = data.transform(side, config.augmentation, config.seed)
         least = check_model(self.build(config.seed), data, config.model, (side,))
-        Within(least).check("batch_sizes", min(config.batch_sizes))
+        Within(least, len(data.train)).check("batch_sizes", config.batch_sizes)
         largest, kind = max(config.batch_sizes), accelerator.device.type
         size = evaluation_batch_size(config.eval_batch_size, kind, largest)
         batches = evaluation_batches(len(data.evaluation), size)
@@ -217,32 +206,24 @@ class Range(NamedTuple):
         return min(max(from_scale(low + share * (high - low)), self.low), self.high)
 
 
-def search_points(ranges: Mapping[str, Range], count: int, seed: int) -> list[dict[str, float]]:
-    """Return the first `count` points of a sequence that fills all ranges evenly."""
+def search_points(
+    ranges: Mapping[str, Range], count: int, seed: int, budget: int
+) -> list[dict[str, float]]:
+    """Return the metaparameters of the first `count` trials, of `budget` steps each.
+
+    They fill all ranges evenly. The learning rate and its decay have their published names, too.
+    """
     fixed = {name: own.low for name, own in ranges.items() if own.low == own.high}
     searched = {name: own for name, own in ranges.items() if name not in fixed}
-    if not searched:
-        return [fixed] * count
-    sobol = qmc.Sobol(len(searched), scramble=True, seed=seed % 2**32)
-    rows = sobol.random_base2(math.ceil(math.log2(count)))[:count].tolist()
-    places = (zip(searched.items(), row, strict=True) for row in rows)
-    return [fixed | {name: own.value(share) for (name, own), share in row} for row in places]
-
-
-def trial_parameters(point: Mapping[str, float], steps: int) -> dict[str, float]:
-    """Return a trial's metaparameters, under the published names where they have one.
-
-    `point` is one of `search_points`, `steps` the trial's budget.
-    """
-    rate = point["effective_learning_rate"] * (1 - point.get("momentum", 0.0))
-    decay_steps = max(1, round(point["learning_rate_decay_share"] * steps))
-    return {**point, "learning_rate": rate, "learning_rate_decay_steps": decay_steps}
-
-
-def search_entries(ranges: Mapping[str, Range]) -> dict[str, dict[str, Any]]:
-    """Return the entries of ``parameter_configs`` in ``study.json``."""
-    return {
-        name: {"type": "DOUBLE", "scale": own.scale, "min_value": own.low, "max_value": own.high}
-        for name, own in ranges.items()
-        if own.low < own.high
-    }
+    rows = [[]] * count
+    if searched:
+        sobol = qmc.Sobol(len(searched), scramble=True, seed=seed % 2**32)
+        rows = sobol.random_base2(math.ceil(math.log2(count)))[:count].tolist()
+    points = []
+    for row in rows:
+        shares = zip(searched.items(), row, strict=True)
+        point = fixed | {name: own.value(share) for (name, own), share in shares}
+        rate = point["effective_learning_rate"] * (1 - point.get("momentum", 0.0))
+        steps = max(1, round(point["learning_rate_decay_share"] * budget))
+        points.append(point | {"learning_rate": rate, "learning_rate_decay_steps": steps})
+    return points
