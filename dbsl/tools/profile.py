@@ -65,33 +65,27 @@ class _Arguments:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``python -m dbsl.profile``."""
-    arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.profile")
-    torch.set_num_threads(arguments.cpu_threads or threads_of_process())
-    accelerator = start_accelerator(arguments.mixed_precision, _TIMEOUT_S)
-    name, sides, classes = arguments.model, arguments.resolutions, arguments.num_classes
+    given = parse_flags(_Arguments, argv, prog="python -m dbsl.profile")
+    name, sides, classes = given.model, given.resolutions, given.num_classes
+    torch.set_num_threads(given.cpu_threads or threads_of_process())
+    accelerator = start_accelerator(given.mixed_precision, _TIMEOUT_S)
     model = build_model(name, classes, sides)
     model.to(accelerator.device, memory_format=torch.channels_last)
     example = partial(image_batch, classes=classes, device=accelerator.device)
     check_model(model, SimpleNamespace(num_classes=classes, example=example), name, sides)
     setup = replace(
         Setup.of(name, model, classes, accelerator),
-        optimizer=arguments.optimizer,
-        momentum=arguments.momentum > 0,
-        weight_decay=arguments.weight_decay > 0,
-        compile=arguments.compile,
-        clip=arguments.clip_grad,
-        micro_batch=arguments.micro_batch_size,
+        optimizer=given.optimizer,
+        momentum=given.momentum > 0,
+        weight_decay=given.weight_decay > 0,
+        compile=given.compile,
+        clip=given.clip_grad,
+        micro_batch=given.micro_batch_size,
     )
-    profiler = Profiler(
-        StepSpec(setup, model, accelerator),
-        seconds=arguments.profile_seconds / len(arguments.resolutions),
-        refresh=True,
-    )
-    profiles = {
-        r: profiler.profile(r, arguments.large_batch_size, arguments.held_out)
-        for r in arguments.resolutions
-    }
-    if arguments.output:
-        write_profiles(arguments.output, setup, profiles)
-    print(f"{arguments.model} on {setup.device}, precision {setup.precision}")
+    seconds = given.profile_seconds / len(sides)
+    profiler = Profiler(StepSpec(setup, model, accelerator), seconds=seconds, refresh=True)
+    profiles = {r: profiler.profile(r, given.large_batch_size, given.held_out) for r in sides}
+    if given.output:
+        write_profiles(given.output, setup, profiles)
+    print(f"{name} on {setup.device}, precision {setup.precision}")
     print("\n".join(profile.describe() for profile in profiles.values()))

@@ -1,4 +1,5 @@
-import csv
+"""`python -m dbsl.predict RUN`: what it refuses. What it finds: tests/loop/test_evaluation.py."""
+
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.model import build_model, load_model, save_model
 from dbsl.tools import predict
+from tests.helpers import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -25,80 +27,27 @@ def run_folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def photographs(tmp_path):
-    folder = tmp_path / "photographs" / "deeper"
-    folder.mkdir(parents=True)
-    rng = np.random.default_rng(0)
-    for name in ("b.png", "a.png"):
-        Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(folder / name)
-    (folder / "notes.txt").write_text("no image")
-    return folder.parent
-
-
-def test_each_image_gets_the_classes_that_the_model_finds_likeliest(
-    run_folder, photographs, tmp_path, capsys
-):
-    flags = [str(run_folder), str(photographs), "--top", "3", "--json"]
-    assert predict.main([*flags, "--csv", str(tmp_path / "out.csv")]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["file"].rpartition("/")[2] for row in rows] == ["a.png", "b.png"]
-    data = load_data(ImageConfig("digits"))
-    pixels = torch.from_numpy(np.asarray(Image.open(photographs / "deeper/a.png")).copy())
-    transform = Transform(16, "none", False, data.mean, data.std, 0)
-    with torch.no_grad():
-        images = transform(pixels.permute(2, 0, 1)[None], np.array([0]), 0)
-        scores = load_model(run_folder)(images).softmax(1)[0]
-    values, classes = scores.topk(3)
-    expected = dict(zip([data.class_names[c] for c in classes], values.tolist(), strict=True))
-    assert rows[0]["classes"] == pytest.approx(expected, abs=1e-5)
-    with (tmp_path / "out.csv").open(newline="") as file:
-        table = [(r["file"], r["class"], float(r["probability"])) for r in csv.DictReader(file)]
-    assert table == [(row["file"], name, p) for row in rows for name, p in row["classes"].items()]
-
-
-def test_what_cannot_be_read_is_named_and_the_other_images_are_classified(
-    run_folder, photographs, tmp_path, capsys
-):
-    (photographs / "bad.png").touch()
-    assert predict.main([str(run_folder), str(photographs)]) == 0
-    out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 2
-    assert err.startswith(f"warning: {photographs}/bad.png cannot be read (cannot identify image")
-    (tmp_path / "empty").mkdir()
-    places = [tmp_path / "nowhere.png", photographs, tmp_path / "empty"]
-    assert predict.main([str(run_folder), *map(str, places)]) == 1
-    out, err = capsys.readouterr()
-    names = [line.partition("  ")[0].rpartition("/")[2] for line in out.splitlines()]
-    assert names == ["a.png", "b.png"]
-    whys = "it does not exist", "cannot identify image file", "the folder has no image"
-    for name, why, line in zip(("nowhere", "bad", "empty"), whys, err.splitlines(), strict=True):
-        assert re.search(rf"{name}\S* cannot be read \({why}", line)
-    (tmp_path / "all-bad").mkdir()
-    (tmp_path / "all-bad/bad.png").touch()
-    assert predict.main([str(run_folder), str(tmp_path / "all-bad")]) == 1
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["{empty}", "{images}"], "folder must hold config.json, got"),
-        (["{run}", "{images}", "--top", "11"], "top must be in [1, 10], the classes, got 11"),
-        (["{run}", "{images}", "--best"], "folder must hold model_best.safetensors, got"),
-        (["{cut}", "{images}"], "folder must hold model.safetensors, got"),
-        (["{run}", "{images}", "--best", "--ema"], "best must not be given with ema"),
+        ([], "run must be one folder, got empty"),
+        (["{run}", "photo.jpg"], "run must be one folder, got {run},photo.jpg"),
+        (["{empty}"], "folder must hold config.json, got"),
+        (["{run}", "--best"], "folder must hold model_best.safetensors, got"),
+        (["{cut}"], "folder must hold model.safetensors, got"),
+        (["{run}", "--best", "--ema"], "best must not be given with ema"),
         *(
-            (["{run}", "{images}", "--csv", path], "csv must be a file in a folder that")
+            (["{run}", "--csv", path], "csv must be a file in a folder that")
             for path in ("{run}/config.json/x.csv", "{empty}", "{pipe}", "/proc/x.csv", "")
         ),
-        (["{few}", "{images}"], "folder must hold config.json, got {few} ({few}/config.json must"),
+        (["{few}"], "folder must hold config.json, got {few} ({few}/config.json must"),
+        (["{run}"], "config must be a readable YAML file, got {run}/config.yaml"),
     ],
 )
-def test_bad_input_is_one_line(run_folder, photographs, tmp_path, flags, message):
+def test_bad_input_is_one_line(run_folder, tmp_path, flags, message):
     (tmp_path / "empty").mkdir()
-    places = {"run": run_folder, "images": photographs, "empty": tmp_path / "empty"}
+    places = {"run": run_folder, "empty": tmp_path / "empty", "pipe": tmp_path / "pipe"}
     os.mkfifo(tmp_path / "pipe")
-    places["pipe"] = tmp_path / "pipe"
     places["cut"] = shutil.copytree(run_folder, tmp_path / "cut")
     (tmp_path / "cut/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
     places["few"] = shutil.copytree(run_folder, tmp_path / "few")
@@ -106,3 +55,23 @@ def test_bad_input_is_one_line(run_folder, photographs, tmp_path, flags, message
     (tmp_path / "few/config.json").write_text(json.dumps(config | {"label_names": ["a"]}))
     with pytest.raises(ValueError, match="^" + re.escape(message.format(**places))):
         predict.main([flag.format(**places) for flag in flags])
+
+
+def test_the_lines_of_the_page_prepare_images_as_training_does(
+    run_folder, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/x").symlink_to(run_folder)
+    (tmp_path / "photos").mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "photos/a.jpg")
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/models.md").read_text(), re.S)
+    exec(block, {})
+    file, name, probability = capsys.readouterr().out.strip().split(",")
+    data, pixels = load_data(ImageConfig("digits")), np.asarray(Image.open("photos/a.jpg")).copy()
+    transform = Transform(16, "none", False, data.mean, data.std, 0)
+    images = transform(torch.from_numpy(pixels).permute(2, 0, 1)[None], np.array([0]), 0)
+    best = load_model(run_folder)(images).softmax(1)[0].max(0)
+    assert (file, name) == ("a.jpg", data.class_names[best.indices])
+    assert float(probability) == pytest.approx(best.values.item(), abs=1e-5)

@@ -32,7 +32,6 @@ RULES = {
     "critical": "B of the fit steps(b) = S_min * (1 + B / b): there twice S_min, twice the samples",
 }
 TABLE, PICTURE = "results.csv", "plots/study.png"
-_REGIONS = {"perfect scaling": "#009e73", "diminishing returns": "#e69f00", "no gain": "#999999"}
 Rows = Sequence[Mapping[str, Any]]  # of results.csv: one workload's, batch sizes ascending
 
 
@@ -137,10 +136,7 @@ def write_report(workloads: Mapping[str, Sequence[Study]], folder: Path, goal: f
         report[name] = {"goal": own, "objective": OBJECTIVE, **knees}
         lines += _describe(name, rows, report[name])
         if goal not in (None, own):
-            lines.append(
-                f"its goal is kept, not {goal:g}: its trials ended at it (--no-early-stopping "
-                "measures for any goal)"
-            )
+            lines.append(f"its goal is kept, not {goal:g}: its trials ended at it")
         lines.append("")
     write_table(folder / TABLE, [row for rows in tables.values() for row in rows])
     write_text(folder / "report.json", json.dumps(report, indent=2) + "\n")
@@ -148,7 +144,7 @@ def write_report(workloads: Mapping[str, Sequence[Study]], folder: Path, goal: f
     drawn = {name: rows for name, rows in reached.items() if rows}
     if not drawn:
         return "\n".join([*lines, f"no batch size reached its goal; see {folder / TABLE}"])
-    save_figure(study_figure(drawn), folder / PICTURE)
+    save_figure(study_figure(drawn, report), folder / PICTURE)
     return "\n".join([*lines, f"picture in {folder / PICTURE}, all numbers in {folder / TABLE}"])
 
 
@@ -160,11 +156,9 @@ def _row(study: Study, goal: float) -> dict[str, Any]:
         examples, rate = steps * study.batch_size, f"{best.parameters['learning_rate']:.6g}"
         momentum = f"{best.parameters.get('momentum', 0.0):.6g}"
     endings = [trial.status for trial in study.trials]
+    about = ("dataset", "model", "optimizer", "batch_size")
     return {
-        "dataset": study.dataset,
-        "model": study.model,
-        "optimizer": study.optimizer,
-        "batch_size": study.batch_size,
+        **{name: getattr(study, name) for name in about},
         "goal": goal,
         "steps_to_result": steps,
         "examples_to_result": examples,
@@ -179,55 +173,49 @@ def _describe(name: str, rows: Rows, report: Mapping[str, Any]) -> list[str]:
     """Return a workload's table and knees as lines; `report` is its part of ``report.json``."""
     shown = pandas.DataFrame(rows, dtype=object).drop(columns=["dataset", "model", "optimizer"])
     lines = [
-        f"{name}: least steps to {OBJECTIVE} < {report['goal']:g}, over the complete trials of "
-        "each size",
+        f"{name}: least steps to an error < {report['goal']:g}, over the complete trials",
         shown.where(shown.notna(), "-").to_string(index=False),
         "infeasible: diverged; incomplete: cut short, a better one was there before",
     ]
     if not report["steps_to_result"]:
         return [*lines, "no batch size reached the goal: a longer budget, or an easier goal"]
     more = "" if report["useful_is_seen"] else "; the largest tried: more may still be useful"
-    useful = f"maximum useful batch {report['useful_batch_size']} ({RULES['useful']}){more}"
-    perfect = report["perfect_scaling_up_to"]
-    lines += [f"perfect scaling up to {perfect} ({RULES['perfect_scaling']})", useful]
-    if (critical := report["critical_batch_size"]) is not None:
-        lines.append(f"critical batch {critical:.3g} ({RULES['critical']})")
-    return lines
+    critical = report["critical_batch_size"] and f"{report['critical_batch_size']:.3g}"
+    return [
+        *lines,
+        f"perfect scaling up to {report['perfect_scaling_up_to']} ({RULES['perfect_scaling']})",
+        f"maximum useful batch {report['useful_batch_size']} ({RULES['useful']}){more}",
+        f"critical batch {critical} ({RULES['critical']})",
+    ]
 
 
-def study_figure(tables: Mapping[str, Rows]) -> Figure:
+def study_figure(tables: Mapping[str, Rows], report: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Return a panel of steps per workload, and two of the best trials' learning rates."""
     count = len(tables) + 2
     figure = Figure(figsize=(5.2 * count, 4.6), layout="constrained")
     *panels, rates, effective = figure.subplots(1, count)
     for axes, (name, rows) in zip(panels, tables.items(), strict=True):
-        _draw_steps(axes, rows)
-        axes.set_title(f"{name}, error < {rows[0]['goal']:g}", fontsize=10)
+        _draw_steps(axes, rows, report[name])
+        axes.set_title(f"{name}, error < {report[name]['goal']:g}", fontsize=10)
     _draw_rates(rates, tables, "learning rate", lambda _: 1.0)
     # What momentum makes of a rate in the long run.
     label = "learning rate / (1 - momentum)"
     _draw_rates(effective, tables, label, lambda momentum: 1 / (1 - momentum))
-    figure.suptitle(
-        "Fewest steps to the goal, everything else tuned at each batch size; the learning rate "
-        f"there\nperfect scaling up to {RULES['perfect_scaling']}\nno gain from {RULES['useful']}",
-        fontsize=10,
-    )
+    figure.suptitle("Fewest steps to the goal, all else tuned at each batch size; the rate there")
     return figure
 
 
-def _draw_steps(axes: Axes, rows: Rows) -> None:
-    """Draw steps to result against batch size, the three regions shaded."""
+def _draw_steps(axes: Axes, rows: Rows, report: Mapping[str, Any]) -> None:
+    """Draw steps to result against batch size, and where scaling ends."""
     sizes = np.array([row["batch_size"] for row in rows])
     steps = np.array([max(row["steps_to_result"], 1) for row in rows])  # 0 (at the start): no log
-    knees = find_knees(dict(zip(sizes.tolist(), steps.tolist(), strict=True)))
-    perfect, useful = knees["perfect_scaling_up_to"], knees["useful_batch_size"]
-    ends = (sizes[0], min(perfect, useful), useful, sizes[-1])  # beyond them nothing is known
-    for (label, color), start, end in zip(_REGIONS.items(), ends, ends[1:], strict=False):
-        if end > start:
-            axes.axvspan(start, end, color=color, alpha=0.15, lw=0, label=label)
+    axes.axvspan(sizes[0], report["perfect_scaling_up_to"], alpha=0.15, label="perfect scaling")
+    if report["useful_is_seen"]:
+        useful = report["useful_batch_size"]
+        axes.axvspan(useful, sizes[-1], color="black", alpha=0.1, label="no gain")
     ideal = steps[0] * sizes[0] / sizes
     axes.plot(sizes, ideal, "k--", lw=1, label="steps halve as the batch doubles")
-    axes.plot(sizes, steps, "o-", color="#0072b2", label="measured")
+    axes.plot(sizes, steps, "o-", label="measured")
     for size, count in zip(sizes, steps, strict=True):
         axes.annotate(f"{count:g}", (size, count), (0, 6), textcoords="offset points", fontsize=8)
     _finish(axes, sizes, "steps to the goal")

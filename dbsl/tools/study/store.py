@@ -4,15 +4,15 @@ That is (github.com/google-research/google-research/tree/master/batch_science)
 ``dataset/model/optimizer/batch_size/study.json`` and, for every trial, ``trial_id/metadata.json``
 and ``trial_id/measurements.csv``. What is written here has more entries in ``study.json`` than
 those; readers of the released data ignore them. A trial whose ``metadata.json`` is written is done.
-One that is run is locked; the system lifts the lock where its process dies. What the trials came to
-is in Optuna's journal, too, which all processes of a study's folder share.
+One that is run is locked; the system lifts the lock where its process dies. Steps to the goal are
+in Optuna's journal, too, which all processes of a study's folder share.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +33,6 @@ optuna = lazy_import("optuna")
 STUDY, METADATA, MEASUREMENTS = "study.json", "metadata.json", "measurements.csv"
 COLUMNS = ["step", "train/cross_entropy_error", "val/cross_entropy_error", OBJECTIVE]
 _LOOK_S = 1.0  # between looks at what other processes run
-# What Optuna calls a trial that was cut short or has diverged.
-_STATES = {"COMPLETE": "COMPLETE", "INCOMPLETE": "PRUNED", "INFEASIBLE": "FAIL"}
 
 
 def dataset_name(dataset: str) -> str:
@@ -121,9 +119,7 @@ class Queue:
     `check_stop` is called whenever it waits, or looks at what others have found; it may raise.
     """
 
-    def __init__(
-        self, folder: Path, searches: Sequence[Search], check_stop: Callable[[], object]
-    ) -> None:
+    def __init__(self, folder: Path, searches: list[Search], check_stop: Callable[[], Any]) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._folder, self._searches, self._check_stop = folder / "queue", searches, check_stop
         self._folder.mkdir(exist_ok=True)
@@ -152,19 +148,15 @@ class Queue:
                 time.sleep(_LOOK_S)
 
     def note(self, search: Search, trial: Trial, goal: float) -> None:
-        """Tell all processes what a trial came to."""
-        found = optuna.trial.create_trial(
-            state=optuna.trial.TrialState[_STATES[trial.status]],
-            value=trial.reached_at(goal) if trial.status == "COMPLETE" else None,
-            user_attrs={"trial_id": trial.trial_id, **trial.parameters},
-        )
+        """Tell all processes of a trial that is complete: its steps to the goal, or inf."""
+        about = {"trial_id": trial.trial_id, **trial.parameters}
+        found = optuna.trial.create_trial(value=trial.reached_at(goal), user_attrs=about)
         self._studies[search.name].add_trial(found)
 
     def best(self, search: Search) -> float:
         """Return the least steps to the goal among the complete trials so far, or inf."""
         self._check_stop()
-        states = (optuna.trial.TrialState.COMPLETE,)
-        complete = self._studies[search.name].get_trials(deepcopy=False, states=states)
+        complete = self._studies[search.name].get_trials(deepcopy=False)
         return min((trial.value for trial in complete), default=float("inf"))
 
 

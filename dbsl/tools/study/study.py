@@ -32,7 +32,7 @@ from dbsl.config.parse import config_to_yaml, parse_flags, read_settings
 from dbsl.config.settings import MachineConfig, RunConfig
 from dbsl.optimizer import check_optimizer, default_learning_rate, optim
 from dbsl.run.accelerator import start_accelerator
-from dbsl.run.stopping import Stopping
+from dbsl.run.stopping import Stopping, deadline_of
 from dbsl.tools.study import store, trials
 from dbsl.tools.study.scaling import OBJECTIVE, write_report
 from dbsl.tools.study.store import Queue, Search
@@ -45,9 +45,7 @@ _OF_DATA = [own for own in settings_of_extras() if not issubclass(own, RunConfig
 
 
 @dataclass(frozen=True)
-class StudyConfig(
-    *_OF_DATA, MachineConfig, ImageConfig
-):  # every field is a flag, its comment the help
+class StudyConfig(*_OF_DATA, MachineConfig, ImageConfig):  # a comment is the help
     """Count steps to a goal at every batch size; a range takes two values; one value is fixed."""
 
     # --- the study
@@ -151,8 +149,7 @@ def _run_trials(config: StudyConfig, folder: Path, dataset: str) -> None:
     _keep_settings(config, folder)
     searches = _searches(config, folder / dataset, len(images.data.train))
     goal = config.goal_error if config.early_stopping else 0.0  # where trials end; 0: nowhere
-    deadline = config.max_minutes and time.monotonic() + 60 * config.max_minutes
-    with Stopping(deadline, then="giving its trial back") as stopping:
+    with Stopping(deadline_of(config.max_minutes), then="giving its trial back") as stopping:
 
         def check_stop() -> None:
             if stopping.reason:
@@ -170,7 +167,8 @@ def _run_trials(config: StudyConfig, folder: Path, dataset: str) -> None:
                 must = "batch_sizes must fit into the device's memory"
                 raise SettingError(f"{must}, got {size} ({error})") from None
             store.write_trial(search.folder, trial)
-            queue.note(search, trial, goal)
+            if trial.status == "COMPLETE":
+                queue.note(search, trial, goal)
             least, rate = trial.measurements[OBJECTIVE].min(), trial.parameters["learning_rate"]
             print(
                 f"{name}, batch {size}, trial {number}/{config.trials}: {trial.status} after "

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import pandas
 import torch
@@ -30,9 +30,6 @@ from dbsl.optimizer import create_optimizer
 from dbsl.plan.sampler import StepSampler, evaluation_batch_size, evaluation_batches
 from dbsl.tools.study.scaling import Trial
 from dbsl.tools.study.store import COLUMNS, Search
-
-if TYPE_CHECKING:
-    from dbsl.tools.study.study import StudyConfig
 
 qmc = lazy_import("scipy.stats.qmc")
 
@@ -166,9 +163,9 @@ class ImageTask:
 
 
 class Images:
-    """What a study's trials share: data, and a model to begin with."""
+    """What the trials of a study with these settings share: data, and a model to begin with."""
 
-    def __init__(self, config: StudyConfig, accelerator: Accelerator) -> None:
+    def __init__(self, config: Any, accelerator: Accelerator) -> None:
         self.config, self.accelerator = config, accelerator
         self.data = data = load_data(config, config.seed, accelerator.device)
         side = config.resolution or data.resolutions[-1]

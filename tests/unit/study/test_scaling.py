@@ -6,9 +6,13 @@ import math
 import pandas
 import pytest
 
-from dbsl.tools.study import scaling
-from dbsl.tools.study.report import study_figure, write_report
-from dbsl.tools.study.scaling import Trial, critical_batch, find_knees, steps_to_result
+from dbsl.tools.study.scaling import (
+    Trial,
+    critical_batch,
+    find_knees,
+    study_figure,
+    write_report,
+)
 from dbsl.tools.study.store import read_workloads, write_json, write_trial
 
 STUDY = """{"batch_size": %d, "dataset": "cifar_10", "early_stopping": false, "model": "resnet_8",
@@ -49,25 +53,31 @@ def workload(tmp_path):
 def test_files_by_hand_give_steps_by_hand(workload):
     studies = read_workloads([workload])["cifar_10/resnet_8/sgd"]
     assert [study.batch_size for study in studies] == [16, 32, 64]
-    first, never, last = (steps_to_result(study, 0.3) for study in studies)
-    assert (first.steps, first.trial.trial_id) == (300, 2)
+    first, never, last = (study.best_trial(0.3) for study in studies)
+    assert (first.reached_at(0.3), first.trial_id) == (300, 2)
     assert never is None
-    assert (last.steps, last.trial.trial_id) == (100, 1)
-    assert steps_to_result(studies[0], 0.29).trial.trial_id == 2  # the goal is strict
-    assert steps_to_result(studies[0], 0.28).steps == 400  # trial 10, at 0.2
-    assert steps_to_result(studies[0], 0.2) is None
+    assert (last.reached_at(0.3), last.trial_id) == (100, 1)
+    assert studies[0].best_trial(0.29).trial_id == 2  # the goal is strict
+    assert studies[0].best_trial(0.28).reached_at(0.28) == 400  # trial 10, at 0.2
+    assert studies[0].best_trial(0.2) is None
 
 
-def test_knees_follow_the_stated_rules():
-    # From 8 on, 1.2 times perfect is 1200, 600, 300, 150, 75; 1.1 times the least is 132.
-    steps = {8: 1000, 16: 500, 32: 299, 64: 151, 128: 130, 256: 120}
-    knees = find_knees(steps)
-    assert (knees.perfect, knees.useful, knees.is_seen) == (32, 128, True)
-    # Exactly on the rule counts: 1.2 * 600 * 8 / 16 = 360, 1.1 * 200 = 220.
-    knees = find_knees({8: 600, 16: 360, 32: 220, 64: 200})
-    assert (knees.perfect, knees.useful) == (16, 32)
-    assert not find_knees({8: 100, 16: 50}).is_seen
-    assert find_knees({8: 100, 16: 50}, tried=[8, 16, 32]).is_seen
+@pytest.mark.parametrize(
+    ("steps", "perfect", "useful", "seen"),
+    [
+        # From 8 on, 1.2 times perfect is 1200, 600, 300, 150, 75; 1.1 times the least is 132.
+        ({8: 1000, 16: 500, 32: 299, 64: 151, 128: 130, 256: 120}, 32, 128, True),
+        # Exactly on the rule counts: 1.2 * 600 * 8 / 16 = 360, 1.1 * 200 = 220.
+        ({8: 600, 16: 360, 32: 220, 64: 200}, 16, 32, True),
+        ({8: 100, 16: 50}, 16, 16, False),
+        ({8: 100, 16: 50, 32: None}, 16, 16, True),
+        ({8: None}, None, None, None),
+    ],
+)
+def test_knees_follow_the_stated_rules(steps, perfect, useful, seen):
+    found = find_knees(steps)
+    assert (found["perfect_scaling_up_to"], found["useful_batch_size"]) == (perfect, useful)
+    assert found["useful_is_seen"] == seen
 
 
 def test_critical_batch_is_that_of_the_curve_that_made_the_steps():
@@ -124,7 +134,6 @@ def test_report_prints_rules_warnings_and_writes_pictures(workload, tmp_path):
         write_report(read_workloads([workload]), tmp_path, None)
     text = write_report(read_workloads([workload]), tmp_path / "out", 0.3)
     said = (
-        "not reached",
         "perfect scaling up to 16 (the largest b with steps(b) <= 1.2",
         "maximum useful batch 64 (the smallest b with steps(b) <= 1.1",
         "the largest tried: more may still be useful",
@@ -144,28 +153,30 @@ def test_trials_that_ended_at_a_goal_say_nothing_about_another(workload, tmp_pat
         values = json.loads(path.read_text()) | {"early_stopping": True, "goal_error": 0.3}
         path.write_text(json.dumps(values))
     text = write_report(read_workloads([workload]), tmp_path / "out", 0.25)
-    assert "val/classification_error < 0.3," in text
+    assert "an error < 0.3," in text
     assert "its goal is kept, not 0.25" in text
     report = json.loads((tmp_path / "out/report.json").read_text())["cifar_10/resnet_8/sgd"]
     assert report["steps_to_result"] == {"16": 300, "64": 100}
 
 
 def test_pictures_show_what_was_computed():
-    def result(size, steps):
-        parameters = {"learning_rate": 0.01 * size, "momentum": 0.9}
-        return scaling.Result(size, steps, Trial(1, "COMPLETE", steps, parameters, {}))
+    def figure(steps):
+        rows = [
+            {"batch_size": b, "steps_to_result": s, "learning_rate": 0.01 * b, "momentum": 0.9}
+            for b, s in steps.items()
+        ]
+        return study_figure({"w": rows}, {"w": {"goal": 0.3, **find_knees(steps)}})
 
-    own = [result(8, 1000), result(16, 500), result(32, 300), result(64, 290), result(128, 280)]
-    axes, left, right = study_figure({"w": own}).axes
+    steps = {8: 1000, 16: 500, 32: 300, 64: 290, 128: 280}
+    axes, left, right = figure(steps).axes
     lines = {line.get_label(): line.get_ydata().tolist() for line in axes.lines}
-    assert lines["measured"] == [1000, 500, 300, 290, 280]
+    assert lines["measured"] == [*steps.values()]
     assert lines["steps halve as the batch doubles"] == [1000, 500, 250, 125, 62.5]
     spans = {p.get_label(): (p.get_x(), p.get_x() + p.get_width()) for p in axes.patches}
-    assert spans["perfect scaling"][1] == 32  # 300 is exactly 1.2 times 250
-    assert spans["no gain"][0] == 32  # 300 is below 1.1 times 280
-    assert "diminishing returns" not in spans
-    axes, *_ = study_figure({"w": own[:3]}).axes
-    assert "no gain" not in {p.get_label() for p in axes.patches}  # nobody has seen it
+    # 300 is exactly 1.2 times 250, and below 1.1 times 280.
+    assert spans == {"perfect scaling": (8, 32), "no gain": (32, 128)}
+    axes, *_ = figure({8: 1000, 16: 500}).axes
+    assert [p.get_label() for p in axes.patches] == ["perfect scaling"]  # no gain was not seen
     assert left.lines[0].get_ydata() == pytest.approx([0.08, 0.16, 0.32, 0.64, 1.28])
     assert left.lines[1].get_ydata() == pytest.approx([0.08, 0.16, 0.32, 0.64, 1.28])
     assert left.lines[2].get_ydata()[-1] == pytest.approx(0.08 * 4)
