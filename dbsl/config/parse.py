@@ -317,7 +317,7 @@ def _read_files(path: Path, cls: type | None) -> list[dict[str, Any]]:
 def _merged(files: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in (pair for file in files for pair in file.items()):
-        found.pop(name, None)  # the last given comes last: `x` and `no_x` are one setting
+        found.pop(name, None)  # the last given comes last: of `x` and `no_x` it counts
         found[name] = value
     found.pop(FOUND, None)
     return found
@@ -328,7 +328,8 @@ def yaml_to_argv(settings: Mapping[str, Any]) -> list[str]:
     flags: list[str] = []
     for name, value in settings.items():
         if isinstance(value, bool):
-            flags.append(_flag(str(name) if value else f"no_{name}"))
+            on, name = value != name.startswith("no_"), name.removeprefix("no_")
+            flags.append(_flag(name if on else f"no_{name}"))
         elif isinstance(value, (list, tuple)):
             flags += [_flag(str(name)), *map(str, value)]
         elif value is not None:
@@ -379,7 +380,7 @@ def is_checkpoint(resume: str) -> bool:
 
 
 def _read_yaml(path: Path, cls: type | None) -> dict[str, Any]:
-    """Refuse what sets no field of `cls`, and true or false for one that is neither, or not."""
+    """Refuse what sets no field of `cls`, and true or false for one that is neither."""
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: an endless number, say
@@ -388,19 +389,14 @@ def _read_yaml(path: Path, cls: type | None) -> dict[str, Any]:
     settings = {} if settings is None else settings
     if not isinstance(settings, dict):
         raise SettingError(f"config must map settings to values, got a value or a list in {path}")
-    if cls is None:
-        return {_name(key): value for key, value in settings.items()}
-    (known, hints), found = _flags_of(cls), {}
-    for key, value in settings.items():
-        name = _name(key)
-        off = name not in known and hints.get(name.removeprefix("no_")) is bool
-        name = name.removeprefix("no_") if off else name
-        if name not in {*known, "base", FOUND} - {"config"}:
-            raise _unknown(cls, "config must set what --help lists", str(key), f" in {path}")
-        switch = isinstance(value, bool)
-        if name in known and value is not None and switch != (hints[name] is bool):
-            must = f"{key} must be {described(hints[name])[0]}"
-            got = f"{as_given(value)} (YAML's yes, no, on or off without quotes; "
-            raise SettingError(f"{must}, got {got if switch else f'{value!r} ('}{path} sets {key})")
-        found[name] = not value if off and switch else value
-    return found
+    settings = {_name(key): value for key, value in settings.items()}
+    known, hints = _flags_of(cls) if cls else ((), {})
+    for name, value in settings.items() if cls else ():
+        own = name if name in known else name.removeprefix("no_")
+        if own not in {*known, "base", FOUND} - {"config"}:
+            raise _unknown(cls, "config must set what --help lists", name, f" in {path}")
+        if isinstance(value, bool) and hints.get(own) is not bool:
+            why = f"(YAML's yes, no, on or off without quotes; {path} sets {name})"
+            must = f"{name} must be {described(hints.get(own))[0]}"
+            raise SettingError(f"{must}, got {as_given(value)} {why}")
+    return settings
