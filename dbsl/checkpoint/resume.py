@@ -181,8 +181,7 @@ def _with_global_batch(config: RunConfig, before: Mapping[str, Any], found: Foun
     if given or not (joint and takes_joint_steps(config)):
         return config
     planner = found.shard(SERVER_RANK)["planner"]
-    plans = [planner["plans"][number] for number in planner["last"].values()]
-    sizes = {plan["global_batch_size"] for plan in plans}
+    sizes = {plan["global_batch_size"] for plan in planner["last"].values()}
     if len(sizes) > 1:
         return config
     changes = {"global_batch_size": sizes.pop()}

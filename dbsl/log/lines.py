@@ -66,14 +66,10 @@ def print_run(
     if config.cpu_threads is None:
         threads += " on the first node, others by their cores"
     unset = " (--workers is unset)" * unset
-    of_processes = plans.nodes[config.dedicated_server :]  # one that joins knows of its own
-    nodes = [of_processes[own.start] for own in islands.processes if own.stop <= len(of_processes)]
     text = format_run(
         *(plans.stages, plans.first, config.rounds_per_epoch),
         rates=lambda stage: _rates(config, stage),
         timelines=folder is None,
-        nodes=nodes if processes > 1 else (),
-        processes=islands.sizes,
         begin=begin,
     )
     lines = [
@@ -149,7 +145,7 @@ def _on_ways(plans: Plans, model: nn.Module, accelerator: Accelerator) -> list[s
         bounds = (known.limits or known.fits) if joint else known.large_batch_sizes
         most = bounds[resolution] if bounds else [None] * config.workers
         model, least = known.models[resolution], plans.sampler.least
-        times = epoch_times(plan, model, most, plans.rounds, least).with_exchanges(exchange_s)
+        times = epoch_times(plan, model, most, plans.rounds, least, exchange_s)
         lines.append(f"{px(resolution, after=': ')}{times.describe()}")
     return lines
 

@@ -20,13 +20,6 @@ class EpochTimes:
     balanced_s: float  # all end together; in rounds with large batches
     alone_s: float  # the fastest worker has all samples, and nobody to wait for
     fastest: int  # that worker
-    exchanges: int  # sums over all workers that an epoch has in the first two ways
-
-    def with_exchanges(self, exchange_s: float) -> EpochTimes:
-        """Return the times with so many seconds for each exchange."""
-        more = exchange_s * self.exchanges
-        together = (self.equal_s + more, self.balanced_s + more)
-        return EpochTimes(*together, self.alone_s, self.fastest, self.exchanges)
 
     def describe(self) -> str:
         """Return the three times and the best of them, in one line."""
@@ -42,7 +35,12 @@ class EpochTimes:
 
 
 def epoch_times(
-    plan: Plan, model: TimeModel, most: Sequence[int | None], rounds: int = 1, least: int = 1
+    plan: Plan,
+    model: TimeModel,
+    most: Sequence[int | None],
+    rounds: int = 1,
+    least: int = 1,
+    exchange_s: float = 0.0,
 ) -> EpochTimes:
     """Predict an epoch of the plan's samples in the three ways.
 
@@ -54,6 +52,7 @@ def epoch_times(
             takes a larger global batch in several passes.
         rounds: Rounds per epoch; joint steps exchange in each step.
         least: Fewest samples of a worker in a joint step.
+        exchange_s: Seconds of a sum over all workers, of which the first two ways have some.
     """
     samples, joint = plan.samples, plan.global_batch_size is not None
     limits = np.array([plan.global_batch_size if size is None else size for size in most])
@@ -69,6 +68,6 @@ def epoch_times(
         passes, exchanges, balanced_s = -(-samples // limits), rounds, plan.all_large_time_s
     alone_s = model.time(np.full(len(limits), samples), passes)
     fastest = int(alone_s.argmin())
-    return EpochTimes(
-        plan.equal_batch_time_s, balanced_s, float(alone_s[fastest]), fastest, exchanges
-    )
+    more = exchange_s * exchanges
+    together = (plan.equal_batch_time_s + more, balanced_s + more)
+    return EpochTimes(*together, float(alone_s[fastest]), fastest)

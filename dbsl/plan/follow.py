@@ -139,12 +139,9 @@ class Planner:
         """
         members, plans, rounds = self.members, self.plans, self._rounds
         there, clock, lost = members.active - {worker}, members.clocks[worker], 0
-        # Newcomers have no part in the epochs before theirs, and have begun nothing.
-        newcomers = members.newcomers & there if there - members.newcomers else set()
         others = self._plans_of(there)
         # Begun, too: rounds that the lost worker was ahead, or that an earlier loss left alone.
-        ahead = 0 if worker in members.newcomers else min(clock, last)
-        self._begun = max(self._begun, members.begun(last, but={worker, *newcomers}), ahead)
+        self._begun = max(self._begun, members.begun(last, but=worker), min(clock, last))
         stop = -(-self._begun // rounds)
         for epoch in range(min(clock, members.slowest(but=worker)) // rounds, stop):
             before = epoch * rounds
@@ -153,11 +150,9 @@ class Planner:
                 lost += self._sampler.count(plans.at(epoch, round_), worker, epoch, round_)
             plans.set(epoch, rounds, *plans.of_epoch(epoch))
             if kept < rounds:
-                late = {own for own in newcomers if members.clocks[own] > before}
-                left = self._plans_of(there - late) if late else others
                 taken = self._sampler.taken_before(plans.at(epoch, kept), kept)
-                rest = replace(left[self._resolution_at(epoch)], first_round=kept, taken=taken)
-                plans.set(epoch, rounds, rest)
+                plan = others[self._resolution_at(epoch)]
+                plans.set(epoch, rounds, replace(plan, first_round=kept, taken=taken))
         self._begin_with(stop, others)
         return lost
 

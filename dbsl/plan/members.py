@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -32,9 +31,9 @@ class Members:
         """Return the rounds that every worker that is there, but for one, has pushed."""
         return min(self.clocks[worker] for worker in self.active if worker != but)
 
-    def begun(self, last: int, but: Collection[int] = ()) -> int:
-        """Return the rounds, of `last` in all, that any worker, but for some, has begun."""
-        there = self.active.difference(but)
+    def begun(self, last: int, but: int | None = None) -> int:
+        """Return the rounds, of `last` in all, that any worker, but for one, has begun."""
+        there = self.active - {but}
         return min(max(self.clocks[w] + (w in self.inside) for w in there), last)
 
     def begin(self, worker: int) -> None:
@@ -111,19 +110,15 @@ class EpochPlans:
         return range(members.slowest() // members.rounds, max(stop, *planned, 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plans, each once, and what stands, in plain values."""
-        every = itertools.chain(self.last.values(), *self._epochs.values())
-        numbers = {plan: number for number, plan in enumerate(dict.fromkeys(every))}
+        """Return plans, and what stands, in plain values."""
         return {
-            "plans": [asdict(plan) for plan in numbers],
-            "last": {resolution: numbers[plan] for resolution, plan in self.last.items()},
-            "epochs": {epoch: [numbers[p] for p in own] for epoch, own in self._epochs.items()},
+            "last": {resolution: asdict(plan) for resolution, plan in self.last.items()},
+            "epochs": {e: [asdict(plan) for plan in plans] for e, plans in self._epochs.items()},
             "decided": dict(self._decided),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        plans = [plan_from_plain(plan) for plan in state["plans"]]
-        self.last = {resolution: plans[number] for resolution, number in state["last"].items()}
-        self._epochs = {e: [plans[number] for number in own] for e, own in state["epochs"].items()}
+        self.last = {r: plan_from_plain(plan) for r, plan in state["last"].items()}
+        self._epochs = {e: [*map(plan_from_plain, own)] for e, own in state["epochs"].items()}
         self._decided = dict(state["decided"])

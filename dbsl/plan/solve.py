@@ -227,7 +227,7 @@ class _DualBatch:
         if ratio * large_part >= 1:
             raise SettingError(
                 f"time_ratio must be below {1 / large_part:.4g} (beyond it the large workers take "
-                f"all samples), got {ratio}{self._nearest()}"
+                f"all samples), got {ratio}"
             )
         return ratio
 
@@ -244,8 +244,7 @@ class _DualBatch:
             rest = samples - large * (workers - small_workers)
             if rest < small_workers:
                 raise SettingError(
-                    f"time_ratio must leave every small worker a sample of {samples}, got "
-                    f"{ratio:g}{self._nearest()}"
+                    f"time_ratio must leave every small worker a sample of {samples}, got {ratio:g}"
                 )
             published = large, rules.to_integer(rest / small_workers)
             time_s = ratio * model.sample_time(limit) * samples / workers
@@ -285,16 +284,6 @@ class _DualBatch:
             return float(done.sum()) - samples
 
         return 0.0 if surplus(1e-3) >= 0 else zero_of(surplus, 1e-3, float(limits.max()))
-
-    def _nearest(self) -> str:
-        """Return what a plan with the least small batch would be, for the end of an error."""
-        limits, batch = self.limits, self.rules.min_batch_size
-        sizes = np.where(self._is_small, np.minimum(batch, limits), limits)
-        try:
-            ratio = self._balanced_time(sizes) / self._balanced_time(limits)
-        except NoPlanError:
-            return ""
-        return f"; the nearest plan has small_batch_size {batch} and time ratio {ratio:.4g}"
 
     def _batch_sizes(self, batch: int | None) -> np.ndarray:
         limits, small = self.limits, self.small_workers

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from dbsl.config.fields import refuse
+from dbsl.base.errors import require
 from dbsl.config.settings import NO_SIDE, RunConfig, Schedule
 
 
@@ -45,10 +45,10 @@ class Stages(Sequence[Stage]):
     ) -> None:
         asked_for = config.resolutions is not None and "resolutions" not in config.found
         given = tuple(config.resolutions or resolutions)
-        unlike = (given == (NO_SIDE,)) != (tuple(resolutions) == (NO_SIDE,))
-        must = "resolutions must be left out with inputs that have no side"
-        must = "resolutions must be positive for images" if given == (NO_SIDE,) else must
-        refuse([(unlike, must, given)])
+        sideless = given == (NO_SIDE,)
+        must = "be positive for images" if sideless else "be left out with inputs that have no side"
+        alike = sideless == (tuple(resolutions) == (NO_SIDE,))
+        require(alike, f"resolutions must {must}", given)
         epochs, milestones, warmup = config.epochs, config.lr_milestones, config.warmup_epochs
         # What is left open is settled here; the rest of the run has it from this config.
         self.config = config = replace(
@@ -122,26 +122,26 @@ def make_stages(
     starts, and `gamma` multiplies the learning rate.
     """
     bounds = [0, *milestones, epochs]
-    falls = any(a >= b for a, b in itertools.pairwise(bounds))
-    inside = f"lr_milestones must ascend inside (0, epochs={epochs})"
-    each = f"dropout must have 1 value or one per resolution ({len(resolutions)})"
-    unlike = len(dropout) not in (1, len(resolutions))
-    refuse([(falls, inside, milestones), (unlike, each, f"{len(dropout)} values")])
+    ascends = all(a < b for a, b in itertools.pairwise(bounds))
+    require(ascends, f"lr_milestones must ascend inside (0, epochs={epochs})", milestones)
+    must = f"dropout must have 1 value or one per resolution ({len(resolutions)})"
+    require(len(dropout) in (1, len(resolutions)), must, f"{len(dropout)} values")
     rates = dict(zip(resolutions, dropout, strict=True)) if len(dropout) > 1 else {}
     used = resolutions[-1:] if schedule == "fixed" else resolutions
     # One-pass progressive resizing climbs over the whole run, cyclic over each stage.
-    spans = [(0, epochs)] if schedule == "progressive" else list(itertools.pairwise(bounds))
-    keys = [  # each epoch's learning-rate stage and resolution
-        (bisect_right(milestones, e), used[len(used) - 1 - (end - 1 - e) * len(used) // (end - a)])
-        for a, end in spans
-        for e in range(a, end)
-    ]
+    spans = [(0, epochs)] if schedule == "progressive" else itertools.pairwise(bounds)
+    sides: list[int] = []  # of each epoch
+    for first, end in spans:
+        each, more = divmod(end - first, len(used))
+        for number, side in enumerate(used):
+            sides += [side] * (each + (number >= len(used) - more))
+    keys = [(bisect_right(milestones, epoch), side) for epoch, side in enumerate(sides)]
     stages: list[Stage] = []
-    for (index, resolution), group in itertools.groupby(range(epochs), keys.__getitem__):
+    for (index, side), group in itertools.groupby(range(epochs), keys.__getitem__):
         covered, substage = list(group), sum(stage.index == index for stage in stages)
-        rate, share = learning_rate * gamma**index, rates.get(resolution, dropout[0])
+        rate, share = learning_rate * gamma**index, rates.get(side, dropout[0])
         span = covered[0], covered[-1] + 1
-        stages.append(Stage(index, substage, *span, resolution, dropout=share, learning_rate=rate))
+        stages.append(Stage(index, substage, *span, side, dropout=share, learning_rate=rate))
     return tuple(stages)
 
 

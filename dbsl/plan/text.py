@@ -14,25 +14,15 @@ from dbsl.plan.types import Plan, WorkerPlan
 
 _BAR_WIDTH = 48  # characters
 MAX_ROWS = 16
-_WIDTHS = {"worker": 9, "node": 8, "processes": 11, "batch": 8, "samples": 10}  # characters
-_WIDTHS |= {"steps": 8}
-_WIDTHS |= {"weight": 8, "time": 10, "idle": 8}
+_WIDTHS = {"worker": 9, "batch": 8, "samples": 10, "steps": 8, "weight": 8, "time": 10, "idle": 8}
 
 
-def worker_rows(
-    plan: Plan, alone_up_to: int = 0, *places: Sequence[int]
-) -> list[tuple[str, WorkerPlan, tuple[int, ...]]]:
-    """Return the plan's workers as rows of their numbers, their plan and their places.
-
-    Neighbours with equal plans in the same places, such as a node, share a row where there are more
-    than `alone_up_to` workers.
-    """
-    alone = itertools.count() if len(plan.workers) <= alone_up_to else itertools.repeat(0)
-    workers = zip(plan.workers, alone, *(p or itertools.repeat(0) for p in places), strict=False)
+def worker_rows(plan: Plan) -> list[tuple[str, WorkerPlan]]:
+    """Return the plan's workers as rows of numbers and plan; neighbours with equal ones share."""
     rows, first = [], 0
-    for (worker, _, *place), group in itertools.groupby(workers):
+    for worker, group in itertools.groupby(plan.workers):
         last = first + len(list(group)) - 1
-        rows.append((str(first) if first == last else f"{first}-{last}", worker, tuple(place)))
+        rows.append((str(first) if first == last else f"{first}-{last}", worker))
         first = last + 1
     return rows
 
@@ -66,25 +56,17 @@ def sizes_in_words(sizes: Sequence[int]) -> str:
     return " + ".join(texts)
 
 
-def format_plan(plan: Plan, nodes: Sequence[int] = (), processes: Sequence[int] = ()) -> str:
-    """Return the plan as a table, equal workers on one line, with what it costs below.
-
-    `nodes` has the node of each worker: if there are several, each has rows and a column names it.
-    `processes` has the number of each worker: if one has several, there is a column for them.
-    """
-    left_out = {"weight", "idle"} if len(plan.workers) == 1 else set()
-    if len(set(nodes)) < 2:
-        left_out.add("node")
-    if max(processes, default=1) == 1:
-        left_out.add("processes")
+def format_plan(plan: Plan) -> str:
+    """Return the plan as a table, equal workers on one line, with what it costs below."""
+    rows, left_out = worker_rows(plan), {"weight", "idle"} if len(plan.workers) == 1 else set()
 
     def line(*cells: object) -> str:
         columns = zip(_WIDTHS, cells, strict=True)
         return "".join(f"{c:>{_WIDTHS[name]}}" for name, c in columns if name not in left_out)
 
-    lines, rows = [line(*_WIDTHS)], worker_rows(plan, 0, nodes, processes)
-    for name, w, places in rows[:MAX_ROWS]:
-        counts = name, *places, w.local_batch_size, w.samples, w.steps, f"{w.merge_weight:.4f}"
+    lines = [line(*_WIDTHS)]
+    for name, w in rows[:MAX_ROWS]:
+        counts = name, w.local_batch_size, w.samples, w.steps, f"{w.merge_weight:.4f}"
         idle = f"{100 * (1 - w.predicted_time_s / plan.time_s):.1f} %"
         lines.append(line(*counts, duration(w.predicted_time_s), idle))
     if len(rows) > MAX_ROWS:
@@ -117,7 +99,7 @@ def timeline(plan: Plan, rounds: int) -> str:
     """Return an epoch as bars of text, one row per worker: S, L computing, dots waiting."""
     width = max(1, _BAR_WIDTH // rounds)
     lines = []
-    for name, w, _ in worker_rows(plan)[:MAX_ROWS]:
+    for name, w in worker_rows(plan)[:MAX_ROWS]:
         busy = max(1, round(width * w.predicted_time_s / plan.time_s))
         bar = ("S" if w.small else "L") * busy + "." * (width - busy)
         lines.append(f"{name:>9}  |{'|'.join([bar] * rounds)}|")
@@ -138,14 +120,11 @@ def format_run(
     *,
     rates: Callable[[Stage], str] = lambda stage: f"{stage.learning_rate:g}",
     timelines: bool = False,
-    nodes: Sequence[int] = (),
-    processes: Sequence[int] = (),
     begin: int = 0,
 ) -> str:
     """Return the plans of a run in the order in which it meets them, and what it takes in all.
 
-    `rates` says which learning rates a stage has. See `format_plan` for `nodes` and `processes`.
-    What was over before the epoch `begin` is left out.
+    `rates` says which learning rates a stage has. Epochs before `begin` are left out.
     """
     lines, epochs = [], stages[-1].end_epoch
     stages = [
@@ -162,7 +141,7 @@ def format_run(
         ratio = "" if plain else f"; time ratio {plan.time_ratio:.3f}"
         rate = ", ".join(dict.fromkeys(map(rates, its_stages)))
         lines.append(f"{px(resolution, after=', ')}{epoch_spans(its_stages)}, lr {rate}{ratio}")
-        lines.append(format_plan(plan, nodes, processes))
+        lines.append(format_plan(plan))
         lines += [timeline(plan, rounds), ""] if timelines else [""]
     planned, all_large, equal = map(duration, total_times_s(stages, plans))
     joint = any(plan.global_batch_size for plan in plans.values())

@@ -260,18 +260,6 @@ def test_a_planner_goes_on_from_its_state_as_if_nothing_had_been():
     assert one.changes > two.changes >= 0
 
 
-def test_a_planners_state_holds_each_plan_once():
-    planner = rounds_planner("dynamic", 4, 1)
-    for epoch in range(3):
-        measure(planner, epoch, true=slower(4))
-    planner.decide(3)
-    state = planner.state_dict()
-    used = {*state["last"].values()}
-    used |= {row for rows in state["epochs"].values() for row in rows}
-    assert sorted(used) == list(range(len(state["plans"])))
-    assert all(a != b for i, a in enumerate(state["plans"]) for b in state["plans"][:i])
-
-
 def test_a_round_without_samples_teaches_nothing():
     planner = joint_planner("dynamic:1")
     before = [*planner.estimates(8)]

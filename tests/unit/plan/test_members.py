@@ -66,23 +66,6 @@ def test_a_worker_that_is_back_and_has_begun_nothing_is_lost_without_a_sample():
     assert samples_of(run, 1) == [45, 45, 0]
 
 
-def test_what_a_loss_leaves_of_an_epoch_is_shared_by_those_that_are_in_it():
-    """While a worker that is back waits for the next one."""
-    run = prepare(case(rounds=6))
-    planner = run.plans.planner
-    leave_out(planner, 2)
-    know(planner, 1, 1, 0, inside=(0, 1), lost=(2,))
-    assert planner.bring_back(48) == 1
-    know(planner, 1, 1, 6, inside=(0, 1), newcomers=(2,))
-    assert planner.drop(1, 48) == 8  # its part of the round that was begun
-    rest = planner.decide(0, 2)
-    assert (rest.first_round, [row.samples > 0 for row in rest.workers]) == (
-        2,
-        [True, False, False],
-    )
-    assert samples_of(run, 1) == [45, 0, 45]
-
-
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_worker_lost_while_another_waits_for_it_costs_the_rounds_that_were_begun_and_no_more(
     staleness,

@@ -6,8 +6,6 @@ from hypothesis import strategies as st
 
 from dbsl.config.settings import RunConfig
 from dbsl.plan.islands import Islands, split_inside
-from dbsl.plan.solve import plan_dual_batch
-from dbsl.plan.text import format_plan
 from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, RoundReport, StepLine, TimeModel, join_reports
 from dbsl.run.plans import count_workers, settle_islands
 
@@ -108,11 +106,3 @@ def test_a_worker_is_refused_for_each_of_its_processes_and_a_loss_says_most():
     assert (joined.refused, joined.fault) == (True, BAD_LOSS)
     (joined,) = join_reports([report(0, 3, 1.0), first])
     assert (joined.refused, joined.fault) == (True, BAD_WEIGHTS + 3)
-
-
-def test_the_plan_says_how_many_processes_workers_have():
-    plan = plan_dual_batch(402, 3, 0, 50, TimeModel(1e-3, 0.02))
-    head, *rows = format_plan(plan, (), (2, 2, 1)).splitlines()[:3]
-    assert head.split()[:3] == ["worker", "processes", "batch"]
-    assert [row.split()[:2] for row in rows] == [["0-1", "2"], ["2", "1"]]
-    assert format_plan(plan, (), (1, 1, 1)) == format_plan(plan)

@@ -2,7 +2,7 @@ import pytest
 
 from dbsl.plan.solve import PlanRules, TimeModel, plan_dual_batch, plan_steps
 from dbsl.plan.stages import make_stages
-from dbsl.plan.text import comparison, format_plan, format_run, nodes_in_words
+from dbsl.plan.text import comparison, format_run, nodes_in_words
 
 
 @pytest.mark.parametrize(
@@ -16,15 +16,6 @@ from dbsl.plan.text import comparison, format_plan, format_run, nodes_in_words
 )
 def test_nodes_are_told_by_the_processes_of_each(nodes, words):
     assert nodes_in_words(nodes) == words
-
-
-def test_the_plan_table_says_which_workers_are_on_which_node_if_there_are_several():
-    plan = plan_dual_batch(400, 4, 1, 50, TimeModel(1e-3, 0.02))
-    head, *rows = format_plan(plan, (0, 0, 0, 1)).splitlines()[:4]
-    assert head.split()[:3] == ["worker", "node", "batch"]
-    assert [row.split()[:2] for row in rows] == [["0", "0"], ["1-2", "0"], ["3", "1"]]
-    assert format_plan(plan, (0, 0, 0, 0)) == format_plan(plan)
-    assert "node" not in format_plan(plan)
 
 
 def test_the_plan_of_one_worker_speaks_of_no_others():
