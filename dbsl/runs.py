@@ -23,9 +23,9 @@ from dbsl.config.hooks import Extra, Extras
 from dbsl.config.settings import RunConfig, check_effects
 from dbsl.data.dataset import Data, load_data
 from dbsl.data.sources import TrainingData
-from dbsl.log.evaluation import Evaluation
 from dbsl.log.lines import print_run
 from dbsl.log.log import RunLog, check_result
+from dbsl.log.rows import evaluation_row
 from dbsl.model import save_model
 from dbsl.optimizer import check_optimizer, default_learning_rate
 from dbsl.plan.types import EpochEnd
@@ -149,26 +149,23 @@ class RunFolder(AbstractContextManager):
     def plan(self, turn: WorkerTurn) -> None:
         """Record the plan of a turn, if it is another than before."""
         refuse_order(self.log is None, "call run.begin before its first turn", "none")
-        self.log.plan(turn.epoch, turn.round, turn.plan)
+        self.log.plan(turn.epoch, turn.plan)
 
     def rounds(self) -> None:
         """Record what workers say of their rounds, and which of them were lost."""
-        cluster = self.workers.cluster
-        for report in cluster.reports():  # all workers' rounds; none but on the main process
-            self.log.round(report, virtual_time_s=cluster.time_s)
-        self.log.hear(cluster)
+        self.log.hear(self.workers.cluster)
 
     def epoch(self, end: EpochEnd, metrics: Metrics) -> None:
         """Record the end of an epoch; print a line."""
         workers = self.workers
-        result = None if metrics is None else Evaluation.of(metrics, workers.side)
+        result = None if metrics is None else evaluation_row(metrics, workers.side)
         clocks = {"train_time_s": workers.train_time_s, "virtual_time_s": workers.cluster.time_s}
         self.log.epoch_end(end.epoch, result, **clocks)
 
     def is_best(self, metrics: Mapping[str, Any]) -> bool:
         """Whether metrics that are not recorded yet have the best accuracy so far."""
-        found = Evaluation.of(metrics, self.workers.side)
-        return self.log.is_best(found.accuracy, found.loss)
+        found = evaluation_row(metrics, self.workers.side)
+        return self.log.is_best(found["accuracy"], found["loss"])
 
     def evaluate_more(
         self, end: EpochEnd, metrics: Metrics, evaluate: Callable[[], Mapping[str, Any]]

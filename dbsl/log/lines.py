@@ -19,17 +19,19 @@ from dbsl.cluster.formats import joint_messages, message_bytes, numbers_of, trai
 from dbsl.cluster.wire import all_reduce_time_s
 from dbsl.config.settings import FLOAT32, RunConfig, Wire, takes_joint_steps, wire_of
 from dbsl.data.sources import TrainingData
-from dbsl.log.evaluation import Evaluation, further_sets, more_in_words
+from dbsl.log.rows import EVALUATED
 from dbsl.plan.alone import epoch_times
 from dbsl.plan.stages import Stage
 from dbsl.plan.text import format_run, nodes_in_words, sizes_in_words
 from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, LostWorker, Plan, RoundReport
 from dbsl.run.accelerator import describe_precision
+from dbsl.run.meter import TakenSteps
 from dbsl.run.plans import Plans
 
 _BAR = "{percentage:3.0f} %|{bar}| {n_fmt}/{total_fmt} [<{remaining}{postfix}]"  # fits 80 columns
 _BAR_EVERY_S, _LINE_EVERY_S = 0.5, 60.0
 _MAX_PRINTED_WORKERS = 8
+_MOST_PRINTED = 8  # metrics of a loop's own
 _TOLERANCE = 0.50  # relative, of a worker's time in an epoch
 
 
@@ -77,7 +79,6 @@ def print_run(
         f"{len(data.evaluation)} for evaluation ({data.eval_split}), {data.num_classes} classes",
         f"{plural(config.workers, 'worker')} {where}{small}{unset}{sync}; {accelerator.device}, "
         f"torch {torch.__version__}, precision {describe_precision(accelerator)}, {threads}",
-        *_on_ratio(config),
         *([data.normalisation] if hasattr(data, "normalisation") else []),  # not all data have it
         *([data.train.described(config.seed)] if hasattr(data.train, "described") else []),
         f"run folder {folder}" if folder else "plan only: nothing is trained or written",
@@ -94,16 +95,6 @@ def _named(model: nn.Module, data: TrainingData, config: RunConfig) -> str:
     """Return model and data by the settings, or by what a script has in their place."""
     own = config.model if hasattr(model, "created_with") else type(model).__name__
     return f"{own} on {getattr(data, 'name', config.dataset)}"
-
-
-def _on_ratio(config: RunConfig) -> list[str]:
-    """Return a line where whole workers are another share of all than was asked for."""
-    ratio, small, workers = config.small_ratio, config.small_workers, config.workers
-    asked = ratio * workers
-    if not ratio or math.isclose(asked, small) or abs(asked - small) >= 1:  # or small_workers won
-        return []
-    share = f"{100 * small / workers:.0f} % of them"
-    return [f"small_ratio {ratio:g} of {plural(workers, 'worker')} makes {small} small: {share}"]
 
 
 def _on_wire(plans: Plans, model: nn.Module) -> list[str]:
@@ -176,27 +167,25 @@ class Display:
         """Begin to measure the speed again: what came before was an evaluation, say."""
         self._samples, self._since = 0, time.perf_counter()
 
-    def step(
-        self, samples: int, epoch: int, learning_rate: float, worker: int | None, steps: int = 1
-    ) -> None:
-        """Note steps with these samples; None: all workers', who have the same learning rate."""
-        self.done += steps
-        self._samples += samples
+    def step(self, taken: TakenSteps) -> None:
+        """Note steps that were taken."""
+        self.done += taken.steps
+        self._samples += taken.samples
         spent = time.perf_counter() - self._since
         if spent >= self._every_s:
             known = math.isfinite(self.loss)
             loss = f"loss {short_loss(self.loss)}, " if known else ""
             speed = speed_in_words(self._samples / spent, self._unit)
-            text = f"epoch {epoch + 1}/{self._config.epochs}, "
+            text = f"epoch {taken.epoch + 1}/{self._config.epochs}, "
             if self._bar.disable:
-                alone = worker is None or self._config.workers == 1
-                whose = "" if alone else f" (worker {worker})"
-                text += f"lr {learning_rate:.3g}{whose}, {loss}{speed}"
+                alone = taken.worker is None or self._config.workers == 1
+                whose = "" if alone else f" (worker {taken.worker})"
+                text += f"lr {taken.learning_rate:.3g}{whose}, {loss}{speed}"
                 self.print(f"  {self.done}/{self.total} steps, {text}")
             else:
                 self._bar.set_postfix_str(f"{text}{loss}{speed}", refresh=False)
             self.pause()
-        self._bar.update(steps)
+        self._bar.update(taken.steps)
 
     def expect(self, more: int) -> None:
         """Note that the run takes so many more steps than it was to take, or fewer."""
@@ -287,20 +276,19 @@ def _two_digits(value: float) -> str:
 # --- what it comes to
 
 
-def evaluation_in_words(evaluation: Evaluation | None) -> str:
+def evaluation_in_words(evaluation: Mapping[str, Any] | None) -> str:
     """Return an evaluation as a part of the epoch's line; nothing where there was none."""
     if evaluation is None:
         return ""
-    ema, top5 = evaluation.ema_accuracy, evaluation.top5_accuracy
+    ema, top5 = evaluation.get("ema_accuracy"), evaluation.get("top5_accuracy")
     averaged = "" if ema is None else f"  EMA {100 * ema:.1f} %"
     first5 = "" if top5 is None else f" (top-5 {100 * top5:.1f} %)"
-    others = "".join(
-        f"  {name} {100 * accuracy:.1f} %, loss {short_loss(loss)}"
-        for name, (accuracy, loss) in further_sets(evaluation.more).items()
-    )
-    loss = short_loss(evaluation.loss)
-    result = f"  eval {100 * evaluation.accuracy:.1f} %{first5}, loss {loss}{averaged}"
-    return f"{result}{others}{more_in_words(evaluation)}"
+    own = [(name, value) for name, value in evaluation.items() if name not in EVALUATED]
+    others = "".join(f"  {name} {short_loss(value)}" for name, value in own[:_MOST_PRINTED])
+    more = len(own) - _MOST_PRINTED
+    others += f"  ({more} more)" if more > 0 else ""
+    result = f"  eval {100 * evaluation['accuracy']:.1f} %{first5}"
+    return f"{result}, loss {short_loss(evaluation['loss'])}{averaged}{others}"
 
 
 def result_in_words(values: Mapping[str, Any], unit: str) -> str:

@@ -1,7 +1,6 @@
 """What a run leaves: metrics.jsonl, summary.json and lines for people.
 
-The main process does it all; on the others the same calls do nothing. Epochs count from 0 in the
-code, and from 1 in all that is written: files and lines for people.
+The main process does it all; on the others the same calls do nothing.
 """
 
 from __future__ import annotations
@@ -20,16 +19,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from dbsl.base.errors import DivergedError, SaveError, duration, plural, px, short_loss, steadier
+from dbsl.base.errors import DivergedError, SaveError, duration, px, require, short_loss, steadier
 from dbsl.base.files import write_text
 from dbsl.base.machine import lazy_import
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.weights import names_of
-from dbsl.config.fields import refuse
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import RunConfig
 from dbsl.log import lines, rows
-from dbsl.log.evaluation import Evaluation
 from dbsl.model import has_batch_norm
 from dbsl.plan.types import (
     NO_FAULT,
@@ -37,20 +34,26 @@ from dbsl.plan.types import (
     Plan,
     RoundReport,
     StepLine,
-    plan_from_plain,
     report_from_plain,
 )
 from dbsl.profile.timing import device_name
 from dbsl.run.folder import commit_of, started_script
+from dbsl.run.meter import TakenSteps
 from dbsl.run.workers import Workers
 
 timm = lazy_import("timm")
 
-_FINAL = ("accuracy", "loss", "top5_accuracy", "ema_accuracy", "ema_loss")
+_TRAINED = ("train_accuracy", "train_loss")  # of an evaluation, in summary.json by these names
+_OF_ROWS = ("samples", "resolution", "time_s")  # of an evaluation, that summary.json leaves out
 _MISHAPS = "lost_"  # fields of `_SoFar` that summary.json has only if not empty
 _FEW = 4  # samples: fewer give batch norm no mean and deviation to speak of
 _RISES = 3  # times the first epoch's training loss, and 1: above it has diverged
 _JUDGED_EPOCH = 2  # whose times are held against the plan: caches and the device are warm
+
+
+def _clocks(**seconds: float | None) -> dict[str, float]:
+    """Return the clocks that there are."""
+    return {name: value for name, value in seconds.items() if value is not None}
 
 
 @dataclass
@@ -82,47 +85,71 @@ class RunLog:
         state: Mapping[str, Any] | None = None,
         handover: Handover | None = None,
     ) -> None:
-        self._workers, self.meter = workers, workers.meter
-        self._all_plans = plans = workers.plans
-        self._config = config = plans.config
+        self._workers, self._plans, self._config = workers, workers.plans, workers.plans.config
         self.folder, self.enabled = folder, workers.accelerator.is_main_process
         self.evaluated_epoch = -1  # the last that was, in this session and on the main process
-        self._exits, self._tell = ExitStack(), None  # hands rows to extras, once it is entered
+        self._exits = ExitStack()
         if not self.enabled:
             return
+        plans, config = self._plans, self._config
         simulated = workers.accelerator.num_processes == 1 and config.sync != "step"
         all_count = config.dedicated_server or simulated
         self._counted = range(config.workers) if all_count else (0,)  # a joint step is counted once
-        self._plans = dict(plans.first)  # in force, by resolution, as far as the log has been told
-        self._since = dict.fromkeys(plans.first, (0, 0))  # epoch and round of the last change
+        self._told = dict(plans.planner.plans.last)  # by resolution: the last that was told
         self._unit = "images" if plans.stages[-1].resolution else "samples"
-        self._evaluated = len(workers.data.evaluation)  # that were told
         self._normalises = config.local_batch_sizes is None and has_batch_norm(workers.raw_model)
         self._rounds: defaultdict[int, list[RoundReport]] = defaultdict(list)  # by epoch
         self._so_far = _SoFar()
-        self._evaluations: list[Evaluation] = []
+        self._evaluations: list[dict[str, Any]] = []  # rows
         if state:
-            self._load_state_dict(state, same=handover is None)
-        done = self._so_far.epochs
+            for epoch, reports in state["rounds"].items():
+                self._rounds[epoch] = [report_from_plain(report) for report in reports]
+            self._evaluations, self._so_far = state["evaluations"], _SoFar(**state["so_far"])
         # Line buffering: a killed run leaves whole lines. Others may write lines of theirs, too.
         path = self.folder / "metrics.jsonl"
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         os.truncate(path, state["metrics_bytes"] if state else 0)
         self._display = self._begin_display()
         self._say = self._display.print
-        self.meter.on_step = self._display.step
-        if not self.meter.shares_batch:  # else reports have the lines of a worker's processes
-            self.meter.tell = self.step
-        if handover is not None:
-            self._count_steps_of(handover)
-        for stage in plans.stages:  # a resumed run's that are not over and are new
+        self._state, self._handover = state, handover
+
+    def __enter__(self) -> RunLog:
+        if not self.enabled:
+            return self
+        state, handover, done = self._state, self._handover, self._so_far.epochs
+        before = rows.read_metrics(self.folder / "metrics.jsonl")
+        self._tell = self._exits.enter_context(self._plans.extras.report(self.folder, before))
+        if handover is not None and handover.samples:
+            # Joint steps that other workers took of the round under way: no report has them.
+            self._so_far.samples += handover.samples
+            self._so_far.unreported += handover.samples
+            self.write("restart", {"epoch": done, "samples": handover.samples})
+        for stage in self._plans.stages:  # a resumed run's that are not over and are new
             known = state and handover is None and asdict(stage) in state["stages"]
             if not known and (state is None or stage.end_epoch > done):
-                row = rows.plan_row(stage, self._plans[stage.resolution])
+                row = rows.plan_row(stage, self._told[stage.resolution])
                 self.write("plan", row | ({"from_epoch": done} if state else {}))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.enabled:
+            self._display.close()
+            with suppress(OSError):  # a full disk: it was said when the line was written
+                self._file.close()
+        self._exits.__exit__(*error)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run's log goes on from."""
+        self._file.flush()
+        return {
+            "metrics_bytes": os.path.getsize(self._file.name),
+            "rounds": {e: [asdict(r) for r in reports] for e, reports in self._rounds.items()},
+            "evaluations": self._evaluations,
+            "so_far": asdict(self._so_far),
+        }
 
     def _plan_at(self, epoch: int) -> Plan:
-        return self._plans[self._all_plans.stage_at(epoch).resolution]
+        return self._told[self._plans.stage_at(epoch).resolution]
 
     def _steps_of(self, plan: Plan) -> int:
         return sum(plan.workers[worker].steps for worker in self._counted)
@@ -145,55 +172,33 @@ class RunLog:
         except OSError as error:
             what = f"metrics.jsonl could not be written in {self.folder} ({error.strerror})"
             raise SaveError(f"{what}; the checkpoints in it are as they were") from error
-        if self._tell:
-            self._tell(row)
-
-    def __enter__(self) -> RunLog:
-        if self.enabled:
-            before = rows.read_metrics(self.folder / "metrics.jsonl")
-            report = self._all_plans.extras.report(self.folder, before)
-            self._tell = self._exits.enter_context(report)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self.enabled:
-            self._display.close()
-            with suppress(OSError):  # a full disk: it was said when the line was written
-                self._file.close()
-        self._exits.__exit__(*error)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run's log goes on from."""
-        self._file.flush()
-        return {
-            "metrics_bytes": os.path.getsize(self._file.name),
-            "planned_since": dict(self._since),
-            "plans": {resolution: asdict(plan) for resolution, plan in self._plans.items()},
-            "rounds": {e: [asdict(r) for r in reports] for e, reports in self._rounds.items()},
-            "evaluations": [asdict(evaluation) for evaluation in self._evaluations],
-            "so_far": asdict(self._so_far),
-        }
-
-    def _load_state_dict(self, state: Mapping[str, Any], *, same: bool) -> None:
-        if same:  # else new plans are made
-            self._since |= state["planned_since"]
-            self._plans |= {r: plan_from_plain(values) for r, values in state["plans"].items()}
-        for epoch, reports in state["rounds"].items():
-            self._rounds[epoch] = [report_from_plain(report) for report in reports]
-        self._evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
-        self._so_far = _SoFar(**state["so_far"])
-
-    def _count_steps_of(self, handover: Handover) -> None:
-        """Count joint steps that other workers took of the round under way: no report has them."""
-        if handover.samples:
-            self._so_far.samples += handover.samples
-            self._so_far.unreported += handover.samples
-            self.write("restart", {"epoch": self._so_far.epochs, "samples": handover.samples})
+        self._tell(row)
 
     def started(self, start_up_s: float) -> None:
         """Say how long it took until training began."""
         if self.enabled:
             self._say(f"start-up {duration(start_up_s)}, not counted as training")
+
+    def hear(self, cluster: Cluster) -> None:
+        """Record what workers say of their steps and rounds since the last call, and who was lost.
+
+        Elsewhere than on the main process the cluster tells of nobody.
+        """
+        reports = [*cluster.reports()]
+        if not self.enabled:
+            return
+        meter = self._workers.meter
+        for line in meter.take_lines():
+            self.step(line)
+        if (taken := meter.take_steps()).steps:
+            self._display.step(taken)
+        for report in reports:
+            self.round(report, virtual_time_s=cluster.time_s)
+        for lost in cluster.losses():
+            self._so_far.lost_workers.append(lost.worker)
+            self._so_far.lost_samples += lost.samples
+            self.write("lost", asdict(lost))
+            self._say(lines.loss_of_worker(lost))
 
     def step(self, line: StepLine) -> None:
         """Record what a worker says of itself every so many steps."""
@@ -202,42 +207,29 @@ class RunLog:
 
     def round(self, report: RoundReport, *, virtual_time_s: float | None = None) -> None:
         """Record what a worker says of its round, and the simulated clock at its end."""
-        if not self.enabled:
-            return
+        workers, config = self._workers, self._config
         for line in report.lines:  # a worker in another process has sent them
             self.step(line)
-        self.meter.hear(report)
+        workers.meter.hear(report)
         if report.fault != NO_FAULT:  # without: another report of the joint steps says why
-            precision = str(self._workers.accelerator.mixed_precision)
-            self._say(
-                lines.refusal(report, self._config, precision, names_of(self._workers.raw_model))
-            )
+            precision, names = workers.accelerator.mixed_precision, names_of(workers.raw_model)
+            self._say(lines.refusal(report, config, str(precision), names))
         report = replace(report, lines=())
-        if self._config.push == "weights":  # else by epoch and worker, at its end
-            clock = rows.given_values({"virtual_time_s": virtual_time_s})
-            self.write("round", rows.round_row(report) | clock)
+        if config.push == "weights":  # else by epoch and worker, at its end
+            self.write("round", rows.round_row(report) | _clocks(virtual_time_s=virtual_time_s))
         self._rounds[report.epoch].append(report)
         self._so_far.samples += report.samples
         self._display.loss = report.loss
         # A dedicated server takes no steps: they are counted, and new plans told, here.
-        if self._config.dedicated_server:
-            plan = self._all_plans.planner.at(report.epoch, report.round)
+        if config.dedicated_server:
+            plan = self._plans.planner.at(report.epoch, report.round)
             if plan is not None:
-                self.plan(report.epoch, report.round, plan)
-            self._display.step(
-                report.samples, report.epoch, report.learning_rate, report.worker, report.steps
-            )
+                self.plan(report.epoch, plan)
+            place = report.epoch, report.learning_rate, report.worker
+            self._display.step(TakenSteps(report.steps, report.samples, *place))
 
-    def hear(self, cluster: Cluster) -> None:
-        """Record lost workers; elsewhere than on rank 0 the cluster tells of none."""
-        for lost in cluster.losses():
-            self._so_far.lost_workers.append(lost.worker)
-            self._so_far.lost_samples += lost.samples
-            self.write("lost", asdict(lost))
-            self._say(lines.loss_of_worker(lost))
-
-    def plan(self, epoch: int, round_: int, plan: Plan) -> None:
-        """Record the plan in force in a round, if it is another than before."""
+    def plan(self, epoch: int, plan: Plan) -> None:
+        """Record the plan in force in a round of an epoch, if it is another than before."""
         if not self.enabled:
             return
         sizes = [worker.local_batch_size or math.inf for worker in plan.workers]
@@ -248,15 +240,14 @@ class RunLog:
                 f"warning: worker {sizes.index(least)} has batches of {least}, too few for batch "
                 "norm's statistics; --min-batch-size 8 makes planned ones larger"
             )
-        stage, before = self._all_plans.stage_at(epoch), self._plan_at(epoch)
+        stage, before = self._plans.stage_at(epoch), self._plan_at(epoch)
         resolution = stage.resolution
         # Without a barrier, a slow worker may still be in a round with an earlier plan.
-        if plan is before or (epoch, round_) < self._since[resolution]:
+        newest = self._plans.planner.plans.last[resolution]
+        if plan.workers == before.workers or plan.workers != newest.workers:
             return
-        self._plans[resolution], self._since[resolution] = plan, (epoch, round_)
-        if plan.workers == before.workers:
-            return
-        later = (self._all_plans.stage_at(other) for other in range(epoch, self._config.epochs))
+        self._told[resolution] = plan
+        later = (self._plans.stage_at(other) for other in range(epoch, self._config.epochs))
         epochs = sum(other.resolution == resolution for other in later)
         self._display.expect(epochs * (self._steps_of(plan) - self._steps_of(before)))
         self.write("plan", rows.plan_row(stage, plan) | {"from_epoch": epoch})
@@ -266,78 +257,62 @@ class RunLog:
     def epoch_end(
         self,
         epoch: int,
-        evaluation: Evaluation | None = None,
+        evaluation: Mapping[str, Any] | None = None,
         *,
         train_time_s: float,
         virtual_time_s: float | None = None,
     ) -> None:
         """Record the end of an epoch, whose rounds have been recorded; print a line.
 
-        `train_time_s` has no evaluation in it; `virtual_time_s` is the simulated cluster's clock.
+        `evaluation` is a row; `train_time_s` has no evaluation in it; `virtual_time_s` is the
+        simulated cluster's clock.
         """
         if not self.enabled:
             return
+        config, so_far, stage = self._config, self._so_far, self._plans.stage_at(epoch)
         reports = sorted(self._rounds.pop(epoch, []), key=lambda report: report.worker)
         workers, plan = rows.of_workers(reports), self._plan_at(epoch)
-        clocks = rows.given_values({"train_time_s": train_time_s, "virtual_time_s": virtual_time_s})
+        clocks = _clocks(train_time_s=train_time_s, virtual_time_s=virtual_time_s)
         found, figures = rows.together(reports), rows.figures_together(reports)
         rate = rows.last_learning_rate(reports)
-        samples, self._so_far.unreported = found["samples"] + self._so_far.unreported, 0
-        speed = samples / max(train_time_s - self._so_far.train_time_s, 1e-9)
-        self._so_far.all_refused = bool(reports) and all(report.refused for report in reports)
-        self._so_far.train_time_s, self._so_far.epochs = train_time_s, epoch + 1
-        config, resolution = self._config, self._all_plans.stage_at(epoch).resolution
-        place = {"epoch": epoch, "resolution": resolution}
-        # A worker's pushes of an epoch are one round: its last report, with their sums.
-        for worker, values in workers.items() if config.push != "weights" else ():
-            last = next(report for report in reversed(reports) if report.worker == worker)
-            names = {**asdict(last), **last.figures}
-            own = {name: value for name, value in values.items() if name in names}
-            refused = all(report.refused for report in reports if report.worker == worker)
-            row = rows.round_row(replace(last, refused=refused))
-            self.write("round", row | own | {"round": 0})
+        samples, so_far.unreported = found["samples"] + so_far.unreported, 0
+        speed = samples / max(train_time_s - so_far.train_time_s, 1e-9)
+        so_far.all_refused = bool(reports) and all(report.refused for report in reports)
+        so_far.train_time_s, so_far.epochs = train_time_s, epoch + 1
+        place = {"epoch": epoch, "resolution": stage.resolution}
+        if config.push != "weights":  # a worker's pushes of an epoch are one round
+            for worker, values in workers.items():
+                own = [report for report in reports if report.worker == worker]
+                self.write("round", rows.joined_row(own, values))
         times = rows.times_row(workers, plan) | figures | clocks | {"images_per_s": speed}
         self.write("times", place | times)
         if evaluation is not None:
-            self._evaluations.append(evaluation)
+            self._evaluations.append(dict(evaluation))
             self.evaluated_epoch = epoch
-            row = {"epoch": epoch} | rows.given_values(asdict(evaluation))
-            row |= row.pop("more") | clocks
-            self.write("eval", row | {"learning_rate": rate, "train_resolution": resolution})
-        for event, values in chain(*self._all_plans.extras.each(Extra.epoch, epoch, plan, reports)):
+            trained = {"learning_rate": rate, "train_resolution": stage.resolution}
+            self.write("eval", {"epoch": epoch, **evaluation, **clocks, **trained})
+        for event, values in chain(*self._plans.extras.each(Extra.epoch, epoch, plan, reports)):
             self.write(event, place | values)
-            self._so_far.last_events[event] = dict(values)
+            so_far.last_events[event] = dict(values)
         # Other workers may have taken all of its steps: their losses are not known.
         told = {"loss": found["loss"]} | figures if found["samples"] else {}
         loss = "".join(f"  {name} {short_loss(value)}" for name, value in told.items())
-        epochs = config.epochs
+        epochs, side = config.epochs, px(stage.resolution, after="  ")
         self._say(
-            f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}  {px(resolution, after='  ')}"
+            f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}  {side}"
             f"lr {rate:.3g}{loss}{lines.evaluation_in_words(evaluation)}  "
             f"{lines.speed_in_words(speed, self._unit)}"
             f"{lines.times_in_words([values['time_s'] for values in workers.values()])}"
         )
-        self._warn(epoch, workers, evaluation, found["loss"])
+        self._warn(epoch, workers, found["loss"])
         self._display.pause()
 
-    def _warn(
-        self,
-        epoch: int,
-        workers: Mapping[int, Mapping[str, float]],
-        evaluation: Evaluation | None,
-        loss: float,
-    ) -> None:
-        plans, config, so_far = self._all_plans, self._config, self._so_far
+    def _warn(self, epoch: int, workers: Mapping[int, Mapping[str, float]], loss: float) -> None:
+        plans, config, so_far = self._plans, self._config, self._so_far
         # Plans that follow measured times, and workers slowed on purpose, are not warned of.
         expected = plans.known.measured and config.balance == "none" and not plans.machine.slows
         if expected and epoch == _JUDGED_EPOCH and (warning := lines.missed_times(workers)):
             self._say(warning)
-        if evaluation is not None and evaluation.samples < self._evaluated:
-            left_out, self._evaluated = self._evaluated - evaluation.samples, evaluation.samples
-            self._say(
-                f"warning: evaluations are of {plural(evaluation.samples, self._unit[:-1])}: "
-                f"{left_out} of {left_out + evaluation.samples} cannot be decoded"
-            )
         # A training loss may be anybody's function: it is only known to fall.
         if math.isnan(so_far.first_loss) and math.isfinite(loss):
             so_far.first_loss = loss
@@ -356,31 +331,30 @@ class RunLog:
         """
         if not self.enabled:
             return True
-        better = all(accuracy > other.accuracy for other in self._evaluations)
+        better = all(accuracy > other["accuracy"] for other in self._evaluations)
         return better and math.isfinite(loss)
 
     def results(self) -> dict[str, Any]:
         """Return what the run came to so far: accuracies, loss, time, samples."""
         last, so_far = self._evaluations[-1], self._so_far
-        values = {
-            **{f"final_{name}": getattr(last, name) for name in _FINAL},
-            **{f"final_{name}": value for name, value in last.more.items()},
-            "best_accuracy": max(evaluation.accuracy for evaluation in self._evaluations),
-            "train_accuracy": last.train_accuracy,
-            "train_loss": last.train_loss,
-            "last_epoch_refused": so_far.all_refused or None,
+        trained = {name: value for name, value in last.items() if name in _TRAINED}
+        final = {name: v for name, v in last.items() if name not in (*_TRAINED, *_OF_ROWS)}
+        return {
+            **{f"final_{name}": value for name, value in final.items()},
+            "best_accuracy": max(evaluation["accuracy"] for evaluation in self._evaluations),
+            **trained,
+            **({"last_epoch_refused": True} if so_far.all_refused else {}),
             "train_time_s": so_far.train_time_s,
             "images_per_s": so_far.samples / max(so_far.train_time_s, 1e-9),
             "samples_seen": so_far.samples,
         }
-        return rows.given_values(values)
 
     def sum_up(self) -> None:
         """Write summary.json in one go, print the result, and have extras report on the run."""
         if not self.enabled:
             return
         must = "end_epoch must call run.epoch with the metrics of the last epoch"
-        refuse([(not self._evaluations, must, "none")])
+        require(self._evaluations, must, "none")
         workers, config, data = self._workers, self._config, self._workers.data
         simulated_s = workers.cluster.time_s
         sources = (("train", data.train), ("evaluation", data.evaluation))

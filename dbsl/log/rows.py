@@ -1,4 +1,7 @@
-"""Rows of metrics.jsonl: how they are read, made of records, and summed up over an epoch."""
+"""Rows of metrics.jsonl: how they are read, made of records, and summed up over an epoch.
+
+Epochs count from 0 in the code, and from 1 in all that is written: files and lines for people.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, require
+from dbsl.loss import check_free
 from dbsl.plan.stages import Stage
 from dbsl.plan.types import RESERVED, Plan, RoundReport, StepLine
 
@@ -18,6 +22,9 @@ from dbsl.plan.types import RESERVED, Plan, RoundReport, StepLine
 PLAN_TOTALS = ("time_ratio", "epoch_time_s", "all_large_time_s", "equal_batch_time_s")
 PLAN_TOTALS += ("idle_share", "small_share")
 _FROM_1 = {"epoch", "from_epoch", "first_epoch"}  # counted so in files; in the code from 0
+# Figures of an evaluation; other names are a loop's own metrics.
+EVALUATED = ("accuracy", "loss", "samples", "resolution", "top5_accuracy", "time_s")
+EVALUATED += ("ema_accuracy", "ema_loss", "train_accuracy", "train_loss")
 # Times the loss of guessing. A loss like that means logits wrong by thousands for most samples:
 # confident or overfitted models that still tell classes apart are far below it.
 _NO_RESULT = 1000.0
@@ -28,18 +35,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     A last line that a killed run left half is dropped.
     """
-    records = []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line) | {})
-            records[-1]["event"]
-        except (ValueError, TypeError, KeyError) as error:
-            if number == len(lines) and not line.endswith("\n"):
-                break
-            text = f"{path} line {number} must be a row in JSON, got {line[:60]!r}"
-            raise SettingError(text) from error
-    return [in_code(record) for record in records]
+    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    try:
+        return [in_code(json.loads(line)) for line in whole.splitlines()]
+    except json.JSONDecodeError as error:
+        text = f"{path} must have a row in JSON in each line, got {error.doc[:60]!r}"
+        raise SettingError(text) from error
 
 
 def for_people(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,6 +53,24 @@ def in_code(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row as it was before `for_people`."""
     names = {"last_epoch": "end_epoch"}
     return {names.get(k, k): v - 1 if k in _FROM_1 else v for k, v in row.items()}
+
+
+def evaluation_row(metrics: Mapping[str, Any], resolution: int) -> dict[str, Any]:
+    """Return what a loop's `evaluate` found, in plain numbers; its own metrics stand last."""
+    missing = {"accuracy", "loss", "samples"} - metrics.keys()
+    text = "evaluate must return accuracy, loss and samples"
+    require(not missing, text, f"no {min(missing, default='')}")
+    own = [name for name in metrics if name not in EVALUATED or name == "resolution"]
+    row = {"resolution": resolution}
+    for name in [*(name for name in metrics if name not in own), *own]:
+        value = metrics[name]
+        if name in own:
+            check_free(name, "a metric of evaluate", {"resolution": "evaluate itself"})
+        # Numbers of numpy and torch are made those of Python.
+        value = value if getattr(value, "ndim", 1) else value.item()
+        require(isinstance(value, int | float), f"{name} of evaluate must be a number", value)
+        row[name] = value
+    return row
 
 
 def plan_row(stage: Stage, plan: Plan) -> dict[str, Any]:
@@ -72,6 +91,14 @@ def round_row(report: RoundReport) -> dict[str, Any]:
     return given | report.figures
 
 
+def joined_row(reports: Sequence[RoundReport], values: Mapping[str, float]) -> dict[str, Any]:
+    """Return a worker's pushes of an epoch as one round: its last report, with their `values`."""
+    refused = all(report.refused for report in reports)
+    row = round_row(replace(reports[-1], refused=refused))
+    names = {field.name for field in fields(RoundReport)} | reports[-1].figures.keys()
+    return row | {name: values[name] for name in values if name in names} | {"round": 0}
+
+
 def report_from_row(row: Mapping[str, Any]) -> RoundReport:
     """Return a round's report from its row in a file; what was not finite is nan."""
     names = {field.name for field in fields(RoundReport)} & row.keys()
@@ -88,11 +115,6 @@ def step_row(line: StepLine) -> dict[str, Any]:
 def figures_of(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the loss function's figures in a round's row or in a step's."""
     return {n: math.nan if row[n] is None else row[n] for n in row if n not in RESERVED}
-
-
-def given_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are not None."""
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def together(reports: Sequence[RoundReport]) -> dict[str, float]:

@@ -9,16 +9,15 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from dbsl.cluster.steps import Stepper
 from dbsl.plan.sampler import Step
 from dbsl.plan.types import RoundReport, StepLine, Turn
 from dbsl.profile.memory import GIB, memory_in_use
@@ -41,35 +40,44 @@ class _Window:
     seconds: float = 0.0  # in earlier rounds
 
 
+class TakenSteps(NamedTuple):
+    """Steps that were taken: how many, and the last one's place."""
+
+    steps: int = 0
+    samples: int = 0
+    epoch: int = 0
+    learning_rate: float = 0.0
+    worker: int | None = None  # None: it was a joint step
+
+
 class StepMeter:
     """Counts the steps of this process's workers, and makes a line of every so many of each.
 
-    `every` 0 makes no lines. Without `tell`, lines are kept for the round's report. `on_step` gets
-    each step's samples, epoch, learning rate and worker, None for a joint step.
+    `every` 0 makes no lines. The log of the main process takes lines as they come; those of other
+    processes go with the round's report, and so do all where a worker `shares_batch` with further
+    processes.
     """
 
-    shares_batch = False  # whether this process takes a part of its worker's batch
-    tell: Callable[[StepLine], object] | None = None  # the main process's log sets both
-    on_step: Callable[[int, int, float, int | None], object] = staticmethod(lambda *_: None)
-
-    def __init__(self, every: int) -> None:
-        self._every = every
+    def __init__(
+        self,
+        every: int,
+        workers: Iterable[int],
+        model: nn.Module,
+        accelerator: Accelerator,
+        *,
+        shares_batch: bool = False,
+    ) -> None:
+        self._every, self._shares_batch = every, shares_batch
         # Names of what the loop logs besides the loss; None: no batch has told them.
         self.figures: tuple[str, ...] | None = None
-        self._windows: defaultdict[int, _Window] = defaultdict(_Window)
-        self._kept: defaultdict[int, list[StepLine]] = defaultdict(list)
+        self._windows = {worker: _Window() for worker in workers}
+        self._kept: list[StepLine] = []
+        self._taken = TakenSteps()
         self._heard: defaultdict[int, int] = defaultdict(int)  # steps by worker, of reports
         self._due: list[int] = []  # workers for which the step under way makes a line
         self._square: Tensor | None = None  # its gradient's squared norm
-        self._parameters: list[nn.Parameter] = []
-        self._scaler: torch.amp.GradScaler | None = None
         self._began: float | None = None  # inside a round: when it was, or time was last counted
-
-    def attach(self, workers: Iterable[int], stepper: Stepper, accelerator: Accelerator) -> None:
-        """Measure memory, and the gradients of this stepper's steps, for this process's workers."""
-        for worker in workers:
-            self._windows[worker] = _Window()
-        self._parameters = list(stepper.model.parameters())
+        self._parameters = list(model.parameters())
         self._device, self._scaler = accelerator.device, accelerator.scaler
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)  # profiling came before
@@ -77,8 +85,8 @@ class StepMeter:
     def begin(self, turn: Turn, *, anew: bool) -> None:
         """Begin a round, or, not anew, go on in the one that a stopped run was in."""
         self._turn, self._began = turn, time.perf_counter()
-        for worker in turn.workers if anew else ():
-            self._kept[worker].clear()
+        if anew:
+            self._kept.clear()
 
     def begin_step(self, step: Step) -> None:
         """Begin an optimizer step, whose forward and backward passes are taken."""
@@ -95,10 +103,11 @@ class StepMeter:
         self._due, self._square = [], None
         workers = [part.worker for part in step.parts]
         samples = sum(len(part.indices) for part in step.parts)
-        if self.shares_batch and samples:  # the others of its worker have the rest
+        if self._shares_batch and samples:  # the others of its worker have the rest
             samples = round(samples / step.parts[0].weight)
         worker = workers[0] if len(workers) == 1 else None
-        self.on_step(samples, self._turn.epoch, learning_rate, worker)
+        more = self._taken.steps + 1, self._taken.samples + samples
+        self._taken = TakenSteps(*more, self._turn.epoch, learning_rate, worker)
 
     @torch.no_grad()
     def look(self, weight: float) -> None:
@@ -122,10 +131,22 @@ class StepMeter:
             if not math.isfinite(sum(window.sums[:1])):  # the round is not merged
                 self._windows[worker] = replace(window, sums=[], samples=0)
 
-    def take_lines(self, worker: int, steps: int) -> tuple[StepLine, ...]:
-        """Return the lines that a report of so many steps is to bring to the main process."""
-        # More than its steps are refused there, and a log is not worth a worker.
-        return tuple(self._kept.pop(worker, ())[:steps])
+    def take_lines(self) -> list[StepLine]:
+        """Return the lines since the last call, unless they go with the round's report."""
+        return [] if self._shares_batch else self._take_kept()
+
+    def take_steps(self) -> TakenSteps:
+        """Return the steps that were taken since the last call."""
+        taken, self._taken = self._taken, TakenSteps()
+        return taken
+
+    def lines_for_report(self) -> tuple[StepLine, ...]:
+        """Return the lines that a report is to bring to the main process."""
+        return tuple(self._take_kept())
+
+    def _take_kept(self) -> list[StepLine]:
+        kept, self._kept = self._kept, []
+        return kept
 
     def hear(self, report: RoundReport) -> None:
         """Count the steps of a report: its worker may be lost, or leave the run to others."""
@@ -137,7 +158,7 @@ class StepMeter:
         return {
             "figures": self.figures,
             "windows": {worker: asdict(window) for worker, window in self._windows.items()},
-            "kept": {worker: [tuple(x) for x in lines] for worker, lines in self._kept.items()},
+            "kept": [tuple(line) for line in self._kept],
             "heard": dict(self._heard),
         }
 
@@ -146,8 +167,7 @@ class StepMeter:
         self.figures = state["figures"] and tuple(state["figures"])
         for worker, window in state["windows"].items():
             self._windows[worker] = _Window(**window)
-        for worker, lines in state["kept"].items():
-            self._kept[worker] = [StepLine(*line) for line in lines]
+        self._kept = [StepLine(*line) for line in state["kept"]]
         self._heard.update(state["heard"])
 
     def count_on(self, state: Mapping[str, Any], taken: int = 0) -> None:
@@ -199,10 +219,7 @@ class StepMeter:
                 figures=dict(zip(figures, means, strict=True)),
             )
             self._windows[worker] = _Window(window.steps, [-value for value in sums], -counted)
-            if self.tell is None:
-                self._kept[worker].append(line)
-            else:
-                self.tell(line)
+            self._kept.append(line)
 
 
 def _added(sums: Sequence[float], more: Sequence[float]) -> list[float]:

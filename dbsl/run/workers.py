@@ -70,9 +70,8 @@ class Workers:
 
         # How weights move, and what an optimizer step is.
         self.cluster, self.stepper = connect(self, build, merge)
-        self.meter = StepMeter(config.log_every)
-        self.meter.attach(self.cluster.workers, self.stepper, accelerator)
-        self.meter.shares_batch = plans.place is not None
+        own = self.cluster.workers, self.stepper.model, accelerator
+        self.meter = StepMeter(config.log_every, *own, shares_batch=plans.place is not None)
         self.stopwatch, self.train_time_s = Stopwatch(), 0.0  # seconds up to the last epoch's end
         self.progress = Progress()
         self.steps_taken = 0  # by this process since it began

@@ -461,8 +461,7 @@ def test_further_sets_are_evaluated_recorded_and_told(fork, tmp_path, monkeypatc
     model.load_state_dict(load_file(tmp_path / "run/model.safetensors"))
     inputs, labels = other.tensors
     assert last["dataset_loss"] == pytest.approx(F.cross_entropy(model(inputs), labels).item())
-    told = f"  same {100 * last['accuracy']:.1f} %, loss {last['loss']:.3g}"
-    assert told[:12] in capsys.readouterr().out
+    assert f"  same_accuracy {last['accuracy']:.3f}  same_loss " in capsys.readouterr().out
     figure = run_figure(read_metrics(tmp_path / "run/metrics.jsonl"))
     drawn = {line.get_label() for line in figure.axes[0].lines}
     assert {f"{name} accuracy" for name in ("same", "source", "dataset")} <= drawn

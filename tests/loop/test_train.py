@@ -93,7 +93,6 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, monkeypatch, capsys):
             {"small_ratio": 0.25},
             ["4 workers simulated in one process, 1 on small batches (--workers is unset), "],
         ),
-        ({"small_ratio": 0.1}, ["\nsmall_ratio 0.1 of 4 workers makes 1 small: 25 % of them\n"]),
         ({"workers": 2}, ["2 workers simulated in one process, 0 on small batches, sync"]),
         (
             {"lr_schedule": "cosine", "warmup_epochs": 2, "epochs": 20},

@@ -76,7 +76,7 @@ def folder(tmp_path):
     (folder / "config.yaml").write_text("lr: 0.1\nresolutions: [24, 32]\nfound: {workers: 2}\n")
     (folder / "summary.json").write_text('{"best_accuracy": 0.75, "epochs": 1}')
     rows = [json.dumps(log_rows.for_people(row)) for row in (PLAN, *epoch(), EVAL)]
-    (folder / "metrics.jsonl").write_text("\n".join(rows))
+    (folder / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows))
     return folder
 
 

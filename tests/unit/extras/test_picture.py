@@ -98,5 +98,5 @@ def test_metrics_are_read_without_a_half_written_last_line_and_a_broken_line_is_
     path.write_text('{"event": "eval"}\n{"event": "ro')
     assert read_metrics(path) == [{"event": "eval"}]
     path.write_text('{"event": "eval"}\nnonsense\n{"event": "eval"}\n')
-    with pytest.raises(ValueError, match="line 2 must be a row in JSON, got 'nonsense"):
+    with pytest.raises(ValueError, match="must have a row in JSON in each line, got 'nonsense"):
         read_metrics(path)

@@ -16,14 +16,14 @@ import torch
 from dbsl.checkpoint.disk import pack, unpack
 from dbsl.config.hooks import Extra, Extras, Machine
 from dbsl.log import lines as display
-from dbsl.log.evaluation import Evaluation
 from dbsl.log.log import RunLog
-from dbsl.log.rows import PLAN_TOTALS, read_metrics, step_row
+from dbsl.log.rows import PLAN_TOTALS, evaluation_row, read_metrics, step_row
+from dbsl.plan.follow import Planner
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.solve import TimeModel, plan_dual_batch
 from dbsl.plan.stages import make_stages, stage_at
 from dbsl.plan.types import Handover, LostWorker, RoundReport, StepLine, Turn
-from dbsl.run.meter import StepMeter
+from dbsl.run.meter import StepMeter, TakenSteps
 from dbsl.run.turns import Progress
 from train import Config
 
@@ -33,7 +33,7 @@ ROUND_KEYS |= {"steps", "time_s", "loss", "merge_weight", "staleness", "predicte
 ROUND_KEYS |= {"learning_rate", "compute_time_s", "wait_time_s"}
 OF_PLAN = ("local_batch_size", "samples", "steps", "merge_weight", "predicted_time_s")
 FAST, SLOW = TimeModel(1e-3, 0.02), TimeModel(2e-3, 0.02)
-EVALUATION = Evaluation(0.75, 0.5, 90, 32, time_s=0.25)
+EVALUATION = evaluation_row({"accuracy": 0.75, "loss": 0.5, "samples": 90, "time_s": 0.25}, 32)
 
 
 def make_plans(workers=4):
@@ -59,9 +59,7 @@ def make_log(tmp_path, accelerator):
         stages=STAGES,
         *,
         main=True,
-        evaluated=0,
         normalises=False,
-        planner=None,
         extras=None,
         state=None,
         restart=None,
@@ -72,19 +70,17 @@ def make_log(tmp_path, accelerator):
             stages=stages,
             stage_at=lambda epoch: stage_at(stages, epoch),
             first=plans,
-            planner=planner,
+            planner=Planner(plans, lambda epoch: stage_at(stages, epoch).resolution, {}),
             known=SimpleNamespace(measured=True),
             machine=Machine(),
             extras=Extras(extras or {}),
         )
         workers = SimpleNamespace(
             plans=planned,
-            data=SimpleNamespace(
-                train=Images(), evaluation=Images(range(evaluated)), num_classes=1
-            ),
+            data=SimpleNamespace(train=Images(), evaluation=Images(), num_classes=1),
             raw_model=torch.nn.BatchNorm1d(2) if normalises else torch.nn.Linear(1, 1),
             accelerator=accelerator if main else SimpleNamespace(is_main_process=False),
-            meter=StepMeter(0),
+            meter=StepMeter(0, range(4), torch.nn.Linear(1, 1), accelerator),
             progress=Progress(),
             cluster=SimpleNamespace(refused=0, time_s=42.5),
             stopwatch=SimpleNamespace(start_up_s=1.0, total_s=30.0),
@@ -165,22 +161,24 @@ def test_metrics_lines_are_strict_json_with_the_promised_keys(tmp_path, make_log
 
 def test_other_processes_write_and_print_nothing(tmp_path, make_log, capsys):
     with make_log(main=False) as log:
-        play(log)
+        log.hear(SimpleNamespace(reports=lambda: [report_of(0)]))
+        log.plan(0, MOVED)
+        log.epoch_end(0, EVALUATION, train_time_s=1.0)
         log.write("mine", {"a": 1})
         log.sum_up()
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr() == ("", "")
 
 
-def test_metrics_of_your_own_are_plain_numbers_with_names_that_no_field_has():
-    more = {"f1": np.float32(0.5), "count": torch.tensor(3)}
-    found = Evaluation(0.5, 1.0, 10, 8, more=more).more
-    assert [(type(value), value) for value in found.values()] == [(float, 0.5), (int, 3)]
+def test_metrics_of_your_own_are_plain_numbers_with_names_that_no_row_has():
+    found = {"accuracy": 0.5, "loss": 1.0, "samples": 10}
+    row = evaluation_row({"f1": np.float32(0.5), "count": torch.tensor(3), **found}, 8)
+    assert [(type(row[name]), row[name]) for name in [*row][-2:]] == [(float, 0.5), (int, 3)]
     with pytest.raises(ValueError, match="auc of evaluate must be a number, got unset"):
-        Evaluation(0.5, 1.0, 10, 8, more={"auc": None})
-    for name in ("accuracy", "ema_loss", "epoch"):
+        evaluation_row({"auc": None, **found}, 8)
+    for name in ("resolution", "epoch"):
         with pytest.raises(ValueError, match=f"a metric of evaluate .* got '{name}', which "):
-            Evaluation(0.5, 1.0, 10, 32, more={name: 0.25})
+            evaluation_row({name: 0.25, **found}, 32)
 
 
 def test_rows_of_others_stay_where_they_are_written(tmp_path, make_log):
@@ -214,8 +212,9 @@ def test_the_longest_epoch_line_fits_120_columns(make_log, capsys):
         for worker in range(8):
             usual = {"resolution": 256, "samples": 160000, "loss": 6.9, "learning_rate": 1.23456e-5}
             log.round(report_of(worker, 998, time_s=88.8 + worker, **usual))
-        ema = {"ema_accuracy": 0.98765, "ema_loss": 1.23456}
-        log.epoch_end(998, Evaluation(0.98765, 1.23456, 9999, 256, **ema), train_time_s=100.0)
+        own = {"accuracy": 0.98765, "loss": 1.23456, "samples": 9999}
+        found = evaluation_row(own | {"ema_accuracy": 0.98765, "ema_loss": 1.23456}, 256)
+        log.epoch_end(998, found, train_time_s=100.0)
     (line,) = capsys.readouterr().out.splitlines()
     assert line == (
         "epoch  999/1000  256 px  lr 1.23e-05  loss 6.900  eval 98.8 %, loss 1.235  EMA 98.8 %  "
@@ -232,12 +231,14 @@ def test_rounds_of_the_next_epoch_do_not_count_for_this_one(make_log, capsys):
 
 
 def take_steps(log, turn, number, rate, before=lambda: None):
-    log.meter.begin(turn, anew=True)
+    meter = log._workers.meter
+    meter.begin(turn, anew=True)
     for _ in range(number):
         before()
         step = Step((Part(turn.workers[0], np.arange(5), 1.0),), progress=0.0)
-        log.meter.begin_step(step)
-        log.meter.end_step(step, rate, Progress())
+        meter.begin_step(step)
+        meter.end_step(step, rate, Progress())
+        log.hear(SimpleNamespace(reports=tuple, losses=tuple))
 
 
 def test_progress_bar_on_a_terminal_moves_with_every_step(make_log, monkeypatch):
@@ -272,7 +273,7 @@ def test_another_processes_step_lines_come_before_their_round_with_its_own(tmp_p
     line = StepLine(1, 0, 0, 50, 0.5, 2.5, 0.1, math.inf, 123.4, 1.5)
     with make_log() as log:
         log.round(report_of(1, steps=60, lines=(line,)))
-        assert log.meter.state_dict()["heard"] == {1: 60}
+        assert log._workers.meter.state_dict()["heard"] == {1: 60}
     rows = strict_rows(tmp_path)[2:]
     assert [row["event"] for row in rows] == ["step", "round"]
     assert rows[0] == {"event": "step", **step_row(line), "epoch": 1, "gradient_norm": None}
@@ -287,7 +288,7 @@ def test_summary_is_strict_json_written_in_one_go_and_printed_in_a_line(
 
     with make_log() as log:
         play(log, epochs=[0], evaluate=[0])
-        log.epoch_end(1, replace(EVALUATION, accuracy=0.6, loss=math.inf), train_time_s=20.0)
+        log.epoch_end(1, EVALUATION | {"accuracy": 0.6, "loss": math.inf}, train_time_s=20.0)
         log.sum_up()
         text = (tmp_path / "summary.json").read_text()
         monkeypatch.setattr(os, "replace", fail)
@@ -329,12 +330,12 @@ def test_measured_times_are_set_against_predicted_ones_and_a_miss_is_said_once(
 def test_a_new_plan_is_recorded_once_and_an_older_one_not_again(make_log, rows, capsys, apart):
     """A server of its own tells of it where a round by it is recorded."""
     stages, of_epoch = make_stages(4, [24, 32]), {0: PLANS[24], 1: MOVED}  # both have 24 px
-    planner = SimpleNamespace(at=lambda epoch, round_: of_epoch.get(epoch))
-    options = {"dedicated_server": True, "planner": planner} if apart else {"balance": "dynamic"}
-    with make_log(stages=stages, **options) as log:
-        # The third is a slow worker's turn; the last is one in a round before.
-        for epoch, round_ in () if apart else ((0, 0), (1, 1), (0, 0), (1, 1), (1, 0)):
-            log.plan(epoch, round_, MOVED if (epoch, round_) == (1, 1) else PLANS[24])
+    with make_log(stages=stages, dedicated_server=apart, balance="dynamic") as log:
+        planner = log._plans.planner
+        planner.plans.last, planner.at = {24: MOVED}, lambda epoch, round_: of_epoch.get(epoch)
+        # The third is a slow worker's turn.
+        for epoch, plan in () if apart else ((1, MOVED), (0, PLANS[24]), (1, MOVED)):
+            log.plan(epoch, plan)
         play(log, stages=stages)
     changed = [row for row in rows("plan") if "from_epoch" in row]
     assert [(row["from_epoch"], row["resolution"]) for row in changed] == [(1, 24)]
@@ -353,13 +354,6 @@ def test_an_epoch_is_told_with_the_learning_rate_of_its_last_step(make_log, rows
         log.epoch_end(0, EVALUATION, train_time_s=1.0)
     assert "  lr 0.02  loss 1.000  eval 75.0 %, loss 0.500  " in capsys.readouterr().out
     assert rows()[-1]["learning_rate"] == 0.02
-
-
-def test_an_evaluation_of_fewer_images_than_were_told_says_so_once(make_log, capsys):
-    with make_log(evaluated=93) as log:
-        play(log, evaluate=(0, 1))
-    said = capsys.readouterr().out
-    assert said.count("warning: evaluations are of 90 images: 3 of 93 cannot be decoded\n") == 1
 
 
 def test_pushes_become_one_round_a_worker_and_epoch(make_log, rows):
@@ -396,7 +390,7 @@ def test_a_longer_run_counts_on_from_the_steps_taken_and_records_its_new_stages(
     assert low < high
     with make_log(plans) as log:
         play(log, plans)
-        log._display.step(0, 1, 0.1, None, low + high)
+        log._display.step(TakenSteps(low + high))
         state = unpack(*pack(log.state_dict()))
         assert log._display.done == log._display.total
     stages = make_stages(epochs, [24, 32], learning_rate=0.1)
@@ -429,10 +423,10 @@ def test_a_batch_that_balance_made_too_small_for_batch_norm_is_told_once(
 ):
     first, *others = PLANS[24].workers
     with make_log(normalises=normalises) as log:
-        log.plan(0, 0, PLANS[24])
+        log.plan(0, PLANS[24])
         for size in (3, 2):
             small = replace(first, local_batch_size=size)
-            log.plan(0, 1, replace(PLANS[24], workers=(small, *others)))
+            log.plan(0, replace(PLANS[24], workers=(small, *others)))
     told = "warning: worker 0 has batches of 3, too few for batch norm's statistics"
     printed = capsys.readouterr().out
     assert (printed.count(told), printed.count("batch norm")) == (normalises, normalises)
@@ -457,7 +451,7 @@ def test_a_training_loss_that_has_risen_far_is_said_once_with_what_to_lower(make
 def test_workers_that_are_lost_between_two_looks_are_recorded_in_order(make_log, rows, capsys):
     losses = [LostWorker(n, n, 3, 7, "its process died") for n in (2, 1)]
     with make_log() as log:
-        log.hear(SimpleNamespace(losses=lambda: losses))
+        log.hear(SimpleNamespace(reports=tuple, losses=lambda: losses))
         play(log)
         log.sum_up()
     assert [row["event"] for row in rows()[2:4]] == ["lost", "lost"]
@@ -482,9 +476,12 @@ def test_extras_get_every_row_as_it_is_read_back_and_those_of_before_at_once(mak
     reporter = Reporter()
     with make_log(extras={"reporter": reporter}) as log:
         play(log)
-    assert [row["event"] for row in reporter.before] == ["plan"] * 2
-    assert reporter.before + reporter.rows == rows()
+        state = unpack(*pack(log.state_dict()))
+    assert (reporter.before, reporter.rows) == ([], rows())
     assert reporter.rows[-1] == {"event": "norm", "epoch": 1, "resolution": 32, "value": None}
+    before = rows()
+    with make_log(extras={"reporter": reporter}, state=state):
+        assert reporter.before == before
 
 
 def test_a_last_epoch_of_refused_rounds_is_known_to_a_run_that_ends_after_a_resume(make_log):
@@ -500,7 +497,7 @@ def test_patience_is_counted_on_the_main_process_alone(make_log):
     """The others have no evaluations to compare with, and one wish ends the run."""
     with make_log() as log:
         log.epoch_end(0, EVALUATION, train_time_s=1.0)
-        assert not log.is_best(EVALUATION.accuracy, EVALUATION.loss)
+        assert not log.is_best(0.75, 0.5)
         log.enabled = False
-        assert log.is_best(EVALUATION.accuracy, EVALUATION.loss)
+        assert log.is_best(0.75, 0.5)
         log.enabled = True

@@ -20,18 +20,19 @@ CPU = SimpleNamespace(device=torch.device("cpu"), scaler=None)
 WORKERS, ROUNDS, STEPS, BATCH = 2, 3, 5, 4
 
 
-def make_meter(lines, every=3, tell=True, state=None, load=StepMeter.load_state_dict):
-    meter = StepMeter(every)
-    meter.tell = lines.append if tell else None
-    stepper = SimpleNamespace(model=nn.Linear(2, 1, bias=False))
-    meter.attach(range(WORKERS), stepper, CPU)
+def make_meter(lines, every=3, state=None, load=StepMeter.load_state_dict):
+    model = nn.Linear(2, 1, bias=False)
+    meter = StepMeter(every, range(WORKERS), model, CPU)
     if state is not None:
         load(meter, state)
-    return meter, stepper
+    return meter, model, lines
 
 
-def train(meter, stepper, todo, progress, until=math.inf):
-    """Play rounds; a step's mean loss is its number in the run of its worker, its gradient too."""
+def train(meter, model, lines, todo, progress, until=math.inf):
+    """Play rounds; a step's mean loss is its number in the run of its worker, its gradient too.
+
+    Lines are taken after each step; None: they are left for reports.
+    """
     played = 0
     while todo:
         worker, round_ = todo[0]
@@ -46,9 +47,11 @@ def train(meter, stepper, todo, progress, until=math.inf):
             progress.sums[worker] = before + BATCH * value
             progress.samples[worker] = progress.samples.get(worker, 0) + BATCH
             meter.begin_step(step)
-            stepper.model.weight.grad = torch.tensor([[3.0, 4.0]]) * value
+            model.weight.grad = torch.tensor([[3.0, 4.0]]) * value
             meter.look(0.5)
             meter.end_step(step, 0.1, progress)
+            if lines is not None:
+                lines.extend(meter.take_lines())
             progress.steps += 1
         sums = {w: own.tolist() for w, own in progress.sums.items()}
         meter.end(sums, progress.samples)
@@ -89,35 +92,31 @@ def test_every_so_many_steps_of_a_worker_make_a_line_with_the_mean_since_the_las
 def test_a_resumed_run_neither_repeats_a_line_nor_misses_one(stopped_after):
     whole, lines, todo = [], [], rounds()
     train(*make_meter(whole), rounds(), Progress())
-    meter, stepper = make_meter(lines)
-    progress = train(meter, stepper, todo, Progress(), stopped_after)
+    meter, *rest = make_meter(lines)
+    progress = train(meter, *rest, todo, Progress(), stopped_after)
     state = unpack(*pack(meter.state_dict()))
     train(*make_meter(lines, state=state), todo, progress)
     assert without_measured(lines) == without_measured(whole)
 
 
-def test_lines_for_another_process_are_kept_for_the_report():
-    meter, stepper = make_meter([], tell=False)
-    train(meter, stepper, rounds()[:WORKERS], Progress())
-    assert [line.step for line in meter.take_lines(1, 3)] == [3]
-    assert meter.take_lines(1, 3) == ()
-
-
-def test_a_report_brings_no_more_lines_than_its_steps_and_its_round_is_pushed_all_the_same():
-    for steps in (0, 1):
-        meter, stepper = make_meter([], every=1, tell=False)
-        train(meter, stepper, rounds()[:WORKERS], Progress())
-        lines = meter.take_lines(1, steps)
-        sent = RoundReport(1, 0, 0, 8, 4, 8, steps, 1.0, 1.0, 0.5, lines=lines)
-        assert [x.step for x in read_report(encode(sent)).lines] == [1][:steps]
+def test_lines_for_another_process_go_with_the_report():
+    meter, *rest = make_meter(None)
+    train(meter, *rest, rounds()[:WORKERS], Progress())
+    sent = RoundReport(1, 0, 0, 8, 4, 8, 5, 1.0, 1.0, 0.5, lines=meter.lines_for_report())
+    assert [line.step for line in read_report(encode(sent)).lines] == [3]
+    assert meter.lines_for_report() == ()
+    model = nn.Linear(2, 1, bias=False)
+    shared = StepMeter(1, [0], model, CPU, shares_batch=True)
+    train(shared, model, [], [(0, 0)], Progress())
+    assert len(shared.lines_for_report()) == STEPS  # none of them was taken before
 
 
 def test_a_round_that_is_not_finite_leaves_the_next_lines_alone():
     lines = []
-    meter, stepper = make_meter(lines)
-    train(meter, stepper, [(0, 0)], Progress())
+    meter, *rest = make_meter(lines)
+    train(meter, *rest, [(0, 0)], Progress())
     meter.end({0: [math.nan]}, {0: BATCH})
-    train(meter, stepper, [(0, 1)], Progress())
+    train(meter, *rest, [(0, 1)], Progress())
     assert [line.loss for line in lines] == [2.0, 6.0, 8.0]  # without the first round's rest
 
 
@@ -137,8 +136,7 @@ def test_a_step_whose_batch_was_left_out_has_no_gradient():
 
 
 def test_workers_count_on_from_what_they_pushed_and_new_ones_from_the_furthest():
-    server, lines = StepMeter(3), []
-    server.attach((), SimpleNamespace(model=nn.Linear(2, 1)), CPU)
+    server, lines = StepMeter(3, (), nn.Linear(2, 1), CPU), []
     report = RoundReport(0, 0, 0, 8, BATCH, 20, steps=STEPS, time_s=1.0, loss=1.0, merge_weight=1.0)
     server.hear(report)
     server.hear(replace(report, round=1))
@@ -152,9 +150,9 @@ def test_workers_count_on_from_what_they_pushed_and_new_ones_from_the_furthest()
 
 
 def test_steps_without_a_line_add_no_operator():
-    meter, stepper = make_meter([], every=3)
+    meter, model, _ = make_meter([], every=3)
     meter.begin(Turn((0,), 0, 0), anew=True)
-    stepper.model.weight.grad = torch.ones(1, 2)
+    model.weight.grad = torch.ones(1, 2)
     added = []
     for number in range(6):
         step = Step((Part(0, np.arange(BATCH), 1.0),), number / STEPS)
