@@ -151,26 +151,31 @@ def _other_kind(folder: str, images: Iterable[str], others: Iterable[str], left:
 def _places(folder: str, images: Iterable[str], lists: Iterable[str]) -> dict[str, Place]:
     """Return split and folders of each image.
 
-    Folders are splits if all of one level are named so, or if one of them is for training and some
-    have folders or a list of their own. Else all images are for training.
+    Folders are splits if all of one level are named so, or if one of the first level is for
+    training and some have folders or a list of their own. Else all images are for training.
     """
-    paths, depth = {file: file.split("/")[:-1] for file in images}, 0
-    while len(heads := {path[depth] for path in paths.values() if len(path) > depth}) == 1:
-        depth += 1
-    words = {head: split_of(head) for head in heads}
-    all_named = bool(words) and None not in words.values()
-    if all_named and "train" not in words.values():
-        named = " and ".join(sorted(heads))
-        raise SettingError(f"{folder} has images in {named}, none to train on: name a folder train")
-    inside = [path[depth] for path in paths.values() if len(path) > depth + 1]
-    inside += ["".join(file.split("/")[depth : depth + 1]) for file in lists]
-    if all_named or ("train" in words.values() and any(map(words.get, inside))):
-        heads = {file: "".join(path[depth : depth + 1]) for file, path in paths.items()}
-        return {file: (words.get(heads[file]), path[depth + 1 :]) for file, path in paths.items()}
-    last = {file: split_of("".join(path[depth:][-1:])) for file, path in paths.items()}
-    if {"train"} < {*last.values()} and None not in last.values():  # cat/train, cat/test, ...
-        return {file: (last[file], path[depth:-1]) for file, path in paths.items()}
-    return {file: ("train", path[depth:]) for file, path in paths.items()}
+    paths, first = {file: file.split("/")[:-1] for file in images}, 0
+    while len({path[first] for path in paths.values() if len(path) > first}) == 1:
+        first += 1
+    named = {
+        level: {split_of(path[level]) for path in paths.values() if len(path) > level}
+        for level in range(first, max(map(len, paths.values()), default=0))
+    }
+    if not {None, "train"} & named.get(first, {None}):
+        text = f"{folder} has images in folders for {' and '.join(sorted(named[first]))} alone"
+        raise SettingError(f"{text}: name the folder to train on train")
+    whole = [level for level, words in named.items() if None not in words and "train" in words]
+    level = next((level for level in whole if level == first or len(named[level]) > 1), None)
+    inside = [path for path in paths.values() if len(path) > first + 1]
+    inside += [file.split("/") for file in lists]
+    if level is None and "train" in named.get(first, ()):
+        level = first if any(split_of(path[first]) for path in inside if path[first:]) else None
+    if level is None:
+        return {file: ("train", path[first:]) for file, path in paths.items()}
+    return {
+        file: (split_of("".join(path[level : level + 1])), path[first:level] + path[level + 1 :])
+        for file, path in paths.items()
+    }
 
 
 def _by_folders(places: Mapping[str, Place]) -> dict[str, Row]:

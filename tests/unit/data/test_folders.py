@@ -57,6 +57,9 @@ twice the split | train/train/{cat,dog}/0.jpg test/test/cat/0.jpg pred/pred/{0,1
     | cat 1 dog 1; test: cat 1 | 2 images in no split, 2 in pred/pred
 images below splits | {train,test}/images/{cat,dog}/0.jpg | cat 1 dog 1; test: cat 1 dog 1 |
 splits below classes | {cat,dog}/{train,test}/0.jpg | cat 1 dog 1; test: cat 1 dog 1 |
+splits in the middle | {real,fake}/{train,test}/{cat,dog}/0.jpg real/train/cat/1.jpg real/x.jpg
+    | fake/cat 1 fake/dog 1 real/cat 2 real/dog 1; test: fake/cat 1 fake/dog 1 real/cat 1 real/dog 1
+    | 1 images in no split, 1 in real
 an unlabelled test | train/{cat,dog}/{0,1}.jpg test/{0,1}.jpg
     | cat 2 dog 2 | 2 images without a class, 2 in test
 an unlabelled test beside others | {train,val}/{cat,dog}/0.jpg test/{0,1}.jpg
@@ -133,7 +136,7 @@ one class to train on | train/cat/0.jpg test/{cat,dog}/0.jpg | images lie in tes
 flat splits | {train,test}/{0,1}.jpg | its images lie in test and train
 a table of other names | {0,1}.jpg train.csv=id,label;0,1 | write a metadata.csv with the columns f
 outlines alone | images/{train,val}/0.jpg labels/{train,val}/0.txt= | no two classes
-nothing to train on | {test,val}/{cat,dog}/0.jpg | has images in test and val, none to train on
+nothing to train on | {test,val}/{cat,dog}/0.jpg | folders for test and validation alone: name
 archives | train.zip= | /train.zip is an archive: unpack it
 an archive and a list | images.zip= labels.csv=a,b | images.zip is an archive: unpack it
 two classes for an image | {0,1}.jpg metadata.csv=file_name,label;0.jpg,a;1.jpg,b;0.jpg,b
