@@ -9,7 +9,7 @@ import os
 import posixpath
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
 
@@ -39,9 +39,9 @@ _WORDS = {
 }
 Left = list[tuple[str, str]]  # what is left out: its kind, and the file, relative to the folder
 Row = tuple[str, str | None]  # label of an image, '': none; its split, None: not said, '': unknown
-Place = tuple[str | None, list[str]]  # split of an image, None: none; folders of its class
 
 
+@cache
 def split_of(name: str) -> str | None:
     """Return the split that a name says by one of its words, in any case."""
     whole_word = r"(?<![^\W\d_])({})(?![^\W\d_])"  # no letter beside it
@@ -99,13 +99,14 @@ def read_folder(dataset: Path, label_column: str | None) -> dict[str, datasets.D
         kind = f"{ending} files" if ending else "files without an ending"
         left += [] if file in lists else [(kind + _HINTS.get(ending, ""), file)]
     column, rows = _read_lists(folder, lists, label_column, images, left)
-    places = _places(folder, images, lists if column else [])
+    folders = {posixpath.dirname(file) for file in images}
+    places = _places(folder, folders, lists if column else [])
     if column is None:
-        rows = _by_folders(places)
+        rows = {file: places[posixpath.dirname(file)] for file in images}
     left += [("images without a row in a list", file) for file in images if file not in rows]
     found: dict[str, dict[str, str]] = {"train": {}}  # class of each file of a split
     for file, (label, split) in rows.items():
-        split = places[file][0] if split is None else split
+        split = places[posixpath.dirname(file)][1] if split is None else split
         if label and split:
             found.setdefault(split, {})[file] = label
         else:
@@ -148,42 +149,38 @@ def _other_kind(folder: str, images: Iterable[str], others: Iterable[str], left:
         )
 
 
-def _places(folder: str, images: Iterable[str], lists: Iterable[str]) -> dict[str, Place]:
-    """Return split and folders of each image.
+def _places(root: str, folders: Iterable[str], lists: Iterable[str]) -> dict[str, Row]:
+    """Return class and split of the images in each folder.
 
     Folders are splits if all of one level are named so, or if one of the first level is for
     training and some have folders or a list of their own. Else all images are for training.
     """
-    paths, first = {file: file.split("/")[:-1] for file in images}, 0
-    while len({path[first] for path in paths.values() if len(path) > first}) == 1:
+    paths, first = [tuple(filter(None, folder.split("/"))) for folder in folders], 0
+    while len({path[first] for path in paths if path[first:]}) == 1:
         first += 1
     named = {
-        level: {split_of(path[level]) for path in paths.values() if len(path) > level}
-        for level in range(first, max(map(len, paths.values()), default=0))
+        level: {split_of(path[level]) for path in paths if path[level:]}
+        for level in range(first, max(map(len, paths), default=0))
     }
     if not {None, "train"} & named.get(first, {None}):
-        text = f"{folder} has images in folders for {' and '.join(sorted(named[first]))} alone"
+        text = f"{root} has images in folders for {' and '.join(sorted(named[first]))} alone"
         raise SettingError(f"{text}: name the folder to train on train")
     whole = [level for level, words in named.items() if None not in words and "train" in words]
     level = next((level for level in whole if level == first or len(named[level]) > 1), None)
-    inside = [path for path in paths.values() if len(path) > first + 1]
-    inside += [file.split("/") for file in lists]
-    if level is None and "train" in named.get(first, ()):
-        level = first if any(split_of(path[first]) for path in inside if path[first:]) else None
-    if level is None:
-        return {file: ("train", path[first:]) for file, path in paths.items()}
+    inside = [path for path in paths if path[first + 1 :]] + [file.split("/") for file in lists]
+    parted = any(split_of(path[first]) for path in inside if path[first:])
+    if level is None and parted and "train" in named.get(first, ()):
+        level = first
+    found = {path: ("train", path[first:]) for path in paths}
+    if level is not None:
+        for path in paths:
+            split = split_of(path[level]) if path[level:] else None
+            found[path] = split, path[first:level] + path[level + 1 :]
+    trained = [own[:-1] for split, own in found.values() if split == "train" and own]
+    shared = len(os.path.commonprefix(trained))  # noqa: RUF071 tuples
     return {
-        file: (split_of("".join(path[level : level + 1])), path[first:level] + path[level + 1 :])
-        for file, path in paths.items()
-    }
-
-
-def _by_folders(places: Mapping[str, Place]) -> dict[str, Row]:
-    """Return the class of each image: its folders, without those that all training images share."""
-    trained = [path for split, path in places.values() if split == "train" and path]
-    shared = len(os.path.commonprefix([path[:-1] for path in trained]))  # noqa: RUF071 lists
-    return {
-        file: ("/".join(path[shared:] or path[-1:]), None) for file, (_, path) in places.items()
+        "/".join(path): ("/".join(own[shared:] or own[-1:]), split)
+        for path, (split, own) in found.items()
     }
 
 

@@ -46,7 +46,8 @@ _CHUNK = 1024  # images read from a table at a time
 _CACHE_FORMAT = 2
 _IMPORTS = [__name__, "datasets", "torchvision.transforms.v2"]  # what loader processes import
 _TELLS_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS: there signals end loader processes
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # ask a run to stop
+# They ask a run to stop.
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if _TELLS_SENDER else ()
 
 BadRows = Mapping[int, str]  # rows of images that could not be decoded, and why
 Request = tuple[np.ndarray, Transform, int]  # samples, transform, epoch: one batch
@@ -240,9 +241,8 @@ class ImageSplit:
         for place, image in enumerate(opened):
             opened[place] = None  # or a whole batch would stay in memory, decoded
             if not isinstance(image, str):
-                how = boxes[place], side, mirrored[place], transform.resampling
-                change, how = (as_rgb, ()) if by_timm else (cut, how)
-                image = _attempt(change, image, *how, self.bits)
+                how = () if by_timm else (boxes[place], side, mirrored[place], transform.resampling)
+                image = _attempt(as_rgb if by_timm else cut, image, *how, self.bits)
             if isinstance(image, str):
                 errors[int(rows[place])] = image
             else:
@@ -321,7 +321,8 @@ def _cache_file(split: ImageSplit) -> Path:
     """Return where a split's pixels belong: the name is a hash of all that they depend on."""
     files = [file["filename"] for file in split.table.cache_files]
     if not files:  # a list of image files, or images in memory
-        files = [v["path"] for v in split.table[split.image_column] if v["bytes"] is None]
+        stored = split.table[split.image_column]
+        files = [v["path"] for v in stored if v and v["path"] and v["bytes"] is None]
     stats = map(os.stat, files)
     content = (
         _CACHE_FORMAT,
