@@ -15,11 +15,10 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, patch_environment, reduce
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, require
 from dbsl.base.machine import launched_precision
 from dbsl.cluster.launch import chosen_backend, group_timeout, join_processes
 from dbsl.cluster.wire import wait_for_all
-from dbsl.config.fields import refuse
 from dbsl.config.settings import Precision
 
 # What `accelerate launch` can be asked for and is not done as it means it: what its processes then
@@ -65,7 +64,7 @@ class PlainAccelerator(Accelerator):
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Refuse fp16, where it would divide by the scale once for each worker's optimizer."""
         text = "gradients must be clipped by --clip-grad with mixed_precision fp16"
-        refuse([(self.scaler is not None, text, "a call that unscales them")])
+        require(self.scaler is None, text, "a call that unscales them")
 
 
 def start_accelerator(
@@ -93,7 +92,7 @@ def start_accelerator(
             native = torch.tensor(int(computes_bf16(state.device)), device=state.device)
             precision = "bf16" if int(reduce(native, "sum")) == state.num_processes else "no"
         text = "mixed_precision must be no or bf16 on a CPU, where Accelerate leaves fp16 out"
-        refuse([(precision == "fp16" and state.device.type == "cpu", text, precision)])
+        require(precision != "fp16" or state.device.type != "cpu", text, precision)
         accelerator = PlainAccelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=[group])
     del meeting_point  # the group has it now
     if accelerator.num_processes == 1 and (warning := _others_expected()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,26 +25,34 @@ from dbsl.cluster.steps import ComputeTimer, DistributedSteps, PushedGradients, 
 from dbsl.cluster.weights import FlatWeights, compile_in_place
 from dbsl.cluster.wire import CPU, SERVER_RANK
 from dbsl.config.fields import word_of
-from dbsl.config.settings import FLOAT32, meets_at_server, wire_of
+from dbsl.config.settings import FLOAT32, RunConfig, meets_at_server, wire_of
+from dbsl.loss import LossOf
 from dbsl.model import train_mode
 from dbsl.optimizer import BuildOptimizer, make_clip
 from dbsl.run.plans import Plans, SimulatedTimes
-
-if TYPE_CHECKING:
-    from dbsl.run.workers import Workers
 
 # Calls of each graph before training. CUDA graphs warm up in the first and are recorded in the
 # second; the third shows that the recording runs.
 _CALLS = 3
 
 
+class Parts(Protocol):
+    """What workers are made of."""
+
+    plans: Plans
+    config: RunConfig
+    accelerator: Accelerator
+    raw_model: nn.Module
+    data: Any
+    loss_of: LossOf
+
+
 def connect(
-    parts: Workers, build_optimizer: BuildOptimizer, merge: MergeRule | None = None
+    parts: Parts, build_optimizer: BuildOptimizer, merge: MergeRule | None = None
 ) -> tuple[Cluster, Stepper]:
     """Build this process's cluster (how weights move) and stepper (what a step is).
 
-    From here on the model's state is one vector, which workers push and pull. Of `parts` are the
-    plans, the model, the data and the loss.
+    From here on the model's state is one vector, which workers push and pull.
     """
     plans, model, accelerator = parts.plans, parts.raw_model, parts.accelerator
     config, timeout_s = plans.config, plans.config.worker_timeout
@@ -131,7 +139,7 @@ def _server(
 
 
 def _stepper(
-    parts: Workers,
+    parts: Parts,
     build_optimizer: BuildOptimizer,
     weights: FlatWeights,
     workers: tuple[int, ...],
@@ -164,7 +172,7 @@ def _stepper(
     return stepper
 
 
-def make_ready(parts: Workers, weights: FlatWeights, workers: Sequence[int]) -> None:
+def make_ready(parts: Parts, weights: FlatWeights, workers: Sequence[int]) -> None:
     """Pass a batch of each shape that these workers will have, before training time begins.
 
     A compiled model makes its graphs here. An eager one has cuDNN try its algorithms, which takes

@@ -15,8 +15,7 @@ import sysconfig
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,26 +27,24 @@ from accelerate import Accelerator, PartialState
 from filelock import FileLock, Timeout
 
 import dbsl
-from dbsl.base.errors import SettingError, as_given, px
+from dbsl.base.errors import SettingError, as_given, px, require
 from dbsl.base.files import write_text
 from dbsl.base.machine import launched_precision, remember
 from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_from, share_text
 from dbsl.config.complete import FOUND
-from dbsl.config.fields import Role, refuse, with_role
+from dbsl.config.fields import Role, with_role
 from dbsl.config.hooks import defaults_of_extras
 from dbsl.config.parse import RUN_FOLDER, config_to_yaml
 from dbsl.config.settings import AGAIN, RunConfig
 from dbsl.plan.types import Plan, plan_of_epochs
 
 LOCK = ".lock"
-SUMS = "SHA256SUMS"  # checksums of all files, as `sha256sum` writes them; the script comes first
 PACKAGE = Path(dbsl.__file__).parent
 _INSTALLED = ("site-packages", "dist-packages")
 _NOT_OWN = tuple(
     f"{place}{os.sep}"
     for place in (PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 )
-_MOST = 3  # files that are named
 _GIT_S = 30.0  # that git may take, on a slow disk
 
 
@@ -101,12 +98,12 @@ class LockedFolder(AbstractContextManager):
         }
         write_text(self.path / "plan.json", json.dumps(rows, indent=2))
 
-    def keep_script(self, code: Code) -> None:
+    def keep_script(self, code: Mapping[str, bytes]) -> None:
         """Copy the script into the folder; a resume by another one keeps that of before, too."""
-        script = script_of(code.sums)
+        script = script_of(code)
         if self._lock is None or not script:
             return
-        path, content = self.path / Path(script).name, code.files[script]
+        path, content = self.path / Path(script).name, code[script]
         if path.exists() and path.read_bytes() != content:
             number = next(n for n in count(1) if not path.with_stem(f"{path.stem}-{n}").exists())
             before = path.with_stem(f"{path.stem}-{number}")
@@ -144,7 +141,7 @@ class LockedFolder(AbstractContextManager):
         inside = {entry.name for entry in self.path.iterdir()} - {LOCK}
         hint = "; --resume auto continues the run in it" * ("config.yaml" in inside)
         got = f"{self.path}, which exists{hint}"
-        refuse([(new and inside, "output_dir must be a new folder", got)])
+        require(not (new and inside), "output_dir must be a new folder", got)
         lock = self.path / LOCK
         self._lock = FileLock(lock)  # before it is taken: a full disk may leave an empty file
         try:
@@ -187,21 +184,11 @@ def settings_in(folder: Path) -> dict[str, Any]:
 # --- the code
 
 
-@dataclass(frozen=True)
-class Code:
-    """What this process has loaded, and is not installed; and dbsl, wherever it is."""
+def read_code() -> dict[str, bytes]:
+    """Return the code of this process, as it is on the disk: contents by name, the script first.
 
-    # Contents by name: first the script, then dbsl's.
-    files: Mapping[str, bytes]
-
-    @cached_property
-    def sums(self) -> dict[str, str]:
-        """SHA-256 of the files, by name."""
-        return {name: hashlib.sha256(content).hexdigest() for name, content in self.files.items()}
-
-
-def read_code() -> Code:
-    """Return the code of this process, as it is on the disk."""
+    It is what is loaded and not installed; and dbsl, wherever it is.
+    """
     script = started_script()
     names = {str(script): script.name} if script else {}
     dbsl_first = sorted(sys.modules.items(), key=lambda it: (not it[0].startswith("dbsl"), it[0]))
@@ -212,20 +199,13 @@ def read_code() -> Code:
             package = "/__init__" * (Path(path).stem == "__init__")
             # The script may be there by another name, too.
             names.setdefault(str(Path(path).absolute()), f"{name.replace('.', '/')}{package}.py")
-    return Code({name: Path(p).read_bytes() for p, name in names.items() if os.path.isfile(p)})
+    return {name: Path(p).read_bytes() for p, name in names.items() if os.path.isfile(p)}
 
 
-def script_of(sums: Mapping[str, str]) -> str:
-    """Return the name of the script whose code has these sums; empty: none, as in a notebook."""
-    first = next(iter(sums))
+def script_of(code: Mapping[str, bytes]) -> str:
+    """Return the name of the script; empty: none, as in a notebook."""
+    first = next(iter(code))
     return "" if first.startswith("dbsl/") else first
-
-
-def unlike(one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """Return in words which files have unlike sums, empty: none; one that only one has is none."""
-    names = [name for name, sum_ in other.items() if one.get(name, sum_) != sum_]
-    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return ", ".join(names[:_MOST]) + more
 
 
 def started_script() -> Path | None:
@@ -252,7 +232,7 @@ def _is_own(path: str) -> bool:
     return place.endswith(".py") and not installed and not place.startswith(_NOT_OWN)
 
 
-def check_alike(config: RunConfig, code: Code, state: PartialState) -> None:
+def check_alike(config: RunConfig, code: Mapping[str, bytes], state: PartialState) -> None:
     """Refuse, in all processes, settings or code that are not rank 0's (a collective).
 
     It is their first exchange: which others follow is for the settings to say.
@@ -264,18 +244,18 @@ def check_alike(config: RunConfig, code: Code, state: PartialState) -> None:
     now = {n: as_given(v) for n, v in asdict(config).items() if n not in of_node}
     if config.mixed_precision == "auto":
         now["mixed_precision"] = launched_precision() or "auto"
-    now["the script"] = script_of(code.sums)
-    theirs = share_from(SERVER_RANK, json.dumps([now, code.sums]), state.device)
-    (first, sums), here, found = json.loads(theirs), f"rank {state.process_index}", ""
-    if names := [name for name, value in now.items() if first.get(name) != value]:
+    now["the script"] = script_of(code)
+    now |= {f"code of {n}": hashlib.sha256(text).hexdigest()[:12] for n, text in code.items()}
+    first = json.loads(share_from(SERVER_RANK, json.dumps(now), state.device))
+    here, found = f"rank {state.process_index}", ""
+    # A file that only one of them has loaded is none.
+    if names := [name for name, value in now.items() if first.get(name, value) != value]:
         what, *rest = names
         more = f" (also different: {', '.join(rest)})" if rest else ""
         found = (
-            f"{what} must be the same in all processes, got {first.get(what) or 'none'} on "
-            f"rank 0, {now[what] or 'none'} on {here}{more}"
+            f"{what} must be the same in all processes, got {first[what] or 'none'} on rank 0, "
+            f"{now[what] or 'none'} on {here}{more}"
         )
-    elif files := unlike(sums, code.sums):
-        found = f"code must be the same in all processes, got another {files} on {here} than rank 0"
     rank = torch.tensor(state.process_index if found else state.num_processes, device=state.device)
     dist.all_reduce(rank, dist.ReduceOp.MIN)
     if rank < state.num_processes:

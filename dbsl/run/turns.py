@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +23,7 @@ from dbsl.loss import Figures, check_figures, scalars
 from dbsl.plan.sampler import Step
 from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, NO_FAULT, RoundReport, Turn
 
-if TYPE_CHECKING:
-    from dbsl.run.workers import Workers
+Workers = Any  # `dbsl.run.workers.Workers`, which makes these
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dbsl.base.errors import SettingError
-from dbsl.run.folder import Code, check_alike
+from dbsl.run.folder import check_alike
 from tests.helpers import free_port, short, start_rank, to_flags, wait_all
 from train import Config
 
@@ -22,7 +22,7 @@ def rank_with(rank, unlike):
     place = {"num_processes": dist.get_world_size(), "process_index": rank}
     state = SimpleNamespace(device=torch.device("cpu"), **place)
     try:
-        check_alike(replace(Config(lr=0.2), **settings), Code(files), state)
+        check_alike(replace(Config(lr=0.2), **settings), files, state)
     except SettingError as error:
         return str(error)
     return ""
@@ -38,7 +38,7 @@ def rank_with(rank, unlike):
         ),
         (
             {1: ({}, FILES | {"train.py": b"c", "new.py": b"d"})},
-            "code must be .*, got another train.py on rank 1 than rank 0",
+            r"code of train.py must be .*, got \w{12} on rank 0, \w{12} on rank 1",
         ),
         ({1: ({}, {"mine.py": b"a"})}, "the script .* train.py on rank 0, mine.py on rank 1"),
         ({1: ({"cpu_threads": 7, "loader_workers": 2}, {"train.py": b"a", "new.py": b"d"})}, ""),

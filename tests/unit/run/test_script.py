@@ -27,15 +27,15 @@ def script(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("script")
 def test_code_is_the_script_what_it_imports_and_dbsl_but_nothing_that_is_installed(monkeypatch):
     found = read_code()
-    assert script_of(found.sums) == "mine.py"
-    assert found.files["mine.py"] == b"import losses\n"
-    assert found.files["losses.py"] == b"smooth = 0.1\n"
-    assert "dbsl/run/folder.py" in found.sums
-    assert not {"__mp_main__.py", "pytest/__init__.py"} & {*found.files}
+    assert script_of(found) == "mine.py"
+    assert found["mine.py"] == b"import losses\n"
+    assert found["losses.py"] == b"smooth = 0.1\n"
+    assert "dbsl/run/folder.py" in found
+    assert not {"__mp_main__.py", "pytest/__init__.py"} & {*found}
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace())  # as in a notebook
     found = read_code()
-    assert script_of(found.sums) == ""
-    assert {"losses.py", "dbsl/__init__.py"} <= {*found.sums}
+    assert script_of(found) == ""
+    assert {"losses.py", "dbsl/__init__.py"} <= {*found}
 
 
 def test_a_resume_by_another_script_names_it_and_keeps_that_of_before(script, tmp_path, capsys):
