@@ -209,6 +209,11 @@ def at_step(number, act):
     return each_step(lambda *_: next(count) == number and act())
 
 
+def signal_at(step, rank, number):
+    """Have a signal come to one of the processes started in here after so many of its steps."""
+    return at_step(step, lambda: os.environ["RANK"] == str(rank) and os.kill(os.getpid(), number))
+
+
 @contextmanager
 def stopped_when(due):
     """Have SIGTERM come after the step at which ``due(checkpoint)``, and the run in here end."""

@@ -45,10 +45,11 @@ from dbsl.config.settings import (
 from dbsl.data.sources import TrainingData
 from dbsl.model import BEST, EMA
 from dbsl.optimizer import optimizer_class
-from dbsl.plan.types import COEFFICIENTS, Handover
+from dbsl.plan.types import Handover
 from dbsl.run.workers import Workers
 
 Changes = dict[str, tuple[Any, Any]]  # settings that are not what they were: before, now
+_TIMES = ("slope", "intercept", "floor")
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def _is_as_before(name: str, now: RunConfig, before: Mapping[str, Any]) -> bool:
 
 def _in_short(name: str, value: Any) -> Any:
     """Return a setting's value as JSON has it; one that is the same everywhere is there once."""
-    if name in (*COEFFICIENTS, "large_batch_size") and value and len({*value}) == 1:
+    if name in (*_TIMES, "large_batch_size") and value and len({*value}) == 1:
         return [value[0]]
     return list(value) if isinstance(value, tuple) else value
 
@@ -166,7 +167,7 @@ def adapt_to_processes(
         several = isinstance(value, tuple) and len(value) > len(before["resolutions"])
         by_worker = several or (value and name == "local_batch_sizes")
         if by_worker and _is_as_before(name, config, before):
-            gone |= {*(COEFFICIENTS if name in COEFFICIENTS else (name,))}
+            gone |= {*(_TIMES if name in _TIMES else (name,))}
     small = config.small_workers
     small = small and min(small, config.workers)
     config = replace(config, small_workers=small, **dict.fromkeys(gone))

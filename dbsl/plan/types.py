@@ -81,9 +81,6 @@ class TimeModel:
         return np.where(np.greater(self.floor, 0), np.maximum(least, line), line)
 
 
-COEFFICIENTS = tuple(own.name for own in fields(TimeModel))  # settings of a run, too
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
     """One worker's part of an epoch."""

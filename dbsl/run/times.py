@@ -27,7 +27,7 @@ from dbsl.optimizer import BuildOptimizer, check_parameters, join_optimizers
 from dbsl.plan.islands import Islands
 from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.sampler import Order
-from dbsl.plan.types import COEFFICIENTS, TimeModel
+from dbsl.plan.types import TimeModel
 from dbsl.profile.cache import Profiler
 from dbsl.profile.memory import give_back, is_short_of_memory
 from dbsl.profile.timing import BAD_FIT, NO_OPTIMIZER, Setup, StepProfile, StepSpec
@@ -36,6 +36,7 @@ STEPS_A_ROUND = 10  # a worker takes as many at least with the batch that `auto`
 _SMALLEST_AUTO = 16  # samples: below them fewer steps do
 _SAME_MACHINE = 0.10  # relative difference of step times up to which workers count as equal
 _SECONDS, _SECONDS_OF_ONE = 30.0, 3.0  # to measure for; what one worker alone predicts is rough
+_OF_MODELS = ("slope", "intercept", "floor")
 
 
 def largest_auto_batch(round_samples: int) -> int:
@@ -222,7 +223,7 @@ def _given_models(config: RunConfig) -> list[TimeModel]:
     given = (config.slope, config.intercept, config.floor or (0.0,))
     islands = Islands.of(config)
     count = len(islands.owners) if islands.several else None
-    columns = (for_workers(config, *c, count) for c in zip(COEFFICIENTS, given, strict=True))
+    columns = (for_workers(config, *c, count) for c in zip(_OF_MODELS, given, strict=True))
     return [TimeModel(*map(np.array, rows)) for rows in zip(*columns, strict=True)]
 
 
@@ -230,7 +231,7 @@ def _with_known(config: RunConfig, known: KnownWorkers, models: list[TimeModel])
     # For joint steps a large batch would be a limit that nobody set.
     keeps_large = config.large_batch_size is not None or not takes_joint_steps(config)
     slope, intercept, floor = (
-        from_workers([getattr(model, name).tolist() for model in models]) for name in COEFFICIENTS
+        from_workers([getattr(model, name).tolist() for model in models]) for name in _OF_MODELS
     )
     micro, large = known.micro_batch_sizes, known.large_batch_sizes
     if takes_joint_steps(config) and config.global_batch_size is not None:
@@ -349,7 +350,7 @@ class Measurements:
             fits.append([memory.fits() if memory else -1] * len(self._here))
         columns = (
             self._of_all([[getattr(profile, name) for profile in row] for row in measured])
-            for name in COEFFICIENTS
+            for name in _OF_MODELS
         )
         models = [
             equal_but_for_noise(TimeModel(*map(np.array, rows)), min(self._of_process(row)))
@@ -410,5 +411,5 @@ def equal_but_for_noise(model: TimeModel, batch: int) -> TimeModel:
     times, workers = model.time(batch), len(model)
     if times.max() > (1 + _SAME_MACHINE) * times.min():
         return model
-    means = (sum(getattr(model, name).tolist()) / workers for name in COEFFICIENTS)
+    means = (sum(getattr(model, name).tolist()) / workers for name in _OF_MODELS)
     return TimeModel.of(TimeModel(*means), workers)

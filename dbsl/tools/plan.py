@@ -15,7 +15,7 @@ from dbsl.config.settings import Rounding, UpdateFactor
 from dbsl.plan.alone import epoch_times
 from dbsl.plan.solve import PlanRules, plan_dual_batch
 from dbsl.plan.text import format_plan, timeline
-from dbsl.plan.types import COEFFICIENTS, TimeModel, plan_of_epochs
+from dbsl.plan.types import TimeModel, plan_of_epochs
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.plan")
     check_fields(arguments)
     rounds, count = arguments.rounds_per_epoch, arguments.workers
-    times = {name: getattr(arguments, name) for name in COEFFICIENTS}
+    times = {name: getattr(arguments, name) for name in ("slope", "intercept", "floor")}
     for name, values in times.items():
         text = f"{name} must have 1 value or one per worker ({count})"
         require(len(values) in (1, count), text, len(values))

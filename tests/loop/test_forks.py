@@ -2,8 +2,10 @@
 
 import copy
 import importlib.util
+import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -105,13 +107,16 @@ def start(module, ranks, folder, **settings):
     return start_ranks(lambda: begin(module, folder, **settings | {"workers": None}), ranks)
 
 
-def goes_on_to_the_bits(folder, step, train_it, settings):
-    """Stop a run at a step and resume it: it ends as the one in the folder `whole`."""
-    broken, whole = folder / "broken", folder / "whole"
-    with helpers.stopped_at_step(step):
-        train_it(broken, **settings)
-    train_it(broken, **settings, resume=str(broken))
-    assert fingerprint(broken) == fingerprint(whole)
+def copied_at_step(number, folder, copy):
+    """Save the run in here after so many steps, and keep what it would leave if killed then."""
+    count = itertools.count(1)
+
+    def act(saver, _):
+        if next(count) == number:
+            saver._save()
+            shutil.copytree(folder, copy)
+
+    return helpers.each_step(act)
 
 
 def weights_in(folder):
@@ -168,10 +173,12 @@ def test_a_fork_trains_does_what_it_says_and_goes_on_to_the_same_bits(
     own, check = CASES[name]
     settings = {**(COMMON if name in OWN_DATA else TINY), **MODES[mode], **own}
     settings = {n: v(tmp_path) if callable(v) else v for n, v in settings.items()}
-    module, folder = fork(name), tmp_path / "whole"
-    run(module, folder, **settings)
+    module, folder, killed = fork(name), tmp_path / "whole", tmp_path / "killed"
+    with copied_at_step(2 if name == "early_stop" else 5, folder, killed):
+        run(module, folder, **settings)
     check(module, folder, settings)
-    goes_on_to_the_bits(tmp_path, 2 if name == "early_stop" else 5, partial(run, module), settings)
+    run(module, killed, **settings, resume=str(killed))
+    assert fingerprint(killed) == fingerprint(folder)
 
 
 @case()
@@ -476,13 +483,6 @@ def test_a_second_evaluation_set_may_have_other_columns(fork, tmp_path):
     also = (str(write_shards(tmp_path / "shards")),)
     run(fork("second_evaluation"), tmp_path / "run", **given, also=also)
     assert all(f"{also[0]}_loss" in row for row in rows(tmp_path / "run", "eval"))
-    refused(
-        tmp_path,
-        r"^dataset 'none' cannot be opened .* dataset must be",
-        fork("second_evaluation"),
-        **given,
-        also=("none",),
-    )
 
 
 # --- data, model and optimizer of one's own
@@ -549,16 +549,6 @@ def two_rates(model, config):
     return torch.optim.SGD([{"params": weights}, {"params": biases, "lr": 0.0}], lr=config.lr)
 
 
-def frozen_first(model, config):
-    model[0].requires_grad_(False)
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=config.lr)
-
-
-def normed():
-    first = nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(0.5)
-    return nn.Sequential(nn.Sequential(*first), nn.Linear(8, 3))
-
-
 ALL_MODES = {**MODES, "pushes": {"sync": "asp", "push": "gradients", **SIZES}}
 
 
@@ -571,22 +561,16 @@ def stays(path, begun):
 
 
 @pytest.mark.parametrize("mode", short(ALL_MODES, "bsp", "step", "pushes"))
-@pytest.mark.parametrize(
-    ("build", "optimizer", "still"),
-    [
-        (hidden, two_rates, lambda name: "bias" in name),  # a group whose rate is 0
-        (normed, frozen_first, lambda name: name.startswith("0.")),
-    ],
-)
-def test_what_an_optimizer_freezes_or_gives_a_rate_of_0_stays_where_it_is(
-    tmp_path, build, optimizer, still, mode
-):
+def test_what_an_optimizer_freezes_or_gives_a_rate_of_0_stays_where_it_is(tmp_path, mode):
     torch.manual_seed(0)
-    data, first = TensorData(table(120), table(), 3), build()
+    frozen = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    data, first = TensorData(table(120), table(), 3), nn.Sequential(frozen, nn.Linear(8, 3))
+    frozen.requires_grad_(False)
     begun = copy.deepcopy(first.state_dict())
-    with_own(tmp_path / "run", data, lambda: first, optimizer, lr=0.05, **ALL_MODES[mode])
+    with_own(tmp_path / "run", data, lambda: first, two_rates, lr=0.05, **ALL_MODES[mode])
     for path in (tmp_path / "run").glob("model*.safetensors"):
-        assert all(same == still(name) for name, same in stays(path, begun).items()), path
+        same = {name for name, same in stays(path, begun).items() if same}
+        assert same == begun.keys() - {"1.weight"}, path
 
 
 def data_of(*sets):
@@ -609,7 +593,6 @@ REFUSED = [
     ({"own": lambda: hidden(classes=5)}, r"3 classes, \[2, 3\] .*, got \[2, 5\] of"),
     ({"own": cumulative}, "model must have batch norm whose statistics have a mom"),
     ({"build": lambda model, config: None}, "optimizer must build an optimizer of torch"),
-    ({"build": lambda model, config: []}, "optimizer must build an optimizer of torch"),
     (
         {"build": lambda model, config: two_rates(model.requires_grad_(False), config)},
         "optimizer must leave parameters that are trained, got all frozen",
@@ -691,10 +674,6 @@ def test_a_run_that_ends_early_tells_what_it_trained_and_goes_on_to_the_same_bit
     if mode not in ("asp", "pushes"):  # whose other workers were ahead
         assert seen == 2 * 120
     assert summary["samples_seen"] == seen or mode == "pushes"
-    model = hidden()
-    model.load_state_dict(load_file(tmp_path / "early/model.safetensors"))
-    correct = (model(data.evaluation.inputs).argmax(1) == data.evaluation.labels).float().mean()
-    assert correct.item() == pytest.approx(summary["final_accuracy"])
     assert (tmp_path / "early/model_ema.safetensors").exists() == ("ema_decay" in settings)
 
     with_own(tmp_path / "early", data, hidden, resume=str(tmp_path / "early"), **settings)
@@ -711,18 +690,11 @@ def test_a_run_that_is_to_end_with_an_epoch_that_is_not_evaluated_takes_one_that
     assert summary_of(tmp_path / "run")["epochs"] == 2
 
 
-ENDED = [{"sync": "asp"}, {"sync": "step"}, {}, {"sync": "ssp", "dedicated_server": True}]
-
-
-@pytest.mark.parametrize("settings", short(ENDED, ENDED[0]))
-def test_one_process_ends_the_run_early_and_all_leave_in_good_order(
-    tmp_path, monkeypatch, settings
-):
+@pytest.mark.parametrize("sync", short(["asp", "step", "bsp"], "asp"))
+def test_one_process_ends_the_run_early_and_all_leave_in_good_order(tmp_path, monkeypatch, sync):
     monkeypatch.setattr(train, "end_epoch", finishing(2))
-    joint = settings.get("sync") == "step"
-    batch = {"global_batch_size": 20} if joint else {"large_batch_size": 10}
-    ranks = 2 + settings.get("dedicated_server", False)
-    helpers.run_in_ranks(tmp_path / "run", ranks, **settings, **batch, epochs=4, lr_milestones=())
+    batch = {"global_batch_size": 20} if sync == "step" else {"large_batch_size": 10}
+    helpers.run_in_ranks(tmp_path / "run", sync=sync, **batch, epochs=4, lr_milestones=())
     summary = summary_of(tmp_path / "run")
     assert (summary["epochs"], "lost_workers" in summary) == (2, False)
     assert summary["samples_seen"] >= 2 * 60

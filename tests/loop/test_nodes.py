@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
@@ -17,10 +17,10 @@ import torch
 from dbsl.config.parse import parse_config
 from dbsl.run.turns import WorkerTurn
 from tests.helpers import ROOT, TINY, end_ranks, free_port, rounds_of, slow, start_rank, to_flags
-from tests.network import ADDRESSES, link
 from train import Config, main
 
 NODES = (3, 1)  # processes of each
+ADDRESSES = ("10.87.0.1", "10.87.0.2")
 # Three of speed 1 and one of speed 3: half of the samples are the fast one's.
 UNLIKE = {"slope": (0.003, 0.003, 0.003, 0.001), "intercept": (0.0,), "epochs": 2, "lr": 0.01}
 JOINT = {**UNLIKE, "sync": "step", "global_batch_size": 12}
@@ -43,6 +43,30 @@ def imported():
         importlib.import_module(name)
 
 
+def ip(*words):
+    subprocess.run(("ip", *words), check=True, capture_output=True)
+
+
+@contextmanager
+def namespaces():
+    """Make two network namespaces, each an end of one link, and give their names. Needs root."""
+    names = [f"dbsl{side}-{os.getpid()}" for side in range(2)]
+    ends = [f"dbv{side}-{os.getpid()}"[:15] for side in range(2)]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for name, end, address in zip(names, ends, ADDRESSES, strict=True):
+            ip("link", "set", end, "netns", name)
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
+            ip("-n", name, "link", "set", end, "up")
+        yield names
+    finally:
+        for name in names:  # the link goes with them
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
 @pytest.fixture
 def network():
     """Return each node's address and what its commands begin with: namespaces, if root makes them.
@@ -51,12 +75,12 @@ def network():
     """
     with ExitStack() as stack:
         try:
-            prefixes = stack.enter_context(link(None))
-        except (RuntimeError, OSError):
+            names = stack.enter_context(namespaces())
+        except (subprocess.CalledProcessError, OSError):
             yield [("127.0.0.1", []), ("127.0.0.1", [])]
             return
-        # No core of its own, and no GLOO_SOCKET_IFNAME: the interface is to be found.
-        yield [(a, p[: p.index("taskset")]) for a, p in zip(ADDRESSES, prefixes, strict=True)]
+        prefixes = (["ip", "netns", "exec", name] for name in names)
+        yield list(zip(ADDRESSES, prefixes, strict=True))
 
 
 def enter(prefix):

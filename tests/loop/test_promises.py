@@ -135,19 +135,27 @@ SPLITS = {
 }
 
 
+SPLIT = {"sync": "step", "model": "test_vit", "augment": "paper", "epochs": 2, "lr": 0.01}
+SPLIT |= {"mixed_precision": "no", "save_best": False}
+
+
+@pytest.fixture(scope="module")
+def joint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("joint") / "run"
+    run(folder, **SPLIT, workers=1, local_batch_sizes=(14,))
+    return load_file(folder / "model.safetensors")
+
+
 @pytest.mark.parametrize("name", short(SPLITS, "three workers", "two processes"))
-def test_any_split_of_a_global_batch_gives_the_same_weights(tmp_path, name):
-    settings = {"sync": "step", "model": "test_vit", "augment": "paper", "epochs": 2, "lr": 0.01}
-    settings |= {"mixed_precision": "no", "save_best": False}
-    run(tmp_path / "one", **settings, workers=1, local_batch_sizes=(14,))
+def test_any_split_of_a_global_batch_gives_the_same_weights(tmp_path, joint, name):
     ranks, split = SPLITS[name]
     if ranks == 1:
-        run(tmp_path / "split", **settings, **split)
+        run(tmp_path / "split", **SPLIT, **split)
     else:
-        helpers.end_ranks(start(tmp_path / "split", ranks, **settings, **split))
-    one, other = (load_file(tmp_path / f / "model.safetensors") for f in ("one", "split"))
-    for key in one:
-        torch.testing.assert_close(other[key], one[key], rtol=0, atol=1e-5)
+        helpers.end_ranks(start(tmp_path / "split", ranks, **SPLIT, **split))
+    weights = load_file(tmp_path / "split/model.safetensors")
+    for key, value in joint.items():
+        torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-5)
 
 
 JOINT = {"sync": "step", "global_batch_size": 16}

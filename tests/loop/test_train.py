@@ -26,7 +26,7 @@ from dbsl.profile.memory import MemoryModel
 from dbsl.profile.timing import StepProfile
 from dbsl.run.folder import holder_of
 from tests import helpers
-from tests.helpers import fingerprint, rounds_of, rows, samples_by_epoch, short, to_flags, torchrun
+from tests.helpers import fingerprint, rounds_of, rows, samples_by_epoch, short, to_flags
 from train import Config, main
 
 ABSENT = next(name for name in ("trackio", "dvclive", "aim") if find_spec(name) is None)
@@ -88,7 +88,7 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, ["1 worker in one process (--workers is unset); cpu"]),
+        ({}, ["1 worker in one process (--workers is unset); cpu", "epochs, without evaluation: "]),
         (
             {"small_ratio": 0.25},
             ["4 workers simulated in one process, 1 on small batches (--workers is unset), "],
@@ -111,15 +111,10 @@ def test_plan_only_prints_the_plan_and_why_and_leaves_nothing(tmp_path, capsys, 
     for word in ("plan only: nothing is trained or written", *words):
         assert word in printed
     assert ("% of them" in printed) == (settings.get("small_ratio") == 0.1)
+    if not settings:  # a plain training
+        of_several = ("sync", "small", "idle", "weight ", "all large", "side by side")
+        assert not [word for word in of_several if word in printed]
     assert not (tmp_path / "run").exists()
-
-
-def test_the_lines_of_one_worker_are_those_of_a_plain_training(tmp_path, capsys):
-    helpers.run(tmp_path / "run", workers=1, epochs=1)
-    printed = capsys.readouterr().out
-    for word in ("sync", "small", "idle", "weight ", "all large", "side by side"):
-        assert word not in printed
-    assert "predicted for all 1 epochs, without evaluation: " in printed
 
 
 def test_unequal_workers_get_shares_by_their_own_times(tmp_path):
@@ -162,31 +157,11 @@ def test_a_joint_batch_above_what_auto_found_is_planned_again_by_the_runs_own_se
 ):
     monkeypatch.setattr("dbsl.profile.cache.profile_memory", lambda *_: MEMORY)
     settings = {"sync": "step", "small_workers": None, "epochs": 1, "lr_milestones": ()}
-    settings |= {"large_batch_size": "auto", "global_batch_size": 30}
-    run(tmp_path / "first", **settings)
-    flags = [
-        "--config",
-        str(tmp_path / "first/config.yaml"),
-        "--output-dir",
-        str(tmp_path / "again"),
-    ]
-    main(parse_config(Config, flags))
+    run(tmp_path / "first", **settings, large_batch_size="auto", global_batch_size=30)
+    given = str(tmp_path / "first/config.yaml")
+    helpers.train_by("--config", given, "--output-dir", str(tmp_path / "again"))
     plans = [(tmp_path / name / "plan.json").read_text() for name in ("first", "again")]
     assert plans[0] == plans[1]
-
-
-@pytest.mark.slow
-def test_two_processes_at_a_barrier_repeat_to_the_bit_however_they_are_launched(tmp_path):
-    settings = {**SETTINGS, "epochs": 2, "lr_milestones": (1,)}
-    launched = torchrun(to_flags(tmp_path / "one", **settings))
-    printed, error = launched.communicate(timeout=240)
-    assert launched.returncode == 0, error
-    assert "2 workers in 2 processes, 1 on small batches" in printed
-    run_in_ranks(tmp_path / "two", **settings)
-    assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
-    rounds = rounds_of(tmp_path / "one")
-    assert [(e["epoch"], e["worker"]) for e in rounds] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert samples_by_epoch(tmp_path / "one", 2) == [60] * 2
 
 
 def test_an_outer_step_in_processes_is_that_of_one_process(tmp_path):
@@ -199,13 +174,12 @@ def test_an_outer_step_in_processes_is_that_of_one_process(tmp_path):
     assert eval_losses(tmp_path / "mean") != pytest.approx(eval_losses(tmp_path / "one"), 1e-4)
 
 
-@pytest.mark.parametrize(("scaling", "power"), [("sqrt", 0.5), ("linear", 1)])
-def test_learning_rates_follow_the_workers_batch(tmp_path, scaling, power):
-    run(tmp_path / "run", lr_scaling=scaling, warmup_epochs=0, small_batch_size=(4,))
+def test_learning_rates_follow_the_workers_batch(tmp_path):
+    run(tmp_path / "run", lr_scaling="sqrt", warmup_epochs=0, small_batch_size=(4,))
     rounds = rounds_of(tmp_path / "run")
     for event in rounds:
         rate = 0.02 * (0.2 if event["epoch"] == 2 else 1.0)
-        expected = rate * (event["local_batch_size"] / 10) ** power
+        expected = rate * (event["local_batch_size"] / 10) ** 0.5
         assert event["learning_rate"] == pytest.approx(expected)
     assert {event["local_batch_size"] for event in rounds} == {4, 10}
 
@@ -218,27 +192,21 @@ def eval_losses(folder):
     return [event["loss"] for event in rows(folder, "eval")]
 
 
-def test_joint_steps_in_processes_repeat_to_the_bit_and_equal_one_process_and_the_server(tmp_path):
+def test_joint_steps_in_processes_equal_those_of_the_server(tmp_path):
     options = {"local_batch_sizes": (7, 3), "lr": 0.002}  # small steps: rounding grows slowly
-    for name in ("one", "two", "server"):
-        how = {"push": "gradients"} if name == "server" else {"sync": "step"}
-        run_in_ranks(tmp_path / name, **JOINT, **options, **how)
-    assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
-    settings = {**JOINT, "workers": 2, **options}
-    run(tmp_path / "alone", sync="step", **settings)
-    for name in ("alone", "server"):
-        assert eval_losses(tmp_path / name) == pytest.approx(eval_losses(tmp_path / "one"), 1e-3)
+    run_in_ranks(tmp_path / "joint", sync="step", **JOINT, **options)
+    run_in_ranks(tmp_path / "server", push="gradients", **JOINT, **options)
+    losses = eval_losses(tmp_path / "server")
+    assert losses == pytest.approx(eval_losses(tmp_path / "joint"), 1e-3)
     rounds = rounds_of(tmp_path / "server")
     # Seven steps of 9: six samples and three.
     assert [e["samples"] for e in rounds[:2]] == [42, 21]
 
 
 FOLLOWING = {
-    "rounds": {"balance": "dynamic"},
     "rounds-dbs-half-epochs": {"balance": "dbs:1", "rounds_per_epoch": 2},
     "step-thirds-of-epochs": {
-        **{"balance": "dynamic:1", "sync": "step", "rounds_per_epoch": 3},
-        "small_workers": 0,
+        **{"balance": "dynamic:1", "sync": "step", "rounds_per_epoch": 3, "small_workers": 0}
     },
     "pushes-dbs": {"balance": "dbs:2", "push": "gradients", "small_workers": 0},
     "asp": {"balance": "dynamic", "sync": "asp", "epochs": 4},  # later, since nobody waits
@@ -264,17 +232,16 @@ def test_plans_that_follow_simulated_times_repeat_to_the_bit(tmp_path, capsys, h
     assert samples_by_epoch(tmp_path / "one", epochs) == [200] * epochs
 
 
-SLOW = {"train_samples": 80, "slowdown": "1:100", "global_batch_size": 20}
 HARD = {
-    **{sync: {**SETTINGS, "train_samples": 60, "sync": sync} for sync in ("asp", "ssp")},
     "one-sample-more": {"train_samples": 41, "local_batch_sizes": (30, 10)},  # than a global batch
-    "100-times-slower": {**SLOW, "balance": "dynamic"},
-    "100-times-slower-dbs": {**SLOW, "balance": "dbs"},
+    "100-times-slower": {
+        **{"train_samples": 80, "slowdown": "1:100", "global_batch_size": 20, "balance": "dbs"}
+    },
     "ssp-gradients": {"push": "gradients", "sync": "ssp", "local_batch_sizes": (17, 3)},
 }
 
 
-@pytest.mark.parametrize("case", short(HARD, "asp", "one-sample-more", "ssp-gradients"))
+@pytest.mark.parametrize("case", short(HARD, "one-sample-more", "ssp-gradients"))
 def test_two_processes_finish_with_everything_counted_and_none_hangs(tmp_path, case):
     settings = {**JOINT, "sync": "step", **HARD[case]}
     run_in_ranks(tmp_path / "run", **settings)
@@ -295,7 +262,7 @@ def test_an_existing_run_folder_stops_every_process_and_stays_as_it_was(tmp_path
 
 
 SIZES = {"local_batch_sizes": (10, 20)}
-CLIPPED = [{"large_batch_size": (15,)}, {"sync": "step", **SIZES}, {"push": "gradients", **SIZES}]
+CLIPPED = [{"large_batch_size": (15,)}, {"push": "gradients", **SIZES}]
 
 
 @pytest.mark.parametrize("mode", short(CLIPPED, CLIPPED[0]))
@@ -375,10 +342,8 @@ ALONE = (*STEP, "--workers", "1")
 HELP = "flag must be one that --help lists"
 REFUSED = [
     (["--sync", "asp", "--merge", "delta"], "merge must be ratio or half with sync"),
-    ([*STEP, "--lr-scaling", "sqrt"], "lr_scaling must be none with sync step"),
     (["--resolutions", "32,16"], "resolutions must ascend, got 32,16"),
     (["--resolutions", "0"], "resolutions must be positive for images, got 0"),
-    (["--resolutions"], "resolutions must have a value, got none"),
     (["--dataset", "no-such-name-on/the-hub"], "dataset 'no-such-name-on/the-hub' cannot be op"),
     (["--optimizer", "sdg"], "optimizer must be a name that timm.optim.list_optimizers()"),
     (["--slope", "0.1", "0.2", "0.3"], "slope must have 1 value, one per resolution (2) or"),
@@ -387,26 +352,20 @@ REFUSED = [
     ([*STEP, "--local-batch-sizes", "20,20,20,2"], "local_batch_sizes must sum to at most"),
     ([*STEP, "--global-batch-size", "61"], "global_batch_size must be in [8, 40], 2 a worker"),
     (["--small-batch-size", "2,2,2,2"], "small_batch_size must have one value, or one per res"),
-    ([*STEP, "--merge", "mean"], "merge must be unset with sync step, got mean"),
     ([*STEP, "--rounds-per-epoch", "9"], "rounds_per_epoch must be at most the 2 joint steps"),
-    ([*STEP, "--push", "gradients"], "push must be weights with sync step"),
-    ([*STEP, "--wire", "int3"], f"wire must be float32, bf16, fp16 or {LOW} with sync step, got"),
     ([*STEP, "--wire", "int4"], f"wire must be float32, bf16, fp16 or {LOW} with sync step, got"),
     ([*STEP, "--wire", "powersgd:0"], "wire must be powersgd with a rank of at least 1, got pow"),
     ([*STEP, "--wire", "powersgd:4"], "wire must not be powersgd with simulated workers: it ne"),
     ([*STEP, "--wire", "powersgd:4", "--mixed-precision", "fp16"], "mixed_precision must not be"),
     ([*ALONE, "--wire", "bf16"], "wire must be float32 with one worker, which sends nothing"),
     (["--wire", "powersgd:4"], "wire must be float32, bf16, int8, int4 or int2 with sync bsp"),
-    (["--wire", "fp16"], "wire must be float32, bf16, int8, int4 or int2 with sync bsp, got fp16"),
     (["--wire", "int4", "--sync", "asp"], "wire must be float32 with sync asp, got int4"),
-    (["--wire", "bf16", "--sync", "ssp"], "wire must be float32 with sync ssp, got bf16"),
     ([*PUSH, "--wire", "bf16"], "wire must be float32 with push gradients, got bf16"),
     (["--micro-batch-size", "1"], "micro_batch_size must be at least 2, since batch norm"),
     (["--micro-batch-size", "2,2,2"], "micro_batch_size must have 1 value, one per resolution"),
     ([*MICRO_4, "--large-batch-size", "auto"], "large_batch_size must not be auto with micro_b"),
     ([*COSINE, "--schedule", "fixed", "--lr-milestones", "1,2"], "lr_milestones must be left out"),
     (["--lr-schedule", "cosine", "--lr-gamma", "0.1"], "lr_gamma must be 0.2 except with lr_sch"),
-    (["--balance", "dbs", "--compile"], "compile must be false with balance"),
     (["--sync", "step"], "small_workers must be unset with sync step or push gra"),
     (["--push", "gradients:0"], "STEPS of push gradients must be at least 1, got 0"),
     (["--slowdown", "7:2"], "slowdown must name a worker in [0, 3], got 7"),
@@ -414,7 +373,6 @@ REFUSED = [
     (["--mixed-precision", "fp16"], "mixed_precision must be no or bf16 on a CPU"),
     (["--report-to", ABSENT], f"report_to must name an installed tracker, got {ABSENT!r}"),
     # without effect
-    (["--staleness", "3"], "staleness must be 1 except with sync ssp, got 3"),
     (["--balance", "none:3"], "balance must be none, dynamic[:ROUNDS] or dbs[:ROUNDS], got none:3"),
     (["--merge", "delta:0.7,1"], "MOMENTUM of merge delta must be in [0, 1), got 1"),
     (["--merge", "delta:0.7,0.9,1"], "merge must be mean, delta[:LR,MOMENTUM], ratio or half, got"),
@@ -423,8 +381,6 @@ REFUSED = [
     (["--emulate", "gbp=1"], "emulate must name arguments such as gbps"),
     (["--outer-lr", "1"], f"{HELP}, got --outer-lr, which is --merge delta:LR,MOMENTUM here"),
     # no value of the flag's type
-    (["--lr"], "--lr must be a number, got nothing"),
-    (["--small_workers", "x"], "--small-workers must be a whole number, got 'x'"),
     (["--resolutions", "24,x"], "--resolutions must be whole numbers, got '24,x'"),
     (["--compile", "yes"], "values must follow a flag that takes them, got 'yes'"),
     (["--batch-size=3"], f"{HELP}, got --batch-size, which is --large-batch-size or --local-b"),

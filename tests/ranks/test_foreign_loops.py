@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import warnings
 
 import pytest
 import torch
@@ -66,40 +65,6 @@ def test_accumulation_clipping_and_scaling_see_the_joint_gradient(
     assert all(abs(weights - joined).max() < 1e-12 for weights in split)
 
 
-def stateful(rank, stop):
-    """Draw with two loader workers, stop after some batches, save, load anew and go on."""
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    warnings.simplefilter("ignore")  # it calls what torch no longer likes
-
-    def build():
-        sampler = dbsl.UnevenBatchSampler(SAMPLES, local_batch_sizes=[3, 5])
-        return sampler, StatefulDataLoader(range(SAMPLES), batch_sampler=sampler, num_workers=2)
-
-    sampler, loader = build()
-    seen = []
-    for number, batch in enumerate(loader, start=1):
-        sampler.scale(len(batch))
-        seen += batch.tolist()
-        if number == stop:
-            state = loader.state_dict()
-            break
-    sampler, loader = build()
-    loader.load_state_dict(state)
-    for batch in loader:
-        sampler.scale(len(batch))
-        seen += batch.tolist()
-    return seen
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stop", [1, 4])
-def test_a_stateful_loader_goes_on_at_the_next_batch(run_ranks, stop):
-    pytest.importorskip("torchdata")
-    first, second = run_ranks(stateful, stop)
-    assert sorted(first + second) == list(range(SAMPLES))
-
-
 def skipping(rank, interleave, samples=0):
     """Train an epoch whose first batch Accelerate leaves out; return what scale says.
 
@@ -149,19 +114,15 @@ def test_the_order_of_an_epoch_whose_first_batches_are_skipped_is_its_own(run_ra
         assert "skip_first_batches must skip a multiple of accumulate (2), got 1" in error
 
 
-def sharded(rank, way):
+def sharded(rank):
     """Watch a model that FSDP shards."""
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     model = nn.Linear(40, 1)
-    if way == "fully_shard":
-        fully_shard(model)
-    else:
-        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    fully_shard(model)
     dbsl.UnevenBatchSampler(40, 10, balance="dynamic").watch(model)
 
 
-@pytest.mark.parametrize("way", ["fully_shard", "FullyShardedDataParallel"])
-def test_a_model_that_fsdp_shards_is_not_watched(run_ranks, way):
-    for error in run_ranks(sharded, way, expect_errors=True):
+def test_a_model_that_fsdp_shards_is_not_watched(run_ranks):
+    for error in run_ranks(sharded, expect_errors=True):
         assert "watch needs a model whose parameters are whole" in error

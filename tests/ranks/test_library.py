@@ -24,7 +24,6 @@ def build(rank, arguments):
     ("arguments", "said"),
     [
         ({"num_samples": [9, 8]}, "num_samples must be the same on every process, got 9 on rank 0"),
-        ({"num_samples": [9, 1]}, "num_samples must be"),
         ({"local_batch_sizes": [4]}, "one value for each process (2), got [4]"),
     ],
 )
@@ -209,19 +208,15 @@ def test_rounds_take_the_weighted_mean_of_weights_and_statistics(run_ranks):
 
 def broken_round(rank, what):
     model = nn.Linear(2, 1, bias=not (what == "model" and rank))
-    model = model.double() if what == "dtype" and rank else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    weight = {"weight": 0.0, "infinite": float("inf"), "text": "a" if rank else 1.0}.get(what, 1.0)
-    weight = 0.0 if what == "one" and rank else weight
+    weight = 0.0 if what == "weight" else 1.0
     outer = (0.7, 0.9) if what == "outer" and rank else None
-    wire = {"wire": ("int4", "int8")[rank], "format": "int3"}.get(what, "float32")
+    wire = ("int4", "int8")[rank] if what == "wire" else "float32"
     rounds = dbsl.Rounds(model, optimizer, every=2, weight=weight, outer=outer, wire=wire)
     with warnings.catch_warnings(record=True) as warned, rounds:
         warnings.simplefilter("always")
-        steps = {"6 and 5": (6, 5), "6 and 2": (6, 2), "1 and 2": (1, 2)}.get(what, (2, 2))
-        for _ in range(steps[rank]):
-            bad = rank == 1 and what == "nan"
-            model.weight.data.fill_(float("nan") if bad else 2.0 + (what == "one") * rank)
+        for _ in range({"6 and 5": (6, 5), "1 and 2": (1, 2)}.get(what, (2, 2))[rank]):
+            model.weight.data.fill_(float("nan") if rank == 1 and what == "nan" else 2.0)
             rounds.step()
     return model.weight.tolist(), [str(w.message) for w in warned]
 
@@ -233,22 +228,18 @@ def test_weights_that_are_not_finite_are_left_out_and_said(run_ranks):
     assert said == ["weights after step 2 of round 0 were not finite: left out"]
 
 
-def test_a_process_of_weight_0_takes_what_the_others_have(run_ranks):
-    assert run_ranks(broken_round, "one") == [([[2.0, 2.0]], [])] * 2
-
-
-def from_infinity(rank, wire):
+def from_infinity(rank):
     model = nn.Linear(16, 16)
     model.register_buffer("least", torch.full((2,), float("inf")))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with dbsl.Rounds(model, optimizer, 1, weight=1.0 - rank, wire=wire) as rounds:
+    with dbsl.Rounds(model, optimizer, 1, weight=1.0 - rank) as rounds:
         model.least.fill_(-3.0) if rank == 0 else None
         rounds.step()
     return model.least.tolist()
 
 
-def test_a_process_of_weight_0_may_be_left_at_infinity(run_ranks):
-    assert run_ranks(from_infinity, "float32") == [[-3.0, -3.0]] * 2
+def test_a_process_of_weight_0_takes_what_the_others_have_wherever_it_was(run_ranks):
+    assert run_ranks(from_infinity) == [[-3.0, -3.0]] * 2
 
 
 def fixed_graph(rank):
@@ -260,21 +251,6 @@ def fixed_graph(rank):
 
 def test_a_fixed_graph_whose_reduction_cannot_be_paused_is_refused(run_ranks):
     assert run_ranks(fixed_graph) == [True, True]
-
-
-def equal_rounds(rank):
-    torch.manual_seed(0)
-    model, before = nn.Linear(16, 16).bfloat16(), []
-    with dbsl.Rounds(model, torch.optim.SGD(model.parameters()), 1, [1, 2][rank], (0.7, 0.9)) as r:
-        for _ in range(50):
-            before.append(model.weight.detach().float().numpy())
-            r.step()
-    return before
-
-
-def test_a_bf16_model_that_nobody_trains_keeps_its_bits(run_ranks):
-    for weights in run_ranks(equal_rounds):
-        assert all((each == weights[0]).all() for each in weights)
 
 
 def with_constants(rank, wire):
@@ -345,15 +321,10 @@ def test_rounds_that_an_error_ends_are_left(run_ranks):
     ("what", "said"),
     [
         ("weight", "weight must be at least 0, and their sum above 0 and finite, got 0.0,0.0"),
-        ("infinite", "weight must be at least 0, and their sum above 0 and finite"),
-        ("text", "weight must be at least 0, and their sum above 0 and finite"),
         ("model", "tensors of model must be the same on every process"),
-        ("dtype", "tensors of model must be the same on every process"),
         ("outer", "outer must be the same on every process"),
         ("wire", "wire must be the same on every process, got int4,int8"),
-        ("format", "wire must be float32, bf16, int8, int4 or int2, got int3"),
         ("6 and 5", "step and merge must be called equally often on every process"),
-        ("6 and 2", "step and merge must be called equally often on every process"),
         ("1 and 2", "step and merge must be called equally often on every process"),
     ],
 )
@@ -392,7 +363,7 @@ def test_rounds_go_on_inside_a_round_to_the_same_bits(run_ranks):
         assert run_ranks(resumed_rounds, stop) == whole
 
 
-@pytest.mark.parametrize("wires", [("int4", "float32"), ("float32", "int4"), ("int4", "int8")])
+@pytest.mark.parametrize("wires", [("int4", "float32"), ("float32", "int4")])
 def test_rounds_go_on_in_another_format(run_ranks, wires):
     first, second = run_ranks(resumed_rounds, 4, *wires)
     assert first == second

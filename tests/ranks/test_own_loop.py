@@ -72,7 +72,7 @@ def joined():
 
 
 @pytest.mark.parametrize("sizes", short([[3, 5], [1, 7], [2, 2, 12]], [3, 5]))
-@pytest.mark.parametrize("example", short(NEEDS, "plain_ddp", "fsdp2", "accelerate_bert"))
+@pytest.mark.parametrize("example", short(NEEDS, "plain_ddp", "fsdp2"))
 def test_uneven_batches_train_as_one_process_on_all(run, joined, example, sizes):
     if NEEDS[example]:
         pytest.importorskip(NEEDS[example])

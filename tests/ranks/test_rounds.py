@@ -134,12 +134,9 @@ DUAL = {"small_workers": 1, "small_batch_size": (5,)}
 @pytest.mark.parametrize(
     ("settings", "every", "outer", "wrap"),
     [
-        ({}, 2, None, unwrapped),
         (DUAL, None, None, DistributedDataParallel),
         (DELTA, 2, (0.7, 0.9), DistributedDataParallel),
-        ({"wire": "int2", **DELTA}, 2, (0.7, 0.9), unwrapped),
-        ({"wire": "int4", **DUAL}, None, None, DistributedDataParallel),
-        ({**DUAL, **DELTA}, None, (0.7, 0.9), unwrapped),
+        ({"wire": "int2", **DUAL, **DELTA}, None, (0.7, 0.9), unwrapped),
     ],
 )
 def test_rounds_are_a_run_at_a_barrier_to_the_bit(
