@@ -116,7 +116,7 @@ class TrainingConfig(ImageConfig):
     # time that an epoch of dual batch may take, over that of all-large workers: a ratio k > 1
     time_ratio: Annotated[float, Within(1, open_low=True), Role.PLAN, _SMALL] = 1.05
     # samples per step of a large worker; one value, one per resolution, or one per resolution and
-    # worker; auto: the largest that fits; unset: up to 128
+    # worker; auto: the largest that fits a CUDA GPU, elsewhere as if unset; unset: up to 128
     large_batch_size: Annotated[_Sizes, Role.PLAN] = None
     # samples per step set by hand; one value per worker, or per resolution and worker
     local_batch_sizes: Annotated[
@@ -136,7 +136,7 @@ class TrainingConfig(ImageConfig):
     small_batch_size: Annotated[tuple[Number, ...] | None, Role.PLAN | Role.WORKERS, _SMALL] = None
     # largest number of a worker's samples on its device at once: a step sums the gradients of
     # micro-batches of that size, with as many values as --large-batch-size may have; auto: what
-    # fits; unset: the whole batch. Batch norm, mixup and CutMix see one micro-batch at a time
+    # fits a CUDA GPU; unset: the whole batch. Batch norm, mixup and CutMix see one at a time
     micro_batch_size: _Sizes = None
     # smallest batch that a solved or balanced plan may give a worker
     min_batch_size: Annotated[Count, Role.PLAN] = 2

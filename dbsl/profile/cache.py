@@ -6,20 +6,17 @@ import hashlib
 import json
 import logging
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dbsl.base.errors import SettingError, px
+from dbsl.base.errors import SettingError, px, require
 from dbsl.base.files import write_text
-from dbsl.profile.memory import MemoryModel, PeakMemory, confirm_batch
+from dbsl.profile.memory import MemoryModel, confirm_batch, room_bytes
 from dbsl.profile.timing import (
-    Setup,
     StepProfile,
     StepSpec,
     TrainingStep,
@@ -30,9 +27,11 @@ from dbsl.profile.timing import (
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2
-_MEMORY_UP_TO = 64  # samples: enough to see the line, and no more than fits anywhere
-_CUDA_MEMORY_UP_TO = 1024
+_FORMAT = 3
+# Samples with which memory is measured at most. It costs seconds, and a line to tens of thousands
+# needs a long base.
+_MEMORY_UP_TO = (64, 1024)
+_BAD_FIT = "; a bad fit, here or in another process: predictions may be far off (--profile again)"
 
 
 @dataclass(eq=False)
@@ -40,7 +39,7 @@ class Profiler:
     """Profiles of one model on this device: from a file, from the cache, or measured.
 
     Every process gets profiles of its own device. They measure together or not at all, since one
-    alone would find the machine idle. Profiles of another setup are not used.
+    alone would find the machine idle.
     """
 
     spec: StepSpec
@@ -53,168 +52,140 @@ class Profiler:
 
     def __post_init__(self) -> None:
         self._accelerator = self.spec.accelerator
-        self._others: dict[int | None, Profiler] = {None: self}
-        self._announced = False
         self.path = self.file or cache_file(self.spec.setup)
+        # By resolution, and by the most samples that are computed at once; None: all of a batch.
+        self._known: dict[tuple[int, int | None], StepProfile] = {}
+        try:
+            kept = [] if self.refresh else read_profiles(self.path, self.spec.setup)
+            self._known |= {(own.resolution, own.micro_batch): own for own in kept}
+        except SettingError:
+            if self.file:
+                raise
 
-    @cached_property
-    def _known(self) -> dict[int, StepProfile]:
-        """What the file, or the cache, has: read once it is asked for, as a file has one setup."""
-        skip = self.refresh and not self.file
-        return {} if skip else _read(self.path, self.spec.setup, strict=bool(self.file))
+    def largest_batch(self, resolution: int, at_most: int) -> int:
+        """Return the largest batch whose step fits into CUDA memory, at most `at_most`.
 
-    def in_micro_batches(self, most: int | None) -> Profiler:
-        """Return a profiler of steps in micro-batches of at most so many samples; None: whole."""
-        if most not in self._others:
-            setup = replace(self.spec.setup, micro_batch=most)
-            self._others[most] = replace(self, spec=replace(self.spec, setup=setup))
-        return self._others[most]
-
-    def largest_batch(
-        self,
-        resolution: int,
-        *,
-        at_most: int,
-        what: str = "large batch",
-        why_most: str = "a larger one would leave a round too few steps",
-    ) -> int:
-        """Return the largest batch whose training step fits into memory, at most `at_most`.
-
-        On a CUDA device one step with it confirms the prediction. A line says `what` was found, and
-        `why_most`, where `at_most` bounds it.
+        One step with it confirms what the line of memory predicts.
         """
-        known = self._known.get(resolution)
+        known = self._known.get((resolution, None))
         memory = known and known.memory
-        if not self._all(memory is not None):
-            self._accelerator.print(
-                f"measuring memory of {self.spec.setup.model}{px(resolution, ' at ')}"
-            )
-            step, largest = TrainingStep(self.spec, resolution), _MEMORY_UP_TO
-            if self._accelerator.device.type == "cuda":
-                # It costs seconds there. A line to tens of thousands of samples needs a long base.
-                largest = confirm_batch(step, max(largest, min(_CUDA_MEMORY_UP_TO, at_most)))
+        if not self.all(memory):
+            model = self.spec.setup["model"]
+            self._accelerator.print(f"measuring memory of {model}{px(resolution, ' at ')}")
+            step, (low, high) = TrainingStep(self.spec, resolution), _MEMORY_UP_TO
+            largest = confirm_batch(step, max(low, min(high, at_most)))
             memory = profile_memory(step, batch_sizes_to_measure(largest))
             del step  # the next step needs the memory of its model and images
-        if memory is None:
-            raise SettingError(
-                f"{re.sub('[ -]', '_', what)}_size must be given, got auto, but batch sizes "
-                "made no measurable difference to memory here"
-            )
         memory = self._for_now(memory)
-        batch = min(memory.largest_batch(), at_most)
-        if self._accelerator.device.type == "cuda":
-            batch = confirm_batch(TrainingStep(self.spec, resolution), batch)
-        self._accelerator.print(
-            f"{what}{px(resolution, ' at ')}: {batch} ({memory.describe()}"
-            f"{f'; {why_most}' if batch == at_most else ''})"
-        )
+        batch = min(max(1, memory.fits()), at_most) if memory else at_most
+        batch = confirm_batch(TrainingStep(self.spec, resolution), batch)
+        why = f" ({memory.describe()})" if memory else ""
+        told = f"largest batch{px(resolution, ' at ')}, of at most {at_most}: {batch}{why}"
+        self._accelerator.print(told)
         return batch
 
-    def profile(
-        self, resolution: int, large_batch_size: int, held_out: Sequence[int] = ()
-    ) -> StepProfile:
-        """Return the profile of a resolution, measured with batches up to `large_batch_size`.
+    def profile(self, resolution: int, largest: int, micro_batch: int | None = None) -> StepProfile:
+        """Return the profile of steps with up to `largest` samples, and print it.
 
-        Kept times that no line fits, of a busy machine perhaps, are measured again; the better ones
-        stay.
+        Kept times that no line fits, of a busy machine perhaps, are measured again.
         """
-        known = self._known.get(resolution)
+        profile = self._known.get((resolution, micro_batch))
         # A line that was fitted to much larger batches says little of small ones.
-        ends = (known.batch_sizes[0], known.batch_sizes[-1]) if known and not held_out else (0, 0)
-        covers = ends[0] <= large_batch_size <= ends[1]
-        usable = covers and (not known.misses or self.rough or self.file is not None)
+        usable = profile and profile.batch_sizes[0] <= largest <= profile.batch_sizes[-1]
         if self.file and not usable:
-            there = [f"{px(r, after=' ')}up to {p.batch_sizes[-1]}" for r, p in self._known.items()]
-            raise SettingError(
-                f"profile must have {px(resolution, after=' with ')}batches up to "
-                f"{large_batch_size}, got {', '.join(there) or 'nothing'} in {self.file}"
-            )
-        if self._all(usable):
-            if not self._announced:
-                again = "" if self.file else " (--profile again measures them)"
-                self._accelerator.print(f"step times from {self.path}{again}")
-                self._announced = True
-            return replace(known, memory=self._for_now(known.memory))
-        self._accelerator.print(
-            f"measuring steps of {self.spec.setup.model}{px(resolution, ' at ')}, "
-            f"{self.seconds:g} s at most"
-        )
-        sizes = batch_sizes_to_measure(large_batch_size)
+            known = self._known.items()
+            there = ", ".join(_steps(*of, own.batch_sizes[-1]) for of, own in known) or "nothing"
+            must = f"profile must have {_steps(resolution, micro_batch, largest)}"
+            raise SettingError(f"{must}, got {there} in {self.file}")
+        if self.all(usable and (self.file or self.rough or not profile.misses)):
+            told = f"step times{px(resolution, ' at ')} from {self.path} (--profile again measures)"
+            self._accelerator.print(told)
+        else:
+            profile = self._measured(resolution, largest, micro_batch)
+        profile = replace(profile, memory=self._for_now(profile.memory))
+        note = "" if self.all(not profile.misses) else _BAD_FIT
+        self._accelerator.print(profile.describe(note))
+        return profile
+
+    def _measured(self, resolution: int, largest: int, micro_batch: int | None) -> StepProfile:
+        """Return new times, and keep them.
+
+        Those that no line fits are measured once more, for twice as long; the better ones count.
+        """
+        sizes, setup = batch_sizes_to_measure(largest), self.spec.setup
         if self.rough:
             sizes = [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
-        step = TrainingStep(self.spec, resolution)
-        profile = profile_steps(step, sizes, seconds=self.seconds, held_out=held_out)
-        if covers and known.largest_error < profile.largest_error:
-            profile = known
-        self._known[resolution] = profile
+        found: list[StepProfile] = []
+        for seconds in (self.seconds, 2 * self.seconds):
+            what = f"measuring steps of {setup['model']}{px(resolution, ' at ')}"
+            self._accelerator.print(f"{what}, {seconds:g} s at most")
+            step = TrainingStep(self.spec, resolution, micro_batch)
+            found.append(profile_steps(step, sizes, seconds=seconds))
+            if self.rough or self.all(not found[-1].misses):
+                break
+        best = min(found, key=lambda each: each.largest_error)
+        self._known[resolution, micro_batch] = best
         if not self.rough:
             try:
-                write_profiles(self.path, self.spec.setup, self._known)
+                write_profiles(self.path, setup, self._known.values())
             except OSError as error:
                 logger.warning("step times were not saved for the next run (%s)", error)
-        return replace(profile, memory=self._for_now(profile.memory))
+        return best
 
     def _for_now(self, memory: MemoryModel | None) -> MemoryModel | None:
         """Return a memory model, kept or new, for what this run holds and what is free now."""
-        return memory and replace(
-            memory,
-            capacity_bytes=PeakMemory(self._accelerator.device).capacity(),
-            reserve_bytes=self.reserve(memory.state_bytes),
-        )
+        if memory is None:
+            return None
+        room = room_bytes(self._accelerator.device) - self.reserve(memory.state_bytes)
+        return replace(memory, room_bytes=room)
 
-    def _all(self, here: bool) -> bool:
+    def all(self, here: Any) -> bool:
+        """Whether this is true in all processes (a collective)."""
         failing = torch.tensor([int(not here)], device=self._accelerator.device)
         return self._accelerator.reduce(failing).item() == 0
 
 
-def cache_file(setup: Setup) -> Path:
+def _steps(resolution: int, micro_batch: int | None, largest: int) -> str:
+    parts = f" in micro-batches of {micro_batch}" if micro_batch else ""
+    return f"{px(resolution, after=' with ')}batches up to {largest}{parts}"
+
+
+def cache_file(setup: Mapping[str, Any]) -> Path:
     """Return where this process's profiles are kept, under ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    # What is off is left out, so that what was measured before there was such a setting stays.
-    said = {name: value for name, value in asdict(setup).items() if value is not None}
-    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(setup, sort_keys=True).encode()).hexdigest()
     # Devices of one name differ in what else runs on them: each process of a machine has its own.
-    place = f"-{os.environ.get('LOCAL_RANK', 0)}" if setup.local_processes > 1 else ""
-    return root / "dbsl" / "profiles" / f"{setup.model}-{digest[:24]}{place}.json"
+    place = f"-{os.environ.get('LOCAL_RANK', 0)}" if setup["local_processes"] > 1 else ""
+    return root / "dbsl" / "profiles" / f"{setup['model']}-{digest[:24]}{place}.json"
 
 
-def _read(path: Path, setup: Setup, *, strict: bool) -> dict[int, StepProfile]:
-    """Return a file's profiles; without `strict` none where it is missing or of another setup."""
+def read_profiles(path: Path, setup: Mapping[str, Any]) -> list[StepProfile]:
+    """Return a file's profiles; refuse one that is none, or of another setup."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:
-            raise SettingError(f"format {content['format']}")
-        found = content["setup"]
-        profiles = {int(r): _profile(row) for r, row in content["profiles"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if not strict:
-            return {}
+            raise ValueError(f"format {content['format']}")
+        theirs = {name: content["setup"][name] for name in setup}
+        rows = [
+            row | {"memory": row["memory"] and MemoryModel(**row["memory"])}
+            for row in content["profiles"]
+        ]
+        profiles = [StepProfile(**row) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise SettingError(
             "profile must be a file that python -m dbsl.profile --output wrote, "
             f"got {path} ({error})"
         ) from None
-    for field in fields(Setup):
-        ours, theirs = getattr(setup, field.name), found.get(field.name)
-        if ours != theirs and field.name != "loss":  # a file's is for its user to say
-            if strict:
-                raise SettingError(
-                    f"profile must be of this run's {field.name} {ours!r}, got {theirs!r} in {path}"
-                )
-            return {}
+    for name, ours in setup.items():
+        if name != "loss":  # a file's is for its user to say
+            must, got = f"profile must be of this run's {name} {ours!r}", theirs[name]
+            require(ours == got, must, f"{got!r} in {path}")
     return profiles
 
 
-def _profile(row: Mapping[str, Any]) -> StepProfile:
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
-    return StepProfile(**values | {"memory": row["memory"] and MemoryModel(**row["memory"])})
-
-
-def write_profiles(path: Path, setup: Setup, profiles: Mapping[int, StepProfile]) -> None:
+def write_profiles(path: Path, setup: Mapping[str, Any], profiles: Iterable[StepProfile]) -> None:
     """Write profiles and what they are of, as JSON."""
-    content = {
-        "format": _FORMAT,
-        "setup": asdict(setup),
-        "profiles": {str(r): asdict(profiles[r]) for r in sorted(profiles)},
-    }
+    rows = [asdict(profile) for profile in profiles]
+    content = {"format": _FORMAT, "setup": setup, "profiles": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path.resolve(), json.dumps(content, indent=2) + "\n")

@@ -1,17 +1,15 @@
-"""How much memory a training step needs: ``M = p + x*q`` (eq. 9), and the largest batch that fits.
+"""How much CUDA memory a training step needs, ``M = p + x*q`` (eq. 9), and what fits.
 
-On a CUDA device the caching allocator's reserved bytes are measured, elsewhere the peak of the
-process's resident memory.
+The caching allocator's reserved bytes are measured. A CPU's memory is not: its system promises more
+than there is, and ends the process later.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import torch
@@ -21,7 +19,7 @@ from dbsl.base.machine import local_processes
 from dbsl.cluster.launch import chosen_backend
 
 GIB = 2**30
-CUDA_MARGIN, HOST_MARGIN = 0.05, 0.20  # shares of the capacity; past the host's, it kills
+_MARGIN = 0.05  # share of the capacity that is left free
 # Texts of errors where memory is short. cuDNN and cuBLAS need memory for handles and workspaces,
 # and do not raise torch.OutOfMemoryError.
 _SHORT_OF_MEMORY = (
@@ -32,95 +30,50 @@ _SHORT_OF_MEMORY = (
     "CUDNN_STATUS_NOT_SUPPORTED",
     "unable to find an engine to execute this computation",
 )
-_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Memory of one step with x samples, ``fixed + x * per_sample`` bytes, and what there is.
-
-    Capacity and reserve belong to the moment and the run: a cached model gets those of now.
-    """
+    """Memory of one step with x samples: ``fixed_bytes + x * sample_bytes``."""
 
     fixed_bytes: float  # p: parameters, optimizer state, workspace
     sample_bytes: float  # q: activations of a sample
-    capacity_bytes: float  # bytes that the process may use
-    margin: float  # share of the capacity that is left free
-    reserve_bytes: float  # for what a run holds besides one worker's training
-    source: str  # the quantity that was measured
-    state_bytes: float = 0.0  # optimizer state of one model; a part of p
+    state_bytes: float  # optimizer state of one model; a part of p
+    # What there is for it. It belongs to the moment and the run: a kept model gets that of now.
+    room_bytes: float = 0.0
 
     def fits(self) -> int:
-        """Return the largest batch in the capacity; 0 if no sample fits."""
-        room = self.capacity_bytes * (1 - self.margin)
-        return max(0, int((room - self.reserve_bytes - self.fixed_bytes) // self.sample_bytes))
-
-    def largest_batch(self) -> int:
-        """Return the largest batch that fits; refuse what does not hold one sample."""
-        if batch := self.fits():
-            return batch
-        need = (self.fixed_bytes + self.reserve_bytes + self.sample_bytes) / (1 - self.margin)
-        raise SettingError(
-            f"memory must be at least {need / GIB:.2f} GiB for a batch of one sample "
-            f"({self.margin:.0%} stay free), got {self.capacity_bytes / GIB:.2f} GiB"
-        )
+        """Return the largest batch that fits; 0 if no sample does."""
+        return max(0, int((self.room_bytes - self.fixed_bytes) // self.sample_bytes))
 
     def describe(self) -> str:
         """Return the line, and what it admits in memory."""
-        most = self.fits()
-        fits = f"batches up to {most} fit" if most else "no batch fits"
         return (
             f"memory {self.sample_bytes / 2**20:.3g} MiB * x + {self.fixed_bytes / 2**20:.4g} MiB, "
-            f"{fits} into {self.capacity_bytes / GIB:.1f} GiB with {self.margin:.0%} left "
-            f"free ({self.source})"
+            f"batches up to {self.fits()} fit into {self.room_bytes / GIB:.1f} GiB"
         )
 
 
-class PeakMemory:
-    """Measures the peak memory of a call: on CUDA the allocator's, elsewhere the process's."""
+def peak_bytes(call: Callable[[], object], device: torch.device) -> float:
+    """Return the most bytes that the allocator of a CUDA device has reserved during a call."""
+    give_back(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return float(torch.cuda.max_memory_reserved(device))
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.cuda = device.type == "cuda"
-        self.source = "CUDA allocator, reserved" if self.cuda else "resident memory of the process"
-        self.margin = CUDA_MARGIN if self.cuda else HOST_MARGIN
 
-    def of(self, call: Callable[[], object]) -> float:
-        """Return the peak in bytes during a call; on the host, call with ascending needs.
+def room_bytes(device: torch.device) -> float:
+    """Return the bytes of a CUDA device that this process may use: its own, and what is free.
 
-        What the host's allocator keeps of freed memory it gives back first where it can; else a
-        small step after a large one would seem to need as much.
-        """
-        if self.cuda:
-            give_back(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            call()
-            torch.cuda.synchronize(self.device)
-            return float(torch.cuda.max_memory_reserved(self.device))
-        gc.collect()
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # glibc
-        try:
-            _CLEAR_REFS.write_text("5")  # resets the peak (Linux)
-            call()
-            line = next(x for x in _STATUS.read_text().splitlines() if x.startswith("VmHWM"))
-            return float(line.split()[1]) * 1024
-        except (OSError, StopIteration):
-            call()
-            return float(psutil.Process().memory_info().rss)
-
-    def capacity(self) -> float:
-        """Return the bytes that this process may use: its own now, and what is free."""
-        if self.cuda:
-            torch.cuda.empty_cache()
-            free, _ = torch.cuda.mem_get_info(self.device)
-            # With gloo several processes may share a GPU of this machine; NCCL refuses.
-            alone = not chosen_backend()
-            sharing = 1 if alone else -(-local_processes() // torch.cuda.device_count())
-            return float(free / sharing + torch.cuda.memory_reserved(self.device))
-        free = float(psutil.virtual_memory().available)
-        used = float(psutil.Process().memory_info().rss)
-        return min(free / local_processes() + used, _container_limit() / local_processes())
+    A margin of 5 % is left.
+    """
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    # With gloo several processes may share a GPU of this machine; NCCL refuses.
+    alone = not chosen_backend()
+    sharing = 1 if alone else -(-local_processes() // torch.cuda.device_count())
+    return (free / sharing + torch.cuda.memory_reserved(device)) * (1 - _MARGIN)
 
 
 @contextmanager
@@ -149,10 +102,7 @@ def memory_in_use(device: torch.device) -> float:
 
 
 def confirm_batch(step: Callable[[int], object], batch: int) -> int:
-    """Return the largest batch, from `batch` down in steps of 5 %, with which a step runs.
-
-    For devices whose allocator reports what it lacks; host memory would be overcommitted.
-    """
+    """Return the largest batch, from `batch` down in steps of 5 %, with which a step runs."""
     while True:
         try:
             step(batch)
@@ -174,10 +124,3 @@ def is_short_of_memory(error: RuntimeError) -> bool:
     """Whether an error says that the device's memory is short."""
     said = any(words in str(error) for words in _SHORT_OF_MEMORY)
     return said or isinstance(error, torch.OutOfMemoryError)
-
-
-def _container_limit() -> float:
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):
-            return float(Path(name).read_text())
-    return float("inf")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +15,10 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 from torch import nn
 
-from dbsl.base.errors import SettingError, plural, px
+from dbsl.base.errors import SettingError, plural, px, require
 from dbsl.cluster.formats import check_rank, trained_shapes
 from dbsl.cluster.wire import share_text
 from dbsl.config.complete import for_workers, from_workers
-from dbsl.config.fields import refuse
 from dbsl.config.settings import AGAIN, RunConfig, meets_at_server, takes_joint_steps, wire_of
 from dbsl.data.sources import TrainingData
 from dbsl.loss import LossFunction, LossOf, bind_loss, check_loss, digest_of, not_a_mean
@@ -30,7 +30,7 @@ from dbsl.plan.sampler import Order
 from dbsl.plan.types import TimeModel
 from dbsl.profile.cache import Profiler
 from dbsl.profile.memory import give_back, is_short_of_memory
-from dbsl.profile.timing import BAD_FIT, NO_OPTIMIZER, Setup, StepProfile, StepSpec
+from dbsl.profile.timing import NO_OPTIMIZER, StepProfile, StepSpec, setup_of
 
 STEPS_A_ROUND = 10  # a worker takes as many at least with the batch that `auto` chooses
 _SMALLEST_AUTO = 16  # samples: below them fewer steps do
@@ -90,7 +90,7 @@ def step_times(
     joint = accelerator.num_processes > 1 and (config.sync == "step" or Islands.of(config).several)
     must = "loss_function must use every parameter that is trained, where several processes take "
     must += "joint steps (requires_grad_(False) freezes others)"
-    refuse([(joint and unused, must, f"no gradient of {', '.join(unused[:1])}")])
+    require(not (joint and unused), must, f"no gradient of {', '.join(unused[:1])}")
     check_rank(wire_of(config), trained_shapes(model), config.wire)
     known, config = know_workers(config, model, data, accelerator, loss_of, build, least)
     give_back(accelerator.device)  # what measuring took
@@ -104,7 +104,7 @@ def _check_alike(data: TrainingData, accelerator: Accelerator) -> None:
     unlike = digest != share_text(digest, accelerator)
     ranks = accelerator.gather(torch.tensor([int(unlike)], device=accelerator.device))
     which = f"others on rank {int(ranks.argmax())}"
-    refuse([(ranks.any(), "data must be the same in all processes", which)])
+    require(not ranks.any(), "data must be the same in all processes", which)
 
 
 def alike_models(model: nn.Module, accelerator: Accelerator) -> None:
@@ -132,13 +132,17 @@ def know_workers(
     data: TrainingData,
     accelerator: Accelerator,
     loss_of: LossOf,
-    build_optimizer: BuildOptimizer | None = None,
+    build_optimizer: BuildOptimizer,
     least: int = 1,  # samples that the model trains on
 ) -> tuple[KnownWorkers, RunConfig]:
     """Return what the workers can do, measuring what is not given, and the config with it."""
-    joint = takes_joint_steps(config)
+    on_cuda = accelerator.device.type == "cuda"
+    if not on_cuda:  # whose memory is not measured: the usual batch, and the whole of it at once
+        names = ("large_batch_size", "micro_batch_size")
+        config = replace(config, **{n: None for n in names if getattr(config, n) == "auto"})
+    joint, measured = takes_joint_steps(config), config.slope is None
+    auto, micro_auto = (x == "auto" for x in (config.large_batch_size, config.micro_batch_size))
     share = max(1, len(data.train) // config.workers // config.rounds_per_epoch)
-    auto, measured = config.large_batch_size == "auto", config.slope is None
     given = for_workers(config, "large_batch_size", None if auto else config.large_batch_size)
     # The power of two nearest to a tenth of a round: many fewer than ten steps a round would leave
     # a small data set with next to no updates.
@@ -149,8 +153,7 @@ def know_workers(
     # Joint steps shift samples between workers, and none may be given more than it can hold.
     # With micro-batches any batch fits.
     shifting = joint and config.balance != "none" and config.micro_batch_size is None
-    find_limits = auto or (shifting and accelerator.device.type == "cuda")
-    micro_auto = config.micro_batch_size == "auto"
+    find_limits = auto or (shifting and on_cuda)
     if measured or find_limits or micro_auto:
         profiler = make_profiler(config, model, data, accelerator, loss_of, build_optimizer)
         measure = Measurements(config, profiler, accelerator)
@@ -159,16 +162,14 @@ def know_workers(
         # Where a worker may be lost, the others have its part of the joint batch, too.
         moves = shifting or meets_at_server(config.sync)
         whole = joint and (moves or config.global_batch_size is not None)
-        at_most = len(data.train) if whole else most
-        limits = measure.largest_batches([at_most] * len(config.resolutions))
+        limits = measure.largest_batches([len(data.train) if whole else most] * len(large))
     if auto:
         large = [[min(size, most) for size in row] for row in limits]
     elif joint and config.large_batch_size and config.global_batch_size is not None:
         limits = large
     if micro_auto:
         at_most = [_largest_of(config, row, number) for number, row in enumerate(large)]
-        words = {"what": "micro-batch", "why_most": "whole batches fit"}
-        micro = measure.largest_batches(at_most, **words)
+        micro = measure.largest_batches(at_most)
     elif config.micro_batch_size is not None:
         micro = for_workers(config, "micro_batch_size", config.micro_batch_size)
     islands = Islands.of(config)
@@ -205,7 +206,7 @@ def _check_large_batches(
         most, size = samples // rounds // (config.workers if equal else 1), max(map(max, large))
         whose = " of each worker" if equal and config.workers > 1 else ""
         text = f"be at most {most}, the training {data.unit}s of a round{whose}"
-    refuse([(size > most, f"large_batch_size must {text}", size)])
+    require(size <= most, f"large_batch_size must {text}", size)
 
 
 def _check_processes(config: RunConfig, large: list[list[int]], least: int) -> None:
@@ -215,8 +216,8 @@ def _check_processes(config: RunConfig, large: list[list[int]], least: int) -> N
     rows = [given[n : n + count] for n in range(0, len(given), count)] if given else large
     why = f", each with the {least} samples that batch norm needs" if least > 1 else ""
     for size, batch in (pair for row in rows for pair in zip(processes, row, strict=False)):
-        text = f"{name} must be at least {size * least} for a worker of {size} processes{why}"
-        refuse([(size > 1 and batch < size * least, text, batch)])
+        must = f"{name} must be at least {size * least} for a worker of {size} processes{why}"
+        require(size == 1 or batch >= size * least, must, batch)
 
 
 def _given_models(config: RunConfig) -> list[TimeModel]:
@@ -253,24 +254,36 @@ def make_profiler(
     data: TrainingData,
     accelerator: Accelerator,
     loss_of: LossOf,
-    build_optimizer: BuildOptimizer | None = None,
+    build_optimizer: BuildOptimizer,
 ) -> Profiler:
     """Return the profiler of this process's workers, for the step that they will take."""
-    setup = replace(
-        Setup.of(_profiled_name(config, model, data), model, data.num_classes, accelerator),
-        optimizer=NO_OPTIMIZER if config.push != "weights" else config.optimizer,
+    pushes = config.push != "weights"
+    # The server clips what is pushed, and a worker's step does not.
+    ways = {"clip": bool(config.clip_grad) and not pushes, "compile": config.compile}
+    setup = setup_of(
+        _profiled_name(config, model, data),
+        model,
+        data.num_classes,
+        accelerator,
+        optimizer=NO_OPTIMIZER if pushes else config.optimizer,
         momentum=config.momentum > 0,
         weight_decay=config.weight_decay > 0,
-        compile=config.compile,
-        # The server clips what is pushed, and a worker's step does not.
-        clip=bool(config.clip_grad) and config.push == "weights",
-        loss=digest_of(loss_of, *[build_optimizer] * (build_optimizer is not None)),
+        loss=digest_of(loss_of, build_optimizer),
+        **ways,
+    )
+    spec = StepSpec(
+        setup=setup,
+        model=model,
+        accelerator=accelerator,
+        loss_of=loss_of,
+        example=data.example,
+        build_optimizer=None if pushes else build_optimizer,
+        **ways,
     )
     rough = config.workers == 1 and not config.small_workers
     seconds, again = _SECONDS_OF_ONE if rough else _SECONDS, config.profile == AGAIN
-    settings = config.optimizer_settings
     return Profiler(
-        StepSpec(setup, model, accelerator, loss_of, data.example, settings, build_optimizer),
+        spec,
         seconds=seconds / len(config.resolutions),
         rough=rough,
         refresh=again,
@@ -317,11 +330,10 @@ class Measurements:
         self._all = owners = self._islands.owners  # the worker of each process
         self._here = owners if accelerator.num_processes == 1 else owners[own : own + 1]
 
-    def largest_batches(self, most: Sequence[int], **words: str) -> list[list[int]]:
+    def largest_batches(self, most: Sequence[int]) -> list[list[int]]:
         """Return the largest batches that fit into memory, at most these: [resolution][worker]."""
-        find = self.profiler.largest_batch
         found = [
-            [find(resolution, at_most=at_most, **words)] * len(self._here)
+            [self.profiler.largest_batch(resolution, at_most)] * len(self._here)
             for resolution, at_most in zip(self.config.resolutions, most, strict=True)
         ]
         return [[int(size) for size in row] for row in self._of_all(found)]
@@ -334,32 +346,26 @@ class Measurements:
         These are [resolution][worker], and None where memory of whole batches was not measured, or
         a worker has several processes.
         """
-        config, measured, fits = self.config, [], []
+        config, found = self.config, []
         for number, resolution in enumerate(config.resolutions):
-            largest, profiles = max(self._of_process(large[number])), {}
-            at_once = [None] * len(self._here)
+            largest, at_once = max(self._of_process(large[number])), [None] * len(self._here)
             if micro is not None:
                 largest = max(largest, _largest_of(config, large[number], number))
                 sizes = (micro[number][worker] for worker in self._here)
                 at_once = [size if size < largest else None for size in sizes]
-            for most in dict.fromkeys(at_once):
-                profiles[most] = profile = self._profile(resolution, largest, most)
-                self.accelerator.print(profile.describe(note=self._on_bad_fit(profile)))
-            measured.append([profiles[most] for most in at_once])
-            memory = profiles[None].memory if None in profiles else None
-            fits.append([memory.fits() if memory else -1] * len(self._here))
-        columns = (
-            self._of_all([[getattr(profile, name) for profile in row] for row in measured])
-            for name in _OF_MODELS
-        )
-        models = [
-            equal_but_for_noise(TimeModel(*map(np.array, rows)), min(self._of_process(row)))
-            for *rows, row in zip(*columns, large, strict=True)
-        ]
-        found = self._of_all(fits)
-        if self._islands.several:
-            return models, [[None] * config.workers for _ in found]
-        return models, [[None if count < 0 else int(count) for count in row] for row in found]
+            profiles = {n: self._profile(resolution, largest, n) for n in dict.fromkeys(at_once)}
+            whole = profiles.get(None)
+            fits = whole.memory.fits() if whole and whole.memory else -1
+            own = (profiles[size] for size in at_once)
+            found.append([(*(getattr(p, name) for name in _OF_MODELS), fits) for p in own])
+        models, all_fit = [], []
+        for rows, row in zip(self._of_all(found), large, strict=True):
+            *columns, fits = np.array(rows).T
+            batch = min(self._of_process(row))
+            models.append(equal_but_for_noise(TimeModel(*columns), batch))
+            told = not self._islands.several
+            all_fit.append([int(n) if told and n >= 0 else None for n in fits[: config.workers]])
+        return models, all_fit
 
     def _of_process(self, row: Sequence[int]) -> list[int]:
         """Return what a process has of each worker's batch, in equal parts."""
@@ -367,7 +373,7 @@ class Measurements:
 
     def _profile(self, resolution: int, largest: int, most: int | None) -> StepProfile:
         try:
-            return self.profiler.in_micro_batches(most).profile(resolution, largest)
+            return self.profiler.profile(resolution, largest, most)
         except RuntimeError as error:
             if not is_short_of_memory(error):
                 raise
@@ -376,23 +382,15 @@ class Measurements:
             "--micro-batch-size auto"
         )
 
-    def _on_bad_fit(self, profile: StepProfile) -> str:
-        errors = torch.tensor([profile.largest_error], device=self.accelerator.device)
-        worst = self.accelerator.gather(errors).max().item()
-        if worst <= BAD_FIT:
-            return ""
-        where = "" if profile.misses else f" in another process (largest error {worst:.1%})"
-        return f"; a bad fit{where}: predictions may be far off (--profile again)"
-
-    def _of_all(self, values: list[list[float]]) -> list[list[float]]:
+    def _of_all(self, values: list[list[Any]]) -> list[list[Any]]:
         """Return values of the processes here, [resolution][process], as those of all."""
-        workers, accelerator = len(self._all), self.accelerator
+        accelerator = self.accelerator
         if accelerator.num_processes == 1:
             return values
         here = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
         # A dedicated server, rank 0, has no worker.
-        rows = accelerator.gather(here.T.contiguous())[-workers:]
-        return rows.T.tolist()
+        rows = accelerator.gather(here.transpose(0, 1).contiguous())[-len(self._all) :]
+        return rows.transpose(0, 1).tolist()
 
 
 def _largest_of(config: RunConfig, row: Sequence[int], number: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import lt
 from pathlib import Path
@@ -11,6 +11,9 @@ from types import SimpleNamespace
 from typing import Annotated
 
 import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
 
 from dbsl.base.files import check_output
 from dbsl.base.machine import threads_of_process
@@ -19,9 +22,9 @@ from dbsl.config.parse import parse_flags
 from dbsl.config.settings import Precision
 from dbsl.data.sources import image_batch
 from dbsl.model import build_model, check_model
-from dbsl.optimizer import check_optimizer
+from dbsl.optimizer import check_optimizer, create_optimizer
 from dbsl.profile.cache import Profiler, write_profiles
-from dbsl.profile.timing import NO_OPTIMIZER, Setup, StepSpec
+from dbsl.profile.timing import NO_OPTIMIZER, Example, StepSpec, setup_of
 from dbsl.run.accelerator import start_accelerator
 
 _TIMEOUT_S = 1800.0  # for other processes
@@ -29,7 +32,7 @@ _Two = Annotated[int, Within(2)]
 
 
 @dataclass(frozen=True)
-class _Arguments:
+class Arguments:
     """Measure step time and memory on this machine; lists take commas or spaces."""
 
     model: str = "resnet18"  # timm name of the model
@@ -46,7 +49,6 @@ class _Arguments:
     clip_grad: bool = False  # clip gradients in the measured steps, as with train.py --clip-grad
     # most samples on the device at once; unset: the whole batch
     micro_batch_size: _Two | None = None
-    held_out: tuple[int, ...] = ()  # batch sizes to measure but leave out of the fit, as a check
     # precision of forward passes; auto: bf16 where the device computes it natively, else no
     mixed_precision: Precision = "auto"
     compile: bool = False  # measure the model with torch.compile
@@ -56,7 +58,6 @@ class _Arguments:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        Within(2, self.large_batch_size).check("held_out", self.held_out or 2)
         if self.output is not None:
             check_output("output", self.output)
         if self.optimizer != NO_OPTIMIZER:
@@ -65,7 +66,7 @@ class _Arguments:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``python -m dbsl.profile``."""
-    given = parse_flags(_Arguments, argv, prog="python -m dbsl.profile")
+    given = parse_flags(Arguments, argv, prog="python -m dbsl.profile")
     name, sides, classes = given.model, given.resolutions, given.num_classes
     torch.set_num_threads(given.cpu_threads or threads_of_process())
     accelerator = start_accelerator(given.mixed_precision, _TIMEOUT_S)
@@ -73,19 +74,36 @@ def main(argv: Sequence[str] | None = None) -> None:
     model.to(accelerator.device, memory_format=torch.channels_last)
     example = partial(image_batch, classes=classes, device=accelerator.device)
     check_model(model, SimpleNamespace(num_classes=classes, example=example), name, sides)
-    setup = replace(
-        Setup.of(name, model, classes, accelerator),
-        optimizer=given.optimizer,
-        momentum=given.momentum > 0,
-        weight_decay=given.weight_decay > 0,
-        compile=given.compile,
-        clip=given.clip_grad,
-        micro_batch=given.micro_batch_size,
-    )
+    spec = spec_of(given, model, accelerator, example)
+    print(f"{name} on {spec.setup['device']}, precision {spec.setup['precision']}")
     seconds = given.profile_seconds / len(sides)
-    profiler = Profiler(StepSpec(setup, model, accelerator), seconds=seconds, refresh=True)
-    profiles = {r: profiler.profile(r, given.large_batch_size, given.held_out) for r in sides}
+    profiler = Profiler(spec, seconds=seconds, refresh=True)
+    largest, at_once = given.large_batch_size, given.micro_batch_size
+    profiles = [profiler.profile(side, largest, at_once) for side in sides]
     if given.output:
-        write_profiles(given.output, setup, profiles)
-    print(f"{name} on {setup.device}, precision {setup.precision}")
-    print("\n".join(profile.describe() for profile in profiles.values()))
+        write_profiles(given.output, spec.setup, profiles)
+
+
+def spec_of(
+    given: Arguments, model: nn.Module, accelerator: Accelerator, example: Example
+) -> StepSpec:
+    """Return the step that train.py takes with these settings and cross-entropy."""
+
+    def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        with accelerator.autocast():
+            return F.cross_entropy(model(images), labels)
+
+    name, momentum, decay = given.optimizer, given.momentum, given.weight_decay
+    build = partial(create_optimizer, name, lr=0.1, momentum=momentum, weight_decay=decay)
+    ways = {"clip": given.clip_grad, "compile": given.compile}
+    optimizer = {"optimizer": name, "momentum": momentum > 0, "weight_decay": decay > 0}
+    whose = (given.model, model, given.num_classes, accelerator)
+    return StepSpec(
+        setup=setup_of(*whose, **optimizer, **ways, loss=None),
+        model=model,
+        accelerator=accelerator,
+        loss_of=loss_of,
+        example=example,
+        build_optimizer=None if name == NO_OPTIMIZER else build,
+        **ways,
+    )

@@ -22,7 +22,7 @@ from dbsl.extras.noise import NoiseProbe
 from dbsl.plan.members import Members
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.types import Turn
-from dbsl.profile.memory import PeakMemory
+from dbsl.profile.memory import peak_bytes, room_bytes
 from dbsl.run.accelerator import first_on_node, start_accelerator
 from dbsl.run.connect import make_ready
 from tests import helpers
@@ -189,11 +189,10 @@ def test_the_clock_counts_what_the_gpu_computes_and_not_what_the_host_does():
 
 
 def test_peak_memory_is_that_of_the_allocator_and_is_given_back():
-    peaks = PeakMemory(CUDA)
-    small = peaks.of(lambda: torch.ones(1, device=CUDA))
-    large = peaks.of(lambda: torch.ones(64 * 2**20, device=CUDA))  # 256 MiB
+    small = peak_bytes(lambda: torch.ones(1, device=CUDA), CUDA)
+    large = peak_bytes(lambda: torch.ones(64 * 2**20, device=CUDA), CUDA)  # 256 MiB
     assert large - small == pytest.approx(256 * 2**20, rel=0.1)
-    assert 0 < peaks.capacity() <= torch.cuda.get_device_properties(CUDA).total_memory
+    assert 0 < room_bytes(CUDA) <= torch.cuda.get_device_properties(CUDA).total_memory
 
 
 def test_the_noise_probe_finds_on_the_gpu_what_it_finds_on_the_cpu():

@@ -23,7 +23,7 @@ from dbsl.model import load_model
 from dbsl.plan.sampler import evaluation_batches
 from dbsl.profile.cache import Profiler
 from dbsl.profile.memory import MemoryModel
-from dbsl.profile.timing import StepProfile
+from dbsl.profile.timing import fit_profile
 from dbsl.run.folder import holder_of
 from tests import helpers
 from tests.helpers import fingerprint, rounds_of, rows, samples_by_epoch, short, to_flags
@@ -126,36 +126,18 @@ def test_unequal_workers_get_shares_by_their_own_times(tmp_path):
         assert [w["samples"] for w in plan[resolution]["workers"]] == [19, 18, 18, 5]
 
 
-MEMORY = MemoryModel(1e6, 2e7, 12e9, 0.05, 1e9, "a test's")
-TOO_FEW = "a larger one would leave a round too few steps"  # of digits any would fit
-IN_PARTS = "note: workers 1, 2, 3: batches of 10 in 3 micro-batches of at most 4"
-
-
-@pytest.mark.parametrize(
-    ("name", "target", "patch", "found", "said"),
-    [
-        ("large_batch_size", "profile_memory", lambda *_: MEMORY, (15, 15), TOO_FEW),
-        (
-            *("micro_batch_size", "Profiler.largest_batch"),
-            *(lambda *_, at_most, **__: at_most - 6, (4, 4), IN_PARTS),
-        ),
-    ],
-)
-def test_auto_is_what_fits_and_is_written_down(
-    tmp_path, capsys, monkeypatch, name, target, patch, found, said
-):
-    monkeypatch.setattr(f"dbsl.profile.cache.{target}", patch)
-    run(tmp_path / "run", **{name: "auto"}, epochs=1, lr_milestones=())
+@pytest.mark.parametrize("name", ["large_batch_size", "micro_batch_size"])
+def test_auto_on_a_cpu_is_the_usual_and_is_written_down(tmp_path, name):
+    settings = {"epochs": 1, "lr_milestones": ()} | {"large_batch_size": None, name: "auto"}
+    run(tmp_path / "run", **settings)
+    run(tmp_path / "usual", **settings | {name: None})
+    assert fingerprint(tmp_path / "run") == fingerprint(tmp_path / "usual")
     config = parse_config(Config, ["--config", str(tmp_path / "run/config.yaml")])
     assert getattr(config, name) == "auto"
-    assert config.found[name] == found
-    assert said in capsys.readouterr().out
+    assert config.found[name] == ((15, 15) if name == "large_batch_size" else None)
 
 
-def test_a_joint_batch_above_what_auto_found_is_planned_again_by_the_runs_own_settings(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr("dbsl.profile.cache.profile_memory", lambda *_: MEMORY)
+def test_a_joint_batch_with_auto_is_planned_again_by_the_runs_own_settings(tmp_path):
     settings = {"sync": "step", "small_workers": None, "epochs": 1, "lr_milestones": ()}
     run(tmp_path / "first", **settings, large_batch_size="auto", global_batch_size=30)
     given = str(tmp_path / "first/config.yaml")
@@ -324,8 +306,8 @@ def test_micro_batches_train_as_whole_batches_do_without_batch_norm(tmp_path, mo
 
 
 def test_a_batch_by_hand_that_does_not_fit_is_said_in_the_plan(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(MemoryModel, "fits", lambda model: 7)
-    profile = StepProfile(16, (2, 10), (0.1, 0.3), (0.0, 0.0), 0.1, 0.1, 1.0, 0.0, 2, memory=MEMORY)
+    memory = MemoryModel(100.0, 10.0, 0.0, room_bytes=175.0)
+    profile = fit_profile(16, (2, 10), (0.1, 0.3), (0.0, 0.0), memory=memory)
     monkeypatch.setattr(Profiler, "profile", lambda *_: profile)
     settings = {"workers": 2, "local_batch_sizes": (7, 10), "sync": "step", "plan_only": True}
     helpers.run(tmp_path / "run", **settings, slope=None, intercept=None)

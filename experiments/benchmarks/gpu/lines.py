@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from dbsl.data.sources import image_batch
 from dbsl.model import build_model
-from dbsl.profile.memory import PeakMemory, give_back, is_short_of_memory
+from dbsl.profile.fit import measure_step_times
+from dbsl.profile.memory import give_back, is_short_of_memory, peak_bytes, room_bytes
 from dbsl.profile.timing import (
-    Setup,
-    StepSpec,
     TrainingStep,
     batch_sizes_to_measure,
     profile_memory,
     profile_steps,
 )
 from dbsl.run.accelerator import start_accelerator
+from dbsl.tools import profile as command
 from experiments.benchmarks.gpu.child import Settings
 
 
@@ -27,9 +30,10 @@ def step_lines(settings: Settings, resolution: int) -> Iterator[dict[str, Any]]:
     sizes = batch_sizes_to_measure(16, 3) if settings.dry else batch_sizes_to_measure(512, 6)
     held_out = [6, 12] if settings.dry else [48, 96, 200, 384, 500]
     seconds = 1.0 if settings.dry else 30.0
-    profile = profile_steps(step, sizes, seconds=seconds, held_out=held_out)
-    predicted = [profile.time_model.time(x, 1) for x in profile.held_out_sizes]
-    errors = [p / t - 1 for p, t in zip(predicted, profile.held_out_times_s, strict=True)]
+    profile = profile_steps(step, sizes, seconds=seconds)
+    times, _ = measure_step_times(step, held_out, seconds=seconds)
+    predicted = [profile.time_model.time(x, 1) for x in held_out]
+    errors = [p / t - 1 for p, t in zip(predicted, times, strict=True)]
     yield {
         "precision": str(step.accelerator.mixed_precision),
         "sizes": list(profile.batch_sizes),
@@ -37,19 +41,18 @@ def step_lines(settings: Settings, resolution: int) -> Iterator[dict[str, Any]]:
         "slope_us": round(1e6 * profile.slope, 4),
         "intercept_ms": round(1e3 * profile.intercept, 4),
         "floor_ms": round(1e3 * profile.floor, 4),
-        "held_out": list(profile.held_out_sizes),
-        "held_out_ms": [round(1e3 * t, 4) for t in profile.held_out_times_s],
+        "held_out": held_out,
+        "held_out_ms": [round(1e3 * t, 4) for t in times],
         "time_errors": [round(error, 4) for error in errors],
         "largest_time_error": round(max(map(abs, errors)), 4),
         "line": profile.describe(),
     }
     memory = profile.memory
     if memory is None:
-        yield {"note": "batch sizes make no measurable difference in memory"}
+        yield {"note": "memory is measured on CUDA, and where batch sizes make a difference"}
         return
     larger = [24] if settings.dry else [200, 500, 1500, 4096]
-    peaks = PeakMemory(step.accelerator.device)
-    used = [peaks.of(lambda size=size: step(size)) for size in larger]
+    used = [peak_bytes(partial(step, size), step.accelerator.device) for size in larger]
     line = [memory.fixed_bytes + size * memory.sample_bytes for size in larger]
     errors = [p / m - 1 for p, m in zip(line, used, strict=True)]
     yield {
@@ -70,16 +73,20 @@ def largest_batch(
     """
     step = _step(settings, resolution)
     device = step.accelerator.device
-    memory = profile_memory(step, [4, 16] if settings.dry else [64, 128, 256, 512])
-    if device.type != "cuda" or memory is None:
+    if device.type != "cuda":
         yield {"note": "not measured: host memory has no allocator that refuses"}
+        return
+    memory = profile_memory(step, [4, 16] if settings.dry else [64, 128, 256, 512])
+    if memory is None:
+        yield {"note": "batch sizes make no measurable difference in memory"}
         return
     limit = limit_gib and limit_gib * 2**30
     if limit:
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(limit / total)
-    capacity = limit or memory.capacity_bytes
-    predicted = memory.largest_batch(limit)
+    room = room_bytes(device)
+    capacity = min(limit or room, room)
+    predicted = replace(memory, room_bytes=capacity).fits()
     bare = int((capacity - memory.fixed_bytes) // memory.sample_bytes)
     yield {"capacity_gib": round(capacity / 2**30, 2), "predicted": predicted, "line": bare}
     del step
@@ -155,4 +162,6 @@ def _step(settings: Settings, resolution: int) -> TrainingStep:
     name, side = ("test_resnet", 16) if settings.dry else ("resnet18", resolution)
     model = build_model(name, 100, (side,))
     model = model.to(accelerator.device, memory_format=torch.channels_last)
-    return TrainingStep(StepSpec(Setup.of(name, model, 100, accelerator), model, accelerator), side)
+    example = partial(image_batch, classes=100, device=accelerator.device)
+    arguments = command.Arguments(model=name, resolutions=(side,))
+    return TrainingStep(command.spec_of(arguments, model, accelerator, example), side)

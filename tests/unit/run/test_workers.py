@@ -9,6 +9,8 @@ from dbsl.config.settings import RunConfig
 from dbsl.run.times import Measurements, know_workers, largest_auto_batch
 from tests.helpers import run
 
+CPU, GPU = (SimpleNamespace(num_processes=1, device=torch.device(d)) for d in ("cpu", "cuda"))
+
 
 @pytest.mark.parametrize(
     ("settings", "message"),
@@ -38,28 +40,39 @@ def test_a_batch_that_cannot_be_is_refused_before_anything_is_measured(settings,
     config = RunConfig(**{"large_batch_size": (4096,)} | settings)
     data = SimpleNamespace(train=range(200), unit="image")
     with pytest.raises(ValueError, match=message):  # without a model nothing can be measured
-        know_workers(config, None, data, SimpleNamespace(num_processes=1), None, least=2)
+        know_workers(config, None, data, CPU, None, None, least=2)
 
 
 def test_a_joint_batch_is_held_to_memory_and_not_to_the_steps_that_a_round_should_have(monkeypatch):
-    asked, model = [], SimpleNamespace(num_processes=1, device=torch.device("cpu"))
+    asked = []
 
-    def found(_, most, **words):
+    def found(_, most):
         asked.extend(most)
-        return [[100, 100]]
+        return [[min(100, *most)] * 2]
 
     monkeypatch.setattr(Measurements, "__init__", lambda *_: None)
     monkeypatch.setattr(Measurements, "largest_batches", found)
     monkeypatch.setattr("dbsl.run.times.make_profiler", lambda *_: None)
-    settings = {"resolutions": (16,), "workers": 2, "small_workers": 0, "sync": "step"}
-    settings |= {"large_batch_size": "auto", "slope": (0.001,), "intercept": (0.01,)}
-    data = SimpleNamespace(train=range(200), unit="image")
-    for batch in (60, None):
-        know_workers(RunConfig(**settings, global_batch_size=batch), None, data, model, None)
-    # Of a worker that may be lost the others get its part, too.
-    settings |= {"sync": "asp", "push": "gradients"}
-    know_workers(RunConfig(**settings), None, data, model, None)
-    assert asked == [200, largest_auto_batch(100), 200]
+    given = {"resolutions": (16,), "workers": 2, "small_workers": 0, "sync": "step"}
+    given |= {"large_batch_size": "auto", "slope": (0.001,), "intercept": (0.01,)}
+    data, most = SimpleNamespace(train=range(400), unit="image"), largest_auto_batch(200)
+    for more, at_most in (
+        ({"global_batch_size": 60}, 400),
+        ({}, most),
+        ({"sync": "bsp"}, most),
+        # Of a worker that may be lost the others get its part, too.
+        ({"sync": "asp", "push": "gradients"}, 400),
+        ({"large_batch_size": None, "micro_batch_size": "auto"}, 32),
+    ):
+        config = RunConfig(**given | more)
+        known, config = know_workers(config, None, data, GPU, None, None)
+        assert asked.pop() == at_most
+        if more.get("micro_batch_size"):
+            assert (known.micro_batch_sizes, config.micro_batch_size) == ({16: [32, 32]}, (32,))
+        else:
+            assert known.limits == {16: [min(100, at_most)] * 2}
+            assert known.large_batch_sizes == {16: [most] * 2}
+    assert not asked
 
 
 def test_a_resolution_without_an_epoch_is_measured_for_a_later_resume_and_that_is_said(
