@@ -188,7 +188,7 @@ class RunLog:
         if not self.enabled:
             return
         meter = self._workers.meter
-        for line in meter.take_lines():
+        for line in () if meter.shares_batch else meter.take_lines():
             self.step(line)
         if (taken := meter.take_steps()).steps:
             self._display.step(taken)

@@ -67,7 +67,7 @@ class StepMeter:
         *,
         shares_batch: bool = False,
     ) -> None:
-        self._every, self._shares_batch = every, shares_batch
+        self._every, self.shares_batch = every, shares_batch
         # Names of what the loop logs besides the loss; None: no batch has told them.
         self.figures: tuple[str, ...] | None = None
         self._windows = {worker: _Window() for worker in workers}
@@ -103,7 +103,7 @@ class StepMeter:
         self._due, self._square = [], None
         workers = [part.worker for part in step.parts]
         samples = sum(len(part.indices) for part in step.parts)
-        if self._shares_batch and samples:  # the others of its worker have the rest
+        if self.shares_batch and samples:  # the others of its worker have the rest
             samples = round(samples / step.parts[0].weight)
         worker = workers[0] if len(workers) == 1 else None
         more = self._taken.steps + 1, self._taken.samples + samples
@@ -131,22 +131,15 @@ class StepMeter:
             if not math.isfinite(sum(window.sums[:1])):  # the round is not merged
                 self._windows[worker] = replace(window, sums=[], samples=0)
 
-    def take_lines(self) -> list[StepLine]:
-        """Return the lines since the last call, unless they go with the round's report."""
-        return [] if self._shares_batch else self._take_kept()
+    def take_lines(self) -> tuple[StepLine, ...]:
+        """Return the lines since the last call."""
+        kept, self._kept = self._kept, []
+        return tuple(kept)
 
     def take_steps(self) -> TakenSteps:
         """Return the steps that were taken since the last call."""
         taken, self._taken = self._taken, TakenSteps()
         return taken
-
-    def lines_for_report(self) -> tuple[StepLine, ...]:
-        """Return the lines that a report is to bring to the main process."""
-        return tuple(self._take_kept())
-
-    def _take_kept(self) -> list[StepLine]:
-        kept, self._kept = self._kept, []
-        return kept
 
     def hear(self, report: RoundReport) -> None:
         """Count the steps of a report: its worker may be lost, or leave the run to others."""

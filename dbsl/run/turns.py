@@ -171,7 +171,7 @@ class WorkerTurn:
                     predicted_time_s=mine.predicted_time_s * count / max(mine.samples, 1),
                     refused=bool(faults),
                     fault=faults.get(worker, NO_FAULT),
-                    lines=workers.meter.lines_for_report() if worker == self.worker else (),
+                    lines=workers.meter.take_lines() if worker == self.worker else (),
                     figures=dict(zip(names, means, strict=True)),
                     **(progress.measured if worker == self.worker else {}),
                 )

@@ -26,7 +26,7 @@ from dbsl.config import parse
 from dbsl.config.complete import with_found
 from dbsl.config.parse import parse_config
 from dbsl.model import load_model
-from dbsl.plan.types import LostWorker
+from dbsl.plan.types import LostWorker, RoundReport
 from dbsl.runs import _given_now
 from tests import helpers
 from tests.helpers import fingerprint, rounds_of, rows, samples_by_epoch, short, slow, wait_all
@@ -189,10 +189,13 @@ def test_a_signal_saves_after_the_step_and_says_how_to_go_on(
         assert 0 < state["progress"]["steps"] < first["steps"]  # in the middle of a round
 
 
-def test_a_worker_lost_until_the_state_is_copied_is_in_the_checkpoint(tmp_path, monkeypatch):
+def test_what_comes_until_the_state_is_copied_is_in_the_checkpoint(tmp_path, monkeypatch):
+    pushed = RoundReport(1, 0, 0, 16, 3, 9, 3, 1.0, 2.0, 1.0)
+
     @contextmanager
     def held(cluster):
         cluster._losses.append(LostWorker(1, 1, 0, 5, "its process died"))
+        cluster.server.reports.append(pushed)
         yield
 
     monkeypatch.setattr(SimulatedCluster, "held", held)
@@ -202,7 +205,9 @@ def test_a_worker_lost_until_the_state_is_copied_is_in_the_checkpoint(tmp_path, 
     log = json.loads(shard.read_text())["log"]
     assert (log["so_far"]["lost_workers"], log["so_far"]["lost_samples"]) == ([1], 5)
     saved = (tmp_path / "run/metrics.jsonl").read_bytes()[: log["metrics_bytes"]]
-    assert [row["event"] for row in map(json.loads, saved.splitlines())].count("lost") == 1
+    events = [row["event"] for row in map(json.loads, saved.splitlines())]
+    assert (events.count("lost"), events.count("round")) == (1, 1)
+    assert log["so_far"]["samples"] == 9
 
 
 @pytest.fixture(scope="module")

@@ -102,13 +102,9 @@ def test_a_resumed_run_neither_repeats_a_line_nor_misses_one(stopped_after):
 def test_lines_for_another_process_go_with_the_report():
     meter, *rest = make_meter(None)
     train(meter, *rest, rounds()[:WORKERS], Progress())
-    sent = RoundReport(1, 0, 0, 8, 4, 8, 5, 1.0, 1.0, 0.5, lines=meter.lines_for_report())
+    sent = RoundReport(1, 0, 0, 8, 4, 8, 5, 1.0, 1.0, 0.5, lines=meter.take_lines())
     assert [line.step for line in read_report(encode(sent)).lines] == [3]
-    assert meter.lines_for_report() == ()
-    model = nn.Linear(2, 1, bias=False)
-    shared = StepMeter(1, [0], model, CPU, shares_batch=True)
-    train(shared, model, [], [(0, 0)], Progress())
-    assert len(shared.lines_for_report()) == STEPS  # none of them was taken before
+    assert meter.take_lines() == ()
 
 
 def test_a_round_that_is_not_finite_leaves_the_next_lines_alone():
