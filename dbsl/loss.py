@@ -105,7 +105,7 @@ def check_figures(figures: Figures) -> None:
 
 def check_free(name: Any, whose: str, taken: Mapping[str, str] = MappingProxyType({})) -> None:
     """Refuse a figure's name that is no text, or that rows or charts (or `taken`) have."""
-    holder = {**RESERVED, **taken}.get(name)
+    holder = {**dict.fromkeys(RESERVED, "a row of metrics.jsonl"), **taken}.get(name)
     if holder or not isinstance(name, str):
         why = f", which {holder} has" if holder else ""
         raise SettingError(f"{whose} must have a unique name, got {name!r}{why}")

@@ -222,12 +222,11 @@ class _DualBatch:
         speeds = self._speeds(self.limits)
         large_part = float(speeds[self.small_workers :].sum() / speeds.sum())
         ratio = DEFAULT_TIME_RATIO if self.rules.time_ratio is None else self.rules.time_ratio
-        if not (math.isfinite(ratio) and ratio > 1):
-            raise SettingError(f"time_ratio must be above 1, got {ratio}")
+        require(math.isfinite(ratio) and ratio > 1, "time_ratio must be above 1", ratio)
         if ratio * large_part >= 1:
             raise SettingError(
                 f"time_ratio must be below {1 / large_part:.4g} (beyond it the large workers take "
-                f"all samples), got {ratio}"
+                f"all samples), got {ratio:g}"
             )
         return ratio
 
@@ -242,10 +241,8 @@ class _DualBatch:
         if self._equal:
             large = rules.to_integer(ratio * samples / workers)
             rest = samples - large * (workers - small_workers)
-            if rest < small_workers:
-                raise SettingError(
-                    f"time_ratio must leave every small worker a sample of {samples}, got {ratio:g}"
-                )
+            must = f"time_ratio must leave every small worker a sample of {samples}"
+            require(rest >= small_workers, must, ratio)
             published = large, rules.to_integer(rest / small_workers)
             time_s = ratio * model.sample_time(limit) * samples / workers
             sample_time = time_s / published[1]  # small workers'
@@ -357,13 +354,10 @@ class _DualBatch:
                 f"{len(slow)} of {len(shares)} workers are so slow that they finish late with the "
                 f"{lowest[slow[0]]} samples that each takes at least (worker {slow[0]})"
             )
-        if shares.min() < rounds or (sizes > shares // rounds).any():
-            slowest = int(shares.argmin())
-            raise SettingError(
-                f"samples must leave each worker at least one per round ({rounds} a worker and "
-                f"epoch), got {samples} over {len(shares)} workers, {shares[slowest]} for worker "
-                f"{slowest}"
-            )
+        slowest = int(shares.argmin())
+        got = f"{samples} over {len(shares)} workers, {shares[slowest]} for worker {slowest}"
+        must = f"samples must leave each worker one per round at least ({rounds} an epoch)"
+        require(shares.min() >= rounds and (sizes <= shares // rounds).all(), must, got)
         if lowered.any():
             first = int(lowered.argmax())
             self.notes.append(
@@ -374,12 +368,10 @@ class _DualBatch:
 
 
 def _nearly_large(model: TimeModel, batch: int, largest: int) -> str:
+    why = f"a step costs {model.intercept / model.slope:.0f} samples' time before its first"
     if model.floor > model.time(batch, 1) * (1 - 1e-9):
         below = (model.floor - model.intercept) / model.slope
         why = f"a step of fewer than {below:.0f} samples takes no less time"
-    else:
-        worth = model.intercept / model.slope
-        why = f"a step costs {worth:.0f} samples' time before its first"
     return (
         f"the small batch, {batch}, is {batch / largest:.0%} of the large one, since {why}: dual "
         "batch gains next to nothing here. --compile lowers that cost; a larger "

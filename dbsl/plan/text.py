@@ -106,13 +106,6 @@ def timeline(plan: Plan, rounds: int) -> str:
     return "\n".join(lines)
 
 
-def total_times_s(stages: Sequence[Stage], plans: Mapping[int, Plan]) -> tuple[float, ...]:
-    """Return the predicted seconds of a run: as planned, all large, with one equal batch."""
-    epochs = [(len(stage.epochs), plans[stage.resolution]) for stage in stages]
-    ways = ("time_s", "all_large_time_s", "equal_batch_time_s")
-    return tuple(sum(count * getattr(plan, way) for count, plan in epochs) for way in ways)
-
-
 def format_run(
     stages: Sequence[Stage],
     plans: Mapping[int, Plan],
@@ -143,16 +136,18 @@ def format_run(
         lines.append(f"{px(resolution, after=', ')}{epoch_spans(its_stages)}, lr {rate}{ratio}")
         lines.append(format_plan(plan))
         lines += [timeline(plan, rounds), ""] if timelines else [""]
-    planned, all_large, equal = map(duration, total_times_s(stages, plans))
-    joint = any(plan.global_batch_size for plan in plans.values())
-    others = (
-        f"split equally {equal}" if joint else f"all large {all_large}, one equal batch {equal}"
-    )
-    alone = all(len(plan.workers) == 1 for plan in plans.values())
-    side, more = ("", "") if alone else (", workers side by side", " or exchanges")
-    others = "" if alone else f" ({others})"
+
+    def total(way: str) -> str:
+        return duration(sum(len(s.epochs) * getattr(plans[s.resolution], way) for s in stages))
+
+    side, more, others = "", "", ""
+    if any(len(plan.workers) > 1 for plan in plans.values()):
+        side, more = ", workers side by side", " or exchanges"
+        others = f" (all large {total('all_large_time_s')}, one equal batch "
+        joint = any(plan.global_batch_size for plan in plans.values())
+        others = f"{' (split equally ' if joint else others}{total('equal_batch_time_s')})"
     span = epoch_spans(stages) if begin else f"all {epochs} epochs"
-    lines.append(f"predicted for {span}{side}, without evaluation{more}: {planned}{others}")
+    lines.append(f"predicted for {span}{side}, without evaluation{more}: {total('time_s')}{others}")
     return "\n".join(lines)
 
 

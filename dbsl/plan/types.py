@@ -204,20 +204,15 @@ class RoundReport:
     figures: Mapping[str, float] = field(default_factory=dict)  # the loss function's own
 
 
-# Names in rows of metrics.jsonl and in charts, next to which a figure's own name stands, and what
-# has them.
-RESERVED = dict.fromkeys(
-    (
-        *("event", "virtual_time_s", "share", "idle_time_share"),
-        *("first_epoch", "from_epoch", "end_epoch", "last_epoch"),
-        *(f"workers_{name}" for name in ("compute_time_s", "wait_time_s", "idle_time_share")),
-        *(f"{kind}_workers_time_s" for kind in ("small", "large")),
-        *(f"predicted_{kind}_workers_time_s" for kind in ("small", "large")),
-    ),
-    "a row of metrics.jsonl",
-)
-RESERVED |= dict.fromkeys(StepLine._fields, "a step's row of metrics.jsonl")
-RESERVED |= {field.name: "a round's row of metrics.jsonl" for field in fields(RoundReport)}
+# Names in rows of metrics.jsonl and in charts, next to which a figure's own name stands.
+RESERVED = {
+    *("event", "virtual_time_s", "share", "idle_time_share"),
+    *("first_epoch", "from_epoch", "end_epoch", "last_epoch"),
+    *(f"workers_{name}" for name in ("compute_time_s", "wait_time_s", "idle_time_share")),
+    *(f"{kind}_workers_time_s" for kind in ("small", "large")),
+    *(f"predicted_{kind}_workers_time_s" for kind in ("small", "large")),
+    *(*StepLine._fields, *(field.name for field in fields(RoundReport))),
+}
 
 
 def report_from_plain(values: Mapping[str, Any]) -> RoundReport:

@@ -14,9 +14,9 @@ from dbsl.base.errors import (
     SaveError,
     SyncError,
     one_line_errors,
+    require,
 )
 from dbsl.checkpoint import checkpoint, disk
-from dbsl.plan.machines import check_global_batch
 from tests.helpers import each_step, refused, rows, short, summary_of
 from tests.loop.test_resume import MODES, ONE_SIDE, ROUNDS, run
 
@@ -109,7 +109,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_told_of_and_costs_nothing(
 def failing_rank(rank, kind):
     with one_line_errors():
         if rank == 1 and kind == "input":
-            check_global_batch(1, np.full(4, 8), 2)
+            require(False, "an input must be good", "a bad one")
         if rank == 1:
             raise kind("broken")
         torch.distributed.barrier()  # for rank 1, which never comes
