@@ -162,8 +162,8 @@ class Planner:
         A joint step has the same samples with any plan.
         """
         epoch, round_ = divmod(start.clock, self._rounds)
-        plan = self.plans.first[self._resolution_at(epoch)]
-        if round_ and plan.global_batch_size is None:
+        plan = self.plans.first[self._resolution_at(epoch)] if round_ else None
+        if plan and plan.global_batch_size is None:
             rest = replace(plan, first_round=round_, taken=start.taken)
             self.plans.set(epoch, self._rounds, rest)
 
