@@ -124,9 +124,9 @@ class _Player:
         for step in zip(*several, strict=True) if len(places) > 1 else ():  # as each process has it
             assert len({(one.progress, one.odd, one.reweighted) for one in step}) == 1
             assert abs(sum(part.weight for one in step for part in one.parts) - 1) < 1e-9
-        for part in (part for of_one in several for step in of_one for part in step.parts):
-            own[part.worker] += len(part.indices)
-            np.add.at(self._counts[turn.epoch], part.indices, 1)
+        for batch in (batch for of_one in several for step in of_one for batch in step.batches):
+            own[batch.worker] += len(batch.indices)
+            np.add.at(self._counts[turn.epoch], batch.indices, 1)
         if server is not None:
             lead = server.clocks[turn.workers[0]] - server.members.slowest()
             played.ahead = max(played.ahead, lead)

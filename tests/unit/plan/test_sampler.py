@@ -4,7 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dbsl.plan.sampler
+from dbsl.config.settings import RunConfig
+from dbsl.plan.batches import TurnSampler
+from dbsl.plan.machines import KnownWorkers
 from dbsl.plan.sampler import EpochSampler, Part, _permutation, micro_parts
+from dbsl.plan.solve import PlanRules, plan_dual_batch, plan_steps
+from dbsl.plan.types import TimeModel
+
+MODEL = TimeModel(0.001, 0.01)
 
 
 @given(st.integers(1, 60), st.integers(1, 70), st.integers(1, 2), st.floats(0.1, 1))
@@ -21,6 +28,30 @@ def test_micro_batches_have_every_sample_once_and_weights_that_sum_to_the_parts(
     assert max(len(m.indices) for m in micro) <= max(most, 2 * least - 1)
     assert micro_parts(part, None) == [part]
     assert {m.worker for m in micro} == {3}
+
+
+@given(st.integers(1, 4), st.none() | st.integers(1, 9), st.booleans())
+def test_the_batches_of_all_turns_have_each_sample_of_an_epoch_once(rounds, most, joint):
+    micro = most and {8: [most] * 3}
+    known = KnownWorkers({}, {}, measured=False, micro_batch_sizes=micro)
+    options = {"sync": "step" if joint else "bsp", "rounds_per_epoch": rounds}
+    draws = {"known": known, "resolution_at": lambda epoch: 8}
+    config = RunConfig(workers=3, resolutions=(8,), **options)
+    sampler = TurnSampler(config, 103, rounds, 1, **draws)
+    plan = plan_dual_batch(103, 3, 1, 8, MODEL, PlanRules(rounds=rounds))
+    plan = plan_steps(103, (12, 6, 2), [MODEL] * 3) if joint else plan
+    turns = [((0, 1, 2), r) for r in range(rounds)]
+    turns = turns if joint else [((w,), r) for (ws, r) in turns for w in ws]
+    steps = [step for ws, r in turns for step in sampler.batches_of(plan, ws, 5, r)]
+    batches = [batch.indices for step in steps for batch in step.batches]
+    assert sorted(np.concatenate(batches)) == list(range(103))
+    assert max(map(len, batches)) <= (most or 12)
+    for step in steps:
+        assert sum(batch.weight for batch in step.batches) == pytest.approx(1)
+        for part in step.parts:
+            own = [batch for batch in step.batches if batch.worker == part.worker]
+            assert np.array_equal(np.concatenate([b.indices for b in own]), part.indices)
+            assert [b.last for b in own] == [False] * (len(own) - 1) + [True]
 
 
 @given(

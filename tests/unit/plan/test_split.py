@@ -10,10 +10,9 @@ from dbsl.plan.machines import (
     KnownWorkers,
     balanced_sizes,
     bounded_split,
-    largest_remainder,
     split_batch,
 )
-from dbsl.plan.sampler import Part, StepSampler
+from dbsl.plan.sampler import StepSampler
 from dbsl.plan.solve import PlanRules, plan_dual_batch, plan_steps
 from dbsl.plan.spec import make_plan, resize_plan, specs_of
 from dbsl.plan.types import TimeModel
@@ -65,18 +64,14 @@ def test_the_global_batches_do_not_depend_on_the_split():
         assert one.progress == two.progress
 
 
-def test_a_process_makes_the_parts_of_its_own_workers_alone(monkeypatch):
-    sampler, sizes, made = StepSampler(103, 20, seed=4), (9, 7, 4), []
-    together = [sampler.step(1, number, sizes) for number in range(6)]
-    noting = lambda *part: made.append(part) or Part(*part)  # noqa: E731
-    monkeypatch.setattr("dbsl.plan.sampler.Part", noting)
-    for number, theirs in enumerate(together):
-        ours = sampler.step(1, number, sizes, (1,))
-        (part,), whole = ours.parts, theirs.parts[1]
-        assert (part.worker, part.weight) == (whole.worker, whole.weight)
-        assert part.indices.tolist() == whole.indices.tolist()
-        assert (ours.progress, ours.odd) == (theirs.progress, theirs.odd)
-    assert len(made) == 6
+def test_a_process_has_the_parts_of_its_own_workers_alone():
+    sampler, sizes = StepSampler(103, 20, seed=4), (9, 7, 4)
+    for number in range(sampler.steps_per_epoch):
+        whole, own = sampler.step(1, number, sizes), sampler.step(1, number, sizes, (1,))
+        (part,), theirs = own.parts, whole.parts[1]
+        assert (part.worker, part.weight) == (theirs.worker, theirs.weight)
+        assert part.indices.tolist() == theirs.indices.tolist()
+        assert (own.progress, own.odd) == (whole.progress, whole.odd)
 
 
 @given(sizes_lists, st.data(), st.integers(1, 3))
@@ -163,6 +158,7 @@ def test_a_plan_of_joint_steps_counts_what_the_sampler_gives():
     ("settings", "message"),
     [
         ({"local_batch_sizes": (40, 40, 40)}, "sum to at most the 103 training samples, got 120"),
+        ({"local_batch_sizes": (4, 4)}, r"local_batch_sizes must .* per worker \(3\), got 2"),
         ({"global_batch_size": 104}, "must be at most the 103 training samples, got 104"),
     ],
 )
@@ -215,7 +211,3 @@ def test_one_model_of_all_workers_gives_each_its_times_and_refuses_what_one_of_t
     assert [*every[[2, 0]]] == [each[2], each[0]]
     with pytest.raises(ValueError, match="slope must be above 0 seconds per sample, got -1"):
         TimeModel(np.array([1.0, -1.0]), np.zeros(2))
-
-
-def test_the_parts_of_a_very_large_total_still_sum_to_it():
-    assert largest_remainder(np.ones(2000), 1_999_999_999).sum() == 1_999_999_999
