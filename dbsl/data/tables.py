@@ -68,9 +68,10 @@ def choose_columns(config: ImageConfig, features: datasets.Features) -> tuple[st
     there = ", ".join(
         f"{n!r} ({getattr(f, 'dtype', type(f).__name__)})" for n, f in features.items()
     )
+    tar = "; unpack a tar of class folders" if "__url__" in features else ""
     for setting, column, known, remedy in (
         ("image_column", image_column, images, "Image()) makes images of files' bytes"),
-        ("label_column", label_column, [*sizes], "Value('int64')) makes labels of numbers"),
+        ("label_column", label_column, [*sizes], f"Value('int64')) makes labels of numbers{tar}"),
     ):
         text = f"{column!r} of the columns {there}; cast_column(name, datasets.{remedy}"
         require(column in known, f"{setting} must be one of {known}", text)

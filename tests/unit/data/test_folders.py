@@ -3,6 +3,7 @@
 import io
 import itertools
 import re
+import tarfile
 
 import numpy as np
 import pytest
@@ -200,6 +201,21 @@ def test_a_folder_loads_as_it_is_meant_and_what_is_left_out_is_said(
     assert found_in(write(tmp_path / "set", files)) == found
     lines = " ".join(record.message for record in caplog.records)
     assert re.search(said, lines) if said else not lines
+
+
+def test_a_tar_is_a_web_dataset_with_labels_or_must_be_unpacked(tmp_path):
+    Image.new("RGB", (8, 8)).save(image := io.BytesIO(), "png")
+    for folder, ending, names in (("web", "cls", "{}"), ("classes", "txt", "train/cat/{}")):
+        (tmp_path / folder).mkdir()
+        with tarfile.open(tmp_path / folder / "train-0.tar", "w") as tar:
+            for number, end in itertools.product(range(3), (ending, "png")):
+                content = image.getvalue() if end == "png" else str(number % 2).encode()
+                info = tarfile.TarInfo(f"{names.format(number)}.{end}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    assert found_in(tmp_path / "web") == "0 2 1 1"
+    with pytest.raises(SettingError, match=r"unpack a tar of class folders$"):
+        found_in(tmp_path / "classes")
 
 
 @pytest.mark.parametrize(("files", "message"), cases(REFUSED))
