@@ -433,7 +433,6 @@ def save_model(
     config = {
         "label_names": list(data.class_names),
         "small_stem": model.small_stem,
-        **({} if data.bits == 16 else {"bits": data.bits}),  # see `Data.bits`
         "pretrained_cfg": preprocessing,
     }
     args = {"drop_rate": 0.0, **model.created_with, **model.settings}

@@ -67,7 +67,6 @@ class Data:
     eval_split: str  # name of the split that `evaluation` comes from, or how it was cut off
     held_out: str  # what tells which training images the seed drew for it; empty: none
     crop_pct: float  # side of the centre crop of evaluation images over their shorter side
-    bits: int = 16  # that values of images with more than 8 have
     unit: ClassVar[str] = "image"
 
     @property
@@ -188,7 +187,6 @@ def load_data(
         eval_split=eval_split,
         held_out=held_out,
         crop_pct=config.preprocessing.get("crop_pct", 1.0 if is_small else EVAL_CROP),
-        bits=bits,
     )
 
 

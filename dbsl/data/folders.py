@@ -50,7 +50,7 @@ def split_of(name: str) -> str | None:
 
 
 @cache
-def endings() -> frozenset[str]:
+def _endings() -> frozenset[str]:
     """Return how the files that Pillow decodes end."""
     known = Image.registered_extensions()  # it loads all of Pillow's formats, too
     return frozenset(e for e, kind in known.items() if kind in {*Image.OPEN} - _NO_PIXELS)
@@ -256,7 +256,7 @@ def _text(value: object) -> str:
 def _is_image(path: str) -> bool:
     """Whether a file is an image: by its ending, without one by its first bytes."""
     if ending := _ending(path):
-        return ending in endings()
+        return ending in _endings()
     try:
         with Image.open(path) as image:
             return image.format not in _NO_PIXELS

@@ -29,7 +29,7 @@ from train import Config
 
 DATA = SimpleNamespace(class_names=("cat", "dog", "owl"), num_classes=3)
 DATA.mean, DATA.std = (0.5, 0.4, 0.3), (0.2, 0.2, 0.2)
-DATA.crop_pct, DATA.interpolation, DATA.bits = 0.9, "bicubic", 16
+DATA.crop_pct, DATA.interpolation = 0.9, "bicubic"
 
 
 def differing(one, other):

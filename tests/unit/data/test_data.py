@@ -697,7 +697,6 @@ def test_images_of_16_bits_are_scaled_alike_by_what_the_data_use(tmp_path, most,
     loader = load(tmp_path / "set", max_store_bytes=0, loader_workers=0)
     expected = [int(np.max(image)) >> bits - 8 for image in images]
     assert read_all(data.train)[0] == read_all(loader.train)[0] == expected
-    assert data.bits == bits
 
 
 def test_data_to_evaluate_alone_are_evaluated_whole_unless_a_split_is_for_that(tmp_path):
