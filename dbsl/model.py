@@ -17,11 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 
-from dbsl.base.errors import SettingError, words_of
+from dbsl.base.errors import SettingError, require, words_of
 from dbsl.base.files import write_bytes, write_with
 from dbsl.base.machine import hub_or_cache, lazy_import
 from dbsl.base.seeds import stream_seed
-from dbsl.config.fields import arguments, check_names, refuse
+from dbsl.config.fields import arguments, check_names
 from dbsl.config.settings import RunConfig
 from dbsl.data.dataset import Data, Statistics
 from dbsl.data.sources import TrainingData
@@ -269,10 +269,10 @@ def check_model(model: nn.Module, data: TrainingData, name: str, sides: Sequence
     Images of each side must be whole patches of a transformer's, and fit into memory.
     """
     trained = any(parameter.requires_grad for parameter in model.parameters())
-    refuse([(not trained, "model must have parameters to train", f"{name} without any")])
+    require(trained, "model must have parameters to train", f"{name} without any")
     cumulative = any(n.momentum is None and n.track_running_stats for n in batch_norms(model))
     text = "model must have batch norm whose statistics have a momentum, and can be merged"
-    refuse([(cumulative, text, "momentum=None")])
+    require(not cumulative, text, "momentum=None")
     least, several = 1, not hasattr(model, "created_with")
     for side in sides:
         try:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from dbsl.base.errors import SettingError, words_of
+from dbsl.base.errors import SettingError, require, words_of
 from dbsl.base.machine import lazy_import
-from dbsl.config.fields import arguments, check_names, refuse
+from dbsl.config.fields import arguments, check_names
 
 optim = lazy_import("timm.optim")
 
@@ -35,7 +35,7 @@ def check_optimizer(
 ) -> None:
     """Refuse an optimizer that timm does not have, or that takes no step with its settings."""
     text = "optimizer must be a name that timm.optim.list_optimizers() knows"
-    refuse([(name not in optim.list_optimizers(), text, repr(name))])
+    require(name in optim.list_optimizers(), text, repr(name))
     try:
         if settings:  # timm would leave some out, and not say so
             known = arguments(optim.create_optimizer_v2, optimizer_class(name))
@@ -151,7 +151,7 @@ def join_optimizers(
     several = built if isinstance(built, Sequence) else ()
     right = several and all(isinstance(one, torch.optim.Optimizer) for one in several)
     text = "optimizer must build an optimizer of torch or a sequence of them"
-    refuse([(not right, text, type(built).__name__)])
+    require(right, text, type(built).__name__)
     try:
         return JoinedOptimizer(built)
     except ValueError as error:  # a parameter in two of them
@@ -162,7 +162,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, name: s
     """Refuse an optimizer without parameters, or without one of those that are trained."""
     frozen = not any(p.requires_grad for p in model.parameters())
     text = "optimizer must leave parameters that are trained"
-    refuse([(frozen, text, f"all frozen by {name}")])
+    require(not frozen, text, f"all frozen by {name}")
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
     if left:
@@ -201,7 +201,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
     """Load an optimizer's state, but not the settings that a run's config has."""
     current, number = optimizer.state_dict()["param_groups"], len(saved["param_groups"])
     text = f"optimizer must have {len(current)} groups of parameters"
-    refuse([(len(current) != number, text, number)])
+    require(len(current) == number, text, number)
     bare = getattr(optimizer, "optimizer", optimizer)  # without Accelerate's wrapping
     settings = _SETTINGS.union(
         *(inspect.signature(type(one)).parameters for one in getattr(bare, "optimizers", [bare]))

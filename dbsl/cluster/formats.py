@@ -17,8 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 )
 from torch.nn.functional import pad
 
+from dbsl.base.errors import require
 from dbsl.cluster.weights import FlatWeights
-from dbsl.config.fields import refuse
 from dbsl.config.settings import Wire
 
 # --- joint steps
@@ -59,7 +59,7 @@ def check_rank(wire: Wire, shapes: Sequence[torch.Size], given: str) -> None:
     most = max(ranks, default=0)
     text = f"wire must be powersgd with a rank of at most {most}: above, torch compresses nothing"
     text = text if most > 0 else "wire must not be powersgd with a model that has no large matrix"
-    refuse([(nothing, text, given)])
+    require(not nothing, text, given)
 
 
 def _matrices(shapes: Sequence[torch.Size]) -> Iterator[tuple[int, int]]:

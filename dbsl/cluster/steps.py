@@ -24,9 +24,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from dbsl.base.errors import require
 from dbsl.cluster.formats import DTYPES, LowRank
 from dbsl.cluster.weights import FlatWeights, uncompiled
-from dbsl.config.fields import refuse
 from dbsl.config.hooks import Machine
 from dbsl.config.settings import FLOAT32, Wire
 from dbsl.data.transforms import global_streams
@@ -323,7 +323,7 @@ class DistributedSteps(Stepper):
     def _check_exchanged(self) -> None:
         """Refuse a backward pass that has gone past DDP, which sums gradients only in its own."""
         text = "the training loop must call workers.model(...), with DDP around it, and once"
-        refuse([(not self._exchanged, text, "a backward pass in which no gradient was summed")])
+        require(self._exchanged, text, "a backward pass in which no gradient was summed")
 
     def complete(self, step: Step) -> float:
         """Have gradients be the same in every process."""

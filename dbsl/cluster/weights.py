@@ -11,8 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from dbsl.base.errors import SettingError
-from dbsl.config.fields import refuse
+from dbsl.base.errors import SettingError, require
 
 # Numbers. Kernels read tensors whose address is a multiple of 16 bytes faster, and compiled ones
 # (Inductor) take parameters to be aligned without checking; the bits of sums depend on it, too.
@@ -42,9 +41,9 @@ class FlatWeights:
             for t in tensors
         }
         shown = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)) or "none"
-        refuse([(len(kinds) != 1, "model must have one dtype and one device", shown)])
+        require(len(kinds) == 1, "model must have one dtype and one device", shown)
         dtype, device = kinds.pop()
-        refuse([(dtype.is_complex, "model must have real numbers", shown)])
+        require(not dtype.is_complex, "model must have real numbers", shown)
         self._model, self._apart, self.layout = model, apart, layout_of(model)
         self.vector = torch.zeros(_padded_length(tensors), dtype=dtype, device=device)
         self._parameters = [p for p in model.parameters() if _has_fractions(p)]

@@ -9,7 +9,7 @@ from numbers import Integral
 
 import numpy as np
 
-from dbsl.config.fields import refuse
+from dbsl.base.errors import require
 from dbsl.plan.machines import balanced_sizes
 from dbsl.plan.types import TimeModel
 from dbsl.profile.fit import fit_time_model, measure_step_times
@@ -55,12 +55,8 @@ def measure_step(
     whole = isinstance(sizes, list) and sizes and all(isinstance(size, int) for size in sizes)
     ascends = whole and sizes[0] >= 1 and sorted(set(sizes)) == sizes
     must = "batch_sizes must be integers that ascend from at least 1"
-    refuse(
-        [
-            (not ascends, must, str(sizes)),
-            (not 0 <= seconds < math.inf, "seconds must be at least 0 and finite", seconds),
-        ]
-    )
+    require(ascends, must, str(sizes))
+    require(0 <= seconds < math.inf, "seconds must be at least 0 and finite", seconds)
     times, errors = measure_step_times(step, sizes, seconds=seconds)
     model = fit_time_model(sizes, times, errors)
     return StepTimes(tuple(sizes), tuple(times), tuple(errors), model)
@@ -83,16 +79,17 @@ def split_batch(
         for model in time_models
     )
     must = "time_models must be one or more TimeModel with slope above 0, intercept of at least 0"
-    refuse([(not right or not len(time_models), must, str(time_models))])
+    require(right and len(time_models), must, str(time_models))
     count = len(time_models)
     bad = not isinstance(least, Integral) or least < 1
-    refuse([(bad, "least must be an integer of at least 1", least)])
+    require(not bad, "least must be an integer of at least 1", least)
     few = not isinstance(global_batch_size, Integral) or global_batch_size < least * count
     most = np.full(count, 0 if few else global_batch_size) if limits is None else np.asarray(limits)
     short = most.shape != (count,) or most.dtype.kind not in "iu" or (most < least).any()
     of_each = f"limits must be one integer for each of {count} processes, at least {least}"
     of_all = f"global_batch_size must be an integer of at least {least * count}"
-    refuse([(few, of_all, global_batch_size), (short, of_each, str(limits))])
+    require(not few, of_all, global_batch_size)
+    require(not short, of_each, str(limits))
     model = TimeModel.of(time_models, count)
     sizes = balanced_sizes(global_batch_size, model, most, least)
     equal = np.full(len(sizes), global_batch_size / len(sizes))

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, require
 from dbsl.cluster.formats import RoundedSum
 from dbsl.cluster.merges import Delta
 from dbsl.cluster.weights import FlatWeights
-from dbsl.config.fields import in_words, refuse
+from dbsl.config.fields import in_words
 from dbsl.config.settings import ROUND_WIRES
 from dbsl.library.uneven import world_size
 from dbsl.library.watch import SHARDED
@@ -69,23 +69,23 @@ class Rounds:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         bad = every is not None and not (isinstance(every, Integral) and every >= 1)
-        refuse([(bad, "every must be an integer of at least 1, or None", every)])
+        require(not bad, "every must be an integer of at least 1, or None", every)
         if outer is not None:
             try:
                 lr, momentum = map(float, outer)
             except (TypeError, ValueError):
                 lr = momentum = math.nan
             must = "outer must be a finite learning rate above 0 and a momentum in [0, 1)"
-            refuse([(not (0 < lr < math.inf and 0 <= momentum < 1), must, outer)])
+            require(0 < lr < math.inf and 0 <= momentum < 1, must, outer)
             outer = lr, momentum
-        refuse([(wire not in ROUND_WIRES, f"wire must be {in_words(ROUND_WIRES)}", wire)])
+        require(wire in ROUND_WIRES, f"wire must be {in_words(ROUND_WIRES)}", wire)
         if any(isinstance(module, SHARDED) for module in model.modules()):
             raise SettingError("model must have its parameters whole, got one that FSDP shards")
         ddp = (m for m in model.modules() if isinstance(m, DistributedDataParallel))
         fixed = any(module.static_graph for module in ddp)  # no_sync fails before its first step
-        refuse([(fixed, "static_graph of DDP must be False", fixed)])
+        require(not fixed, "static_graph of DDP must be False", fixed)
         several = not hasattr(optimizer, "param_groups")
-        refuse([(several, "optimizer must be one optimizer", type(optimizer).__name__)])
+        require(not several, "optimizer must be one optimizer", type(optimizer).__name__)
         self.every = every
         self.steps = 0  # since the last merge
         self.merges = 0
@@ -110,7 +110,7 @@ class Rounds:
             raise SettingError("Rounds must be left before it is entered again")
         now = world_size(self._group)
         must = f"Rounds must be built after the process group, which has {now} processes"
-        refuse([(now != self._processes, must, self._processes)])
+        require(now == self._processes, must, self._processes)
         inside = self._loaded or self.steps > 0  # a round is open: each process has its own weights
         number, weights = ROUND_WIRES.index(self._wire), self._weights.read()
         tensors = repr((self._weights.layout, weights.dtype)).encode()
@@ -123,7 +123,7 @@ class Rounds:
                 values = [ROUND_WIRES[int(number)] for number in values]
             if name == "tensors of model":
                 values = [f"{int(value):012x}" for value in values]
-            refuse([(len({*values}) > 1, f"{name} must be the same on every process", values)])
+            require(len({*values}) <= 1, f"{name} must be the same on every process", values)
         if not inside:
             if self._processes > 1:
                 dist.broadcast(weights, group=self._group, group_src=0)
@@ -170,7 +170,7 @@ class Rounds:
         finite = bool((same | own.isfinite()).all())
         _, _, given, all_finite, *_ = zip(*self._meet(False, weight, finite), strict=True)
         fits = all(each >= 0 for each in given) and 0 < sum(given) < math.inf
-        refuse([(not fits, "weight must be at least 0, and their sum above 0 and finite", given)])
+        require(fits, "weight must be at least 0, and their sum above 0 and finite", given)
         weights = [each if fine else 0.0 for each, fine in zip(given, all_finite, strict=True)]
         total = sum(weights)
         if not total:
@@ -226,7 +226,7 @@ class Rounds:
         Every process loads its own. `wire` may be another; float32 drops what rounding has left.
         At the end of a round other numbers of processes may load it, which drop that, too.
         """
-        refuse([(self._inside is not None, "a state must be loaded before `with`", "inside it")])
+        require(self._inside is None, "a state must be loaded before `with`", "inside it")
         if (self._outer is None) != (state["outer"] is None):
             must = "None" if state["outer"] is None else "a learning rate and a momentum"
             raise SettingError(f"outer must be {must}, as in the state, got the other")
@@ -234,9 +234,9 @@ class Rounds:
         left = state["rounded"] if all_of_it == self._processes else None
         must = f"a state must be that of process {self._place()[0]} of {self._processes}"
         other = (own, all_of_it) != self._place() and (state["steps"] > 0 or left is not None)
-        refuse([(other, must, f"that of process {own} of {all_of_it}")])
+        require(not other, must, f"that of process {own} of {all_of_it}")
         saved = len(state["merged"])
-        refuse([(saved != len(vector), f"a state must have {len(vector)} weights", saved)])
+        require(saved == len(vector), f"a state must have {len(vector)} weights", saved)
         self.steps, self.merges = state["steps"], state["merges"]
         vector.copy_(state["merged"])
         if self._outer is not None:

@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dbsl.base.errors import SettingError
-from dbsl.config.fields import refuse
+from dbsl.base.errors import SettingError, require
 from dbsl.library.watch import Watch
 from dbsl.plan.machines import SpeedEstimate, balanced_sizes
 from dbsl.plan.sampler import StepSampler
@@ -142,7 +141,7 @@ class UnevenBatchSampler:
         """Begin an epoch, or go on in the one whose state was loaded."""
         now = self.num_replicas if self._alone else world_size()
         must = f"the sampler must be built after the process group, which has {now} processes"
-        refuse([(now != self.num_replicas, must, self.num_replicas)])
+        require(now == self.num_replicas, must, self.num_replicas)
         return _Epoch(self, self._check_loader(sys._getframe(1)))
 
     def _begin(self, epoch: _Epoch) -> None:
@@ -178,7 +177,7 @@ class UnevenBatchSampler:
         `scale` of the last batch before: what draws batches ahead must not draw the next epoch's.
         """
         bad = not isinstance(epoch, Integral) or epoch < 0
-        refuse([(bad, "epoch must be an integer of at least 0", epoch)])
+        require(not bad, "epoch must be an integer of at least 0", epoch)
         if epoch != self.epoch:
             if self._start and self._cut(self._start).steps_per_epoch:
                 _warn(f"set_epoch({epoch}) leaves epoch {self.epoch}, inside which the state was")
@@ -227,7 +226,7 @@ class UnevenBatchSampler:
         What it waits for others is left out. `model` may be wrapped in DDP or compiled. FSDP2 is
         refused: it waits inside both passes. Without `balance` nothing is measured.
         """
-        refuse([(self._watch is not None, "watch must be called once", "another call")])
+        require(self._watch is None, "watch must be called once", "another call")
         if self.balance:
             self._watch = Watch(model)
 
@@ -264,7 +263,7 @@ class UnevenBatchSampler:
         left = self.num_samples - state["samples"]
         outside = not 0 <= left <= self.num_samples
         must = f"samples of a state must be in [0, {self.num_samples}]"
-        refuse([(outside, must, state["samples"])])
+        require(not outside, must, state["samples"])
         limits, least = self._bounds
         if 0 < left < least * self.num_replicas and not self._drop_last:
             raise SettingError(
@@ -316,7 +315,7 @@ class UnevenBatchSampler:
         sharded = "BatchSamplerShard" in users  # accelerator.prepare
         stateful = any(name.startswith("_Stateful") for name in users)
         must = "use_stateful_dataloader must be False: save and load the sampler's state"
-        refuse([(sharded and stateful, must, True)])
+        require(not (sharded and stateful), must, True)
         direct = not sharded and str(asking).startswith(("torch.", "torchdata."))
         if self.num_replicas > 1 and (direct if self.interleave else sharded):
             raise SettingError(
@@ -383,7 +382,8 @@ class _Epoch:
             must = "skip_first_batches must be left out inside the epoch of a loaded state"
             whole = f"skip_first_batches must skip a multiple of accumulate ({of.accumulate})"
             inside, parts = bool(self.skipped and of._start), self.skipped % of.accumulate
-            refuse([(inside, must, self.skipped), (parts, whole, self.skipped)])
+            require(not inside, must, self.skipped)
+            require(not parts, whole, self.skipped)
             of._begin(self)
             self._open(of._start)
             self.number, of._start = of.epoch, 0
@@ -427,7 +427,7 @@ class _Epoch:
         for name in ("global_batch_size", "num_replicas")[: 1 + of.interleave]:
             must = f"{name} must be {state[name]}, as in the loader's state inside an epoch"
             inside, mine = self.drawn and not state["over"], getattr(of, name)
-            refuse([(inside and state[name] != mine, must, mine)])
+            require(not (inside and state[name] != mine), must, mine)
         of._begin(self)
         self.number, self.taken = state["epoch"], self.steps_drawn
         self.skipped, of._start = self.taken, 0

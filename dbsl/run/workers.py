@@ -10,9 +10,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from dbsl.base.errors import require
 from dbsl.cluster.merges import MergeRule
 from dbsl.cluster.weights import uncompiled
-from dbsl.config.fields import refuse
 from dbsl.config.settings import FLOAT32, RunConfig, meets_at_server
 from dbsl.data.sources import TrainingData, as_source
 from dbsl.data.transforms import Mixing
@@ -230,6 +230,7 @@ class Workers:
 def _refuse_unasked(config: RunConfig) -> None:
     """Refuse settings by which a merge rule of your own would not be asked."""
     usual = {"merge": None, "push": "weights", "wire": FLOAT32.name}
-    bounds = [(getattr(config, n) != v, f"{n} must be left out", n) for n, v in usual.items()]
-    bounds.append((config.sync == "step", "sync must not be step", "sync"))
-    refuse([(bad, f"{text} with your own merge", getattr(config, n)) for bad, text, n in bounds])
+    for name, value in usual.items():
+        got = getattr(config, name)
+        require(got == value, f"{name} must be left out with your own merge", got)
+    require(config.sync != "step", "sync must not be step with your own merge", config.sync)

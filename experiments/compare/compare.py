@@ -22,11 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from dbsl.base.errors import SettingError, as_given, plural
+from dbsl.base.errors import SettingError, as_given, plural, require
 from dbsl.base.files import check_folder, write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.config import parse
-from dbsl.config.fields import Count, Within, check_fields, refuse
+from dbsl.config.fields import Count, Within, check_fields
 from dbsl.config.hooks import defaults_of_extras
 from dbsl.run.stopping import Stopping
 from experiments.compare.jobs import (
@@ -78,7 +78,7 @@ class CompareConfig:  # every field is a flag, its comment the help
         names = [Path(arm).stem for arm in self.arms]
         alike = not names or len(set(names)) < len(names)
         text = "arms must be one or more YAML files with different names"
-        refuse([(alike, text, ", ".join(names) or "none")])
+        require(not alike, text, ", ".join(names) or "none")
         for option in ("set", "vary"):
             for setting in getattr(self, option):
                 if "=" not in setting:
@@ -268,7 +268,7 @@ class _Table:
         for folder, (arm, seed) in self.lacking.items():
             if (arm.name, seed) not in self.done and is_finished(folder):
                 run = read_run(folder)
-                refuse([(run.seed != seed, f"seed of {folder} must be {seed}", run.seed)])
+                require(run.seed == seed, f"seed of {folder} must be {seed}", run.seed)
                 self.done[arm.name, seed] = replace(run, settings=arm.hash)
         found: dict[str, list[ArmRun]] = {arm.name: [] for arm in self.arms}
         output = self.config.output

@@ -22,10 +22,10 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_availa
 from accelerate.utils import LoggerType
 from tqdm import tqdm
 
-from dbsl.base.errors import in_line
+from dbsl.base.errors import in_line, require
 from dbsl.base.files import save_figure
 from dbsl.base.machine import answers
-from dbsl.config.fields import Role, refuse
+from dbsl.config.fields import Role
 from dbsl.config.hooks import Extra, Row
 from dbsl.config.settings import RunConfig
 from dbsl.extras.charts.picture import run_figure
@@ -167,8 +167,8 @@ def tracker_names(report_to: str) -> tuple[str, ...]:
     text = f"report_to must be none, all or trackers ({', '.join(known)}) with commas between"
     missing = "report_to must name an installed tracker"
     for name in names:
-        refuse([(name not in known, text, repr(name))])
-        refuse([(name not in installed, missing, f"{name!r} (pip install {name})")])
+        require(name in known, text, repr(name))
+        require(name in installed, missing, f"{name!r} (pip install {name})")
     return names
 
 
