@@ -17,13 +17,11 @@ from torch import Tensor
 from dbsl.base.seeds import generator, stream_seed
 from dbsl.cluster.weights import uncompiled
 from dbsl.config.fields import Within
-from dbsl.config.hooks import Extra
+from dbsl.config.hooks import Extra, Metrics
 from dbsl.config.settings import RunConfig
-from dbsl.model import EMA, batch_norms, set_training
+from dbsl.model import EMA, batch_norms, kept_modes, set_training
 from dbsl.plan.sampler import Order
-from dbsl.plan.types import EpochEnd
 from dbsl.run.workers import Workers
-from dbsl.runs import RunFolder
 
 _STATISTICS_SAMPLES = 8192  # at most: running statistics remember fewer (19 batches of 128)
 
@@ -69,12 +67,8 @@ class Average(Extra):
             self.vector = vector.to(workers.cluster.weights.vector.device)
 
     def evaluated(
-        self,
-        run: RunFolder,
-        end: EpochEnd,
-        metrics: Mapping[str, Any] | None,
-        evaluate: Callable[[], Mapping[str, Any]],
-    ) -> Mapping[str, Any] | None:
+        self, run: Any, end: Any, metrics: Metrics, evaluate: Callable[[], Mapping[str, Any]]
+    ) -> Metrics:
         """Take in the merged weights, and evaluate the average, too."""
         weights = run.workers.cluster.weights
         self.add(weights.vector)
@@ -124,30 +118,26 @@ def recompute_statistics(workers: Workers) -> None:
     """
     model, images, seed = workers.raw_model, workers.data.train, workers.config.seed
     weights, accelerator = workers.cluster.weights, workers.accelerator
-    together = workers.shares_evaluation
-    before = model.training
-    set_training(model)  # statistics of frozen layers stay
-    norms = [own for own in batch_norms(model) if own.training and own.track_running_stats]
-    model.train(before)
-    if not norms:
-        return
+    together, device = workers.shares_evaluation, weights.vector.device
     place = (accelerator.process_index, accelerator.num_processes) if together else (0, 1)
-    blocks = getattr(images, "blocks", None)
-    batches = statistics_batches(len(images), workers.plans.statistics_batch, seed, *place, blocks)
-    device = weights.vector.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        # Some models drop layers at random in training mode.
+    # Some models drop layers at random in training mode.
+    drawn = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with kept_modes(model), drawn:
+        set_training(model)  # statistics of frozen layers stay
+        norms = [own for own in batch_norms(model) if own.training and own.track_running_stats]
+        if not norms:
+            return
         torch.manual_seed(stream_seed(seed, "batch statistics"))
         momenta = [norm.momentum for norm in norms]
         for norm in norms:
             norm.reset_running_stats()
             norm.momentum = None  # a plain mean over the batches
-        set_training(model)
+        size, blocks = workers.plans.statistics_batch, getattr(images, "blocks", None)
+        batches = statistics_batches(len(images), size, seed, *place, blocks)
         with accelerator.autocast(), uncompiled(model):
             transform = workers.data.transform(workers.side, "none", seed)
             for inputs, _ in images.batches(batches, transform):
                 model(inputs)
-        model.train(before)
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
     if together:

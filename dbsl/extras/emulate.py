@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from accelerate import Accelerator
 
-from dbsl.base.errors import SettingError, require
+from dbsl.base.errors import require
 from dbsl.base.seeds import generator
 from dbsl.cluster.formats import joint_messages, message_bytes
 from dbsl.config.fields import PAIRS, Within, check_names, parse_kwargs
@@ -135,8 +135,7 @@ def _disturbed(disturbance: Disturbance, seed: int, worker: int, epoch: int) -> 
     for _ in range(epoch + 1):
         # Every epoch makes two draws, so that its draws do not depend on other epochs.
         starts, length = stream.random(), stream.random()
-        if left:
-            left -= 1
+        left = max(0, left - 1)
         if not left and starts < disturbance.probability:
             span = disturbance.longest - disturbance.shortest + 1
             left = disturbance.shortest + int(length * span)
@@ -151,10 +150,8 @@ def parse_slowdown(values: Sequence[str], workers: int) -> dict[int, float]:
         text = "slowdown must be worker:factor (in YAML in quotes), such as 0:2.0"
         require(found, text, value)
         worker, factor = int(found[1]), float(found[2])
-        if worker >= workers:
-            raise SettingError(f"slowdown must name a worker in [0, {workers - 1}], got {worker}")
-        if worker in factors:
-            raise SettingError(f"slowdown must name each worker once, got {worker} twice")
+        require(worker < workers, f"slowdown must name a worker in [0, {workers - 1}]", worker)
+        require(worker not in factors, "slowdown must name each worker once", f"{worker} twice")
         Within(1).check(f"slowdown of worker {worker}", factor)
         factors[worker] = factor
     return factors

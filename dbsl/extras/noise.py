@@ -342,11 +342,9 @@ def choose_probe(workers: Workers) -> NoiseProbe | None:
     plans, model = workers.plans, workers.raw_model
     if wire_of(plans.config).rank:
         return None
-    count, rounds = plans.config.workers, plans.rounds
-    least = plans.sampler.least
+    rounds, least, count = plans.rounds, plans.sampler.least, plans.config.workers
     alone = workers.accelerator.num_processes == 1
-    together = plans.config.sync == "bsp" and alone and count > 1
-    kind: Kind = "joined" if together else "micro"
+    kind = "joined" if plans.config.sync == "bsp" and alone and count > 1 else "micro"
     probe = NoiseProbe(kind, every=1, workers=count, rounds=rounds, least=least, model=model)
     is_cuda = next(model.parameters()).is_cuda
     # To join gradients is a sum in the CPU's memory. A fast GPU waits for its launches, which cost

@@ -33,7 +33,6 @@ from dbsl.log import rows as log_rows
 from dbsl.run.folder import settings_in
 
 PROJECT, PICTURE = "dbsl", "plots/run.png"
-THOUSANDTHS = 1000  # steps of an epoch, for trackers whose axis has whole numbers alone
 _STEP = ("loss", "learning_rate", "gradient_norm", "images_per_s", "memory_gib")
 _WORKER = ("local_batch_size", "share", "compute_time_s", "wait_time_s", "idle_time_share")
 _TOLD = ("plan", "lost", "restart")  # events without figures of their own
@@ -84,11 +83,10 @@ class Charts(Extra):
         try:
             for name in self._names:
                 if name == "wandb":
-                    tracker = start_wandb(folder, settings, self._wandb_id)
-                    self._wandb_id = tracker.tracker.id
+                    self._trackers.append(start_wandb(folder, settings, self._wandb_id))
+                    self._wandb_id = self._trackers[-1].tracker.id
                 else:
-                    tracker = start_tracker(name, PROJECT, folder, settings, {})
-                self._trackers.append(tracker)
+                    self._trackers.append(start_tracker(name, PROJECT, folder, settings, {}))
             yield self._row
             try:
                 self._draw(folder)
@@ -131,7 +129,9 @@ class Charts(Extra):
     def _log(self, values: Mapping[str, Any], epochs: float) -> None:
         numbers = {n: v for n, v in values.items() if isinstance(v, int | float)}
         finite = {"epoch": epochs} | {n: v for n, v in numbers.items() if math.isfinite(v)}
-        self._each(lambda tracker: tracker.log(finite, step=_step(tracker, epochs)))
+        steps = round(1000 * epochs)  # for trackers whose axis has whole numbers alone
+        # W&B would hold a step back until a later one comes: there `epoch` is the axis.
+        self._each(lambda own: own.log(finite, step=None if own.name == "wandb" else steps))
 
     def _draw(self, folder: Path) -> None:
         save_figure(run_figure(log_rows.read_metrics(folder / "metrics.jsonl")), folder / PICTURE)
@@ -150,11 +150,6 @@ class Charts(Extra):
 
 def _of_worker(worker: int, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"worker {worker}/{name}": value for name, value in values.items()}
-
-
-def _step(tracker: GeneralTracker, epochs: float) -> int | None:
-    # W&B would hold a step back until a later one comes: there `epoch` is the axis.
-    return None if tracker.name == "wandb" else round(THOUSANDTHS * epochs)
 
 
 def tracker_names(report_to: str) -> tuple[str, ...]:

@@ -31,35 +31,15 @@ def test_an_order_in_blocks_has_each_sample_once_and_a_group_within_one_block(si
         begin = end
 
 
-@given(
-    GROUPS,
-    st.integers(1, 40),
-    st.lists(st.integers(1, 30), min_size=1, max_size=5),
-    st.integers(1, 4),
-    st.integers(0, 9),
-)
-def test_uneven_workers_cover_blocks_once_also_with_other_shares_in_the_middle(
-    sizes, block, parts, rounds, seed
-):
-    samples = sum(sizes)
-    shares = np.maximum(np.array(parts) * samples // sum(parts), rounds)
-    shares[-1] += samples - shares.sum()
-    if shares.min() < rounds:
-        return
-    blocks, whole = blocks_of(sizes, block), {"seed": seed, "blocks": blocks_of(sizes, block)}
-    sampler = EpochSampler(shares, rounds=rounds, seed=seed, blocks=blocks)
-    workers, stop = range(len(shares)), rounds // 2
-    seen = [sampler.indices(w, 3, r) for r in range(stop) for w in workers]
-    start = sampler.start_of(stop)
-    left = samples - start
-    rest = EpochSampler([left], rounds=1, first_round=stop, start=start, **whole)
-    seen.append(rest.indices(0, 3, stop))
-    assert sorted(np.concatenate(seen)) == list(range(samples))
-    size = min(7, samples)
-    joint = StepSampler(samples, size, **whole)
-    steps = [joint.step(3, n, (size,)) for n in range(joint.steps_per_epoch)]
+def test_samplers_draw_from_blocks():
+    blocks = blocks_of([3, 9, 5, 8], 12)
+    order = blocks.order(generator(4, "shuffle", 3))
+    joint = StepSampler(25, 7, seed=4, blocks=blocks)
+    steps = [joint.step(3, n, (7,)) for n in range(joint.steps_per_epoch)]
     met = np.concatenate([part.indices for step in steps for part in step.parts])
-    np.testing.assert_array_equal(met, blocks.order(generator(seed, "shuffle", 3)))
+    np.testing.assert_array_equal(met, order)
+    rounds = EpochSampler([10, 15], seed=4, blocks=blocks)
+    np.testing.assert_array_equal(np.concatenate([rounds.indices(w, 3, 0) for w in (0, 1)]), order)
 
 
 def test_batch_norms_statistics_are_of_few_groups():

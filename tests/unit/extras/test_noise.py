@@ -175,11 +175,8 @@ def chosen(large, sync="bsp", processes=1, device="cpu", wire="float32"):
 def test_gradients_are_joined_of_workers_at_the_same_weights_in_one_process():
     modes = {("bsp", 1): "joined", ("bsp", 4): "micro", ("asp", 1): "micro", ("step", 1): "micro"}
     assert {mode: chosen(32, *mode).kind for mode in modes} == modes
-
-
-def test_gradients_that_powersgd_has_made_smaller_are_not_measured():
-    assert chosen(32, "step", 2, wire="powersgd:4") is None
     assert chosen(32, "step", 2, wire="bf16").kind == "micro"
+    assert chosen(32, "step", 2, wire="powersgd:4") is None  # they are smaller than they were
 
 
 def launches_of_a_joined_round(layers):
