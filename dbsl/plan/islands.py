@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dbsl.config.settings import RunConfig
-from dbsl.plan.machines import balanced_sizes, largest_remainder, split_batch
+from dbsl.plan.machines import balanced_sizes, split_batch
 from dbsl.plan.types import TimeModel
 
 
@@ -68,6 +68,4 @@ def split_inside(batch: int, model: TimeModel, least: int) -> tuple[int, ...]:
     count = len(model)
     if batch < count * least:
         return tuple(split_batch(batch, np.full(count, batch), least).tolist())
-    if model.equal:
-        return tuple(largest_remainder(np.ones(count), batch).tolist())
     return tuple(balanced_sizes(batch, model, np.full(count, batch), least).tolist())

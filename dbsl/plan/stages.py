@@ -69,10 +69,7 @@ class Stages(Sequence[Stage]):
         )
         unused = unused_resolutions(self._stages, config.resolutions, config.schedule)
         if unused and asked_for:
-            # With more epochs a resumed run has some there, and goes by what was measured at the
-            # start.
-            more = "; measured all the same, for a resume with more epochs"
-            say(f"warning: {unused}{more * (config.slope is None)}")
+            say(f"warning: {unused}")
 
     def at(self, epoch: int) -> Stage:
         """Return the stage that covers an epoch."""
@@ -150,15 +147,13 @@ def unused_resolutions(
 ) -> str | None:
     """Return in words which resolutions get no epoch, and why; None: all get one."""
     used = {stage.resolution for stage in stages}
-    unused = [str(resolution) for resolution in resolutions if resolution not in used]
-    if not unused:
-        return None
+    unused = " and ".join(str(side) for side in resolutions if side not in used)
     why = {
         "cyclic": f"every learning-rate stage is shorter than {len(resolutions)} epochs",
         "progressive": f"the run is shorter than {len(resolutions)} epochs",
         "fixed": "schedule fixed uses only the highest resolution",
     }[schedule]
-    return f"no epoch is at {' and '.join(unused)} px: {why}"
+    return f"no epoch is at {unused} px: {why}" if unused else None
 
 
 def stage_at(stages: Sequence[Stage], epoch: int) -> Stage:
