@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -283,6 +284,9 @@ def test_measured_model_without_a_plan_falls_back_to_an_eighth_or_the_least_and_
     known = KnownWorkers(models, {8: [large] * 4}, measured=True)
     config = RunConfig(workers=4, small_workers=1, resolutions=(8,), min_batch_size=least)
     plan = make_plan(specs_of(config, known, 8000, 1)[8], models[8])
+    # Of a run that repeats this one they are given.
+    again, given = replace(config, found={"slope": (0.01,)}), replace(known, measured=False)
+    assert make_plan(specs_of(again, given, 8000, 1)[8], models[8]) == plan
     assert plan.small_batch_size == batch
     assert sum(w.samples for w in plan.workers) == 8000
     assert why in plan.notes[0]
