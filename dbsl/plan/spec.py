@@ -1,4 +1,8 @@
-"""From what a run asks for, and its workers' step times, to the plan of a resolution."""
+"""From what a run asks for, and its workers' step times, to the plan of a resolution.
+
+A batch size is *asked* for in a `PlanSpec`, *planned* in a `Plan`, and *drawn* in the batches of a
+turn (`dbsl.plan.batches`), of which the last of a round have a sample more or less.
+"""
 
 from __future__ import annotations
 
