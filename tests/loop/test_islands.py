@@ -36,7 +36,7 @@ def make_data(samples):
 def samples_seen(folder):
     seen = {}
     for path in folder.glob("rank-*.jsonl"):
-        for epoch, _, samples in map(json.loads, path.read_text().splitlines()):
+        for epoch, samples in map(json.loads, path.read_text().splitlines()):
             seen.setdefault(epoch, []).extend(samples)
     return seen
 

@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
-import torch
 
 from dbsl.config.parse import parse_config
 from dbsl.run.turns import WorkerTurn
@@ -91,14 +90,14 @@ def enter(prefix):
 
 
 def record(folder):
-    """Have this process write down which samples it is given in each epoch, and its threads."""
+    """Have this process write down which samples it is given in each epoch."""
     take = WorkerTurn.steps
 
     def recorded(self, source, transform):
         class Recording(type(source)):
             def batches(self, samples, *how):
                 taken = [int(i) for own in samples for i in own]
-                row = [how[-1], torch.get_num_threads(), taken]
+                row = [how[-1], taken]
                 with open(f"{folder}/rank-{os.environ['RANK']}.jsonl", "a") as file:
                     file.write(json.dumps(row) + "\n")
                 return super().batches(samples, *how)
@@ -132,7 +131,7 @@ def samples_by_epoch(tmp_path, ranks=4):
     given = {}
     for rank in range(ranks):
         for line in (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines():
-            epoch, _, indices = json.loads(line)
+            epoch, indices = json.loads(line)
             given.setdefault(epoch, [[] for _ in range(ranks)])[rank] += indices
     return [given[epoch] for epoch in sorted(given)]
 
@@ -186,28 +185,3 @@ def test_torchrun_starts_three_processes_on_one_node_and_one_on_the_other(tmp_pa
             node.kill()
     assert [node.returncode for node in nodes] == [0, 0], said
     check_nodes(tmp_path, said[0][0])
-
-
-def threads_of_ranks(tmp_path, ranks):
-    """Return the threads that each process had at last."""
-    files = (tmp_path / f"rank-{rank}.jsonl" for rank in range(ranks))
-    return [json.loads(file.read_text().splitlines()[-1])[1] for file in files]
-
-
-@slow
-def test_processes_of_unlike_nodes_have_the_threads_of_their_own_node_after_a_resume_too(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2), raising=False)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    host, folder = ("127.0.0.1", []), tmp_path / "run"
-    flags = to_flags(folder, cpu_threads=None, slope=(0.002, 0.002, 0.001), epochs=1)
-    said = run_on_nodes(tmp_path, [host] * 2, (2, 1), flags)
-    assert "1 CPU thread on the first node, others by their cores" in said
-    assert threads_of_ranks(tmp_path, 3) == [1, 1, 2]
-    longer = ["--resume", str(folder), "--epochs"]
-    run_on_nodes(tmp_path, [host] * 2, (2, 1), [*longer, "2"])
-    assert threads_of_ranks(tmp_path, 3) == [1, 1, 2]
-    said = run_on_nodes(tmp_path, [host] * 3, (1, 1, 1), [*longer, "3"])
-    assert threads_of_ranks(tmp_path, 3) == [2, 2, 2]
-    assert "cpu_threads unset -> 2 (not given: found anew)" in said

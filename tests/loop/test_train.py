@@ -7,12 +7,10 @@ import time
 from functools import partial
 from importlib.util import find_spec
 
-import numpy as np
 import pytest
 import torch
 
 import train
-from dbsl.base.errors import one_line_errors
 from dbsl.config.image_settings import ImageConfig
 from dbsl.config.parse import COMMON, parse_config, read_source
 from dbsl.config.settings import check_effects
@@ -232,17 +230,6 @@ def test_two_processes_finish_with_everything_counted_and_none_hangs(tmp_path, c
     assert samples_by_epoch(tmp_path / "run", epochs) == [samples] * epochs
 
 
-def test_an_existing_run_folder_stops_every_process_and_stays_as_it_was(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/precious.txt").write_text("kept")
-    processes = helpers.start_ranks(to_flags(tmp_path / "run"), 2)
-    assert helpers.wait_all(processes) == [2, 2]
-    said = "".join(process.stderr for process in processes)
-    assert said.startswith("error: output_dir must be a new folder")
-    assert said.count("\n") == 1
-    assert [p.name for p in (tmp_path / "run").iterdir()] == ["precious.txt"]
-
-
 SIZES = {"local_batch_sizes": (10, 20)}
 CLIPPED = [{"large_batch_size": (15,)}, {"push": "gradients", **SIZES}]
 
@@ -332,7 +319,7 @@ REFUSED = [
     (["--profile", "no-such.json"], "profile must be unset with slope"),
     ([*STEP, "--local-batch-sizes", "2,2,2"], "local_batch_sizes must have one value per wor"),
     ([*STEP, "--local-batch-sizes", "20,20,20,2"], "local_batch_sizes must sum to at most"),
-    ([*STEP, "--global-batch-size", "61"], "global_batch_size must be in [8, 40], 2 a worker"),
+    ([*STEP, "--global-batch-size", "50"], "global_batch_size must be in [8, 40], 2 a worker"),
     (["--small-batch-size", "2,2,2,2"], "small_batch_size must have one value, or one per res"),
     ([*STEP, "--rounds-per-epoch", "9"], "rounds_per_epoch must be at most the 2 joint steps"),
     ([*STEP, "--wire", "int4"], f"wire must be float32, bf16, fp16 or {LOW} with sync step, got"),
@@ -436,11 +423,6 @@ def test_milestones_of_a_cosine_are_taken_where_something_changes_at_them():
     for others in ({"schedule": "fixed"}, {"schedule": "progressive"}, {"resolutions": (32,)}):
         with pytest.raises(ValueError, match=r"lr_milestones must be left out .*, got 5"):
             check_effects(Config(**cosine, **others))
-
-
-def test_errors_of_other_code_keep_their_traceback():
-    with pytest.raises(ValueError, match="invalid literal"), one_line_errors():
-        np.testing.assert_array_equal(int("x"), 1)
 
 
 def test_flags_win_over_the_file_and_lists_take_commas_or_spaces(tmp_path):
