@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 import train
 from dbsl.base.errors import SettingError
 from dbsl.data.sources import TensorData
-from dbsl.extras.noise import NoiseProbe
 from dbsl.profile.timing import fit_profile
 from tests.helpers import end_ranks, own, rows, short, start_ranks, stopped_at_step
 
@@ -52,18 +51,17 @@ class Net(nn.Module):
 
 
 class Teacher(nn.Module):
-    """It counts its calls and the samples in them."""
+    """It counts its calls."""
 
     def __init__(self):
         super().__init__()
-        self.calls = self.samples = 0
+        self.calls = 0
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.net = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, inputs):
         self.calls += 1
-        self.samples += len(inputs)
         return self.net(inputs)
 
 
@@ -255,23 +253,8 @@ def test_settling_the_names_leaves_weights_statistics_and_random_streams(tmp_pat
 # --- one function for all that trains and measures
 
 
-@pytest.fixture
-def students(monkeypatch):
-    """Give the batches that models are called with, each with whether it is one to train on."""
-    forward, found = Net.forward, []
-
-    def student(self, inputs):
-        found.append((len(inputs), self.training and torch.is_grad_enabled()))
-        return forward(self, inputs)
-
-    monkeypatch.setattr(Net, "forward", student)
-    return found
-
-
-def test_step_times_are_measured_with_the_whole_loss_and_kept_by_its_text(
-    tmp_path, monkeypatch, students
-):
-    teacher, timed = Teacher(), []
+def test_step_times_are_measured_with_the_whole_loss_and_kept_by_its_text(tmp_path, monkeypatch):
+    teacher, students, timed, forward = Teacher(), [], [], Net.forward
 
     def profiled(step, sizes, **_):
         before, own = teacher.calls, len(students)
@@ -281,6 +264,7 @@ def test_step_times_are_measured_with_the_whole_loss_and_kept_by_its_text(
         times = [0.01 + 0.001 * size for size in sizes]
         return fit_profile(step.resolution, sizes, times, [0.0] * len(sizes))
 
+    monkeypatch.setattr(Net, "forward", lambda *given: students.append(given) or forward(*given))
     monkeypatch.setattr("dbsl.profile.cache.profile_steps", profiled)
     settings = {"slope": None, "intercept": None, "plan_only": True, "large_batch_size": (8,)}
     for loss_function in (distilling(teacher), numbered, numbered, distilling(Teacher())):
@@ -288,21 +272,3 @@ def test_step_times_are_measured_with_the_whole_loss_and_kept_by_its_text(
     (theirs, own), other = timed
     assert theirs == own > 0
     assert other[0] == 0
-
-
-def test_the_noise_scale_of_a_distilling_run_is_of_its_own_loss(tmp_path, monkeypatch, students):
-    """Whatever passes the model passes the teacher, too: in training and in what is measured."""
-    teacher, within, whole = Teacher(), [], NoiseProbe.measure
-    monkeypatch.setattr("dbsl.run.times.not_a_mean", lambda *_: "")
-
-    def counted(self, *arguments):
-        before = teacher.calls
-        found = whole(self, *arguments)
-        within.append((teacher.calls - before, "micro_square" in found))
-        return found
-
-    monkeypatch.setattr(NoiseProbe, "measure", counted)
-    run(tmp_path / "run", distilling(teacher), **MODES["step"])
-    trained = [size for size, to_train in students if to_train]
-    assert (teacher.calls, teacher.samples) == (len(trained), sum(trained))
-    assert (1, True) in within

@@ -640,20 +640,6 @@ def test_what_was_found_for_other_workers_is_found_anew(left):
     assert now.local_batch_sizes is None
 
 
-def test_rounds_that_were_not_finite_are_counted_on_with_other_workers(left, tmp_path, monkeypatch):
-    folder = shutil.copytree(left("bsp", False), tmp_path / "run")
-    planned = resume.make_handover
-
-    def with_refused(saved, *rest):
-        saved.state["cluster"]["refused"] = 7
-        return planned(saved, *rest)
-
-    monkeypatch.setattr(resume, "make_handover", with_refused)
-    again = {"epochs": 2, "lr_milestones": (), "resume": "auto"}
-    run(folder, **ROUNDS, **again, train_samples=90, workers=3)
-    assert helpers.summary_of(folder)["refused_rounds"] == 7
-
-
 def test_a_run_that_is_not_there_cannot_be_resumed():
     with pytest.raises(ValueError, match=r"resume must be auto, a run folder or .*, got no-such"):
         parse_config(Config, ["--resume", "no-such-folder"])
@@ -708,26 +694,6 @@ def test_of_several_processes_one_is_killed_the_rest_name_it_and_all_resume_to_t
     assert wait_all(again) == [0] * ranks, again[0].stderr
     assert "resumed from" in again[0].stdout
     assert fingerprint(tmp_path / "run") == fingerprint(tmp_path / "whole")
-
-
-def test_a_round_whose_steps_are_all_taken_asks_again_after_a_resume(tmp_path):
-    """Others, in processes of their own, may have steps left, and ask when these are taken."""
-    asked = []
-
-    def stops(saver, round_over):
-        asked.append((round_over, saver._progress.steps))
-        if round_over and len(asked) < 10:
-            saver._stop()
-
-    settings = {**ROUNDS, **ONE_SIDE, "epochs": 1, "lr_milestones": None}
-    with helpers.each_step(stops):
-        with pytest.raises(RunStopped):
-            run(tmp_path / "run", **settings)
-        *_, last = asked
-        asked[:] = [None] * 10
-        run(tmp_path / "run", **settings, resume="auto")
-    assert asked[10] == last
-    assert asked[11][1] == 1
 
 
 @slow
