@@ -12,7 +12,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Flag, auto
@@ -24,7 +24,6 @@ from typing import Annotated, Any, TypeVar
 from dbsl.base.errors import SettingError, as_given, require
 
 M = TypeVar("M")
-Refusal = tuple[Any, str, Any]  # whether it holds, what must be, and the value that is not so
 
 PAIRS = {"flag": "pairs"}  # metadata of a field of name=value texts, whose values may be lists
 NO_FLAG = {"flag": None}  # a run finds it out by itself
@@ -220,12 +219,6 @@ def _metadata(hint: Any) -> Iterator[Any]:
 def with_role(cls: type, role: Role) -> tuple[str, ...]:
     """Return the fields of a dataclass that have a role, or one of several."""
     return tuple(name for name, own in markers(cls, Role) if own & role)
-
-
-def refuse(refusals: Iterable[Refusal]) -> None:
-    """Raise ``SettingError`` for the first refusal that holds."""
-    for holds, text, value in refusals:
-        require(not holds, text, value)
 
 
 def check_fields(config: Any) -> None:
