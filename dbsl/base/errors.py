@@ -15,19 +15,14 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
-
-from dbsl.base.machine import ask_faults
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}  # nobody's code's fault
 
 _GLOO = re.compile(r"^\[\S+\.(?:cc|cpp|h|hpp):\d+\] ")  # how its errors and c10d's begin
 # Words of torch's about exchanges that failed.
 _EXCHANGE = ("peer", "timed out", "timeout", "gloo", "nccl", "connection", "socket", "broken pipe")
-
-_SHOWN = timedelta(seconds=10)  # that a rank waits for the traceback of the one that failed first
 
 
 EXIT_REFUSED = 2
@@ -114,7 +109,8 @@ def one_line_errors() -> Iterator[None]:
             error = SyncError(f"another process died or fell silent: {reason_of(error)}")
         elif not isinstance(error, _OWN):
             if one_of_several():
-                _show_fault(error)
+                _tell_launcher(traceback.format_exc())
+                os.write(2, f"rank {os.environ.get('RANK')}:\n{traceback.format_exc()}".encode())
                 os._exit(1)
             raise
         # Every rank meets the same bad input, so one per machine reports it. A lost peer or a full
@@ -139,43 +135,27 @@ def run_tool(name: str) -> None:
             raise SystemExit(status)
 
 
-def _show_fault(error: Exception) -> None:
-    """Print the traceback of the rank that fails first, and a line of another's other error."""
-    rank, own = os.environ.get("RANK", "?"), f"{type(error).__name__}: {in_line(error)}"
-    fault = f"{rank} {own}"
-    fault = ask_faults(lambda store: store.compare_set("first", "", fault).decode(), fault)
-    first, _, text = fault.partition(" ")
-    if first == rank:
-        print(f"rank {rank}:", file=sys.stderr)
-        traceback.print_exception(error)
-        sys.stderr.flush()
-        ask_faults(lambda store: store.set("shown", ""), None)
-        return
-    # A process that ends is the launcher's sign to end all others, in the middle of a line, too.
-    ask_faults(lambda store: store.wait(["shown"], _SHOWN), None)
-    if text != own:
-        print(f"rank {rank}: {own} (rank {first} failed first)", file=sys.stderr, flush=True)
-
-
 def _end(text: str, status: int, *, printed: bool) -> NoReturn:
-    """Say why the process ends, to torchrun too, which repeats it in its own report; and end it."""
+    """Say why the process ends, to torchrun too, and end it."""
+    told = _tell_launcher(text)
+    if printed:
+        print(text, file=sys.stderr, flush=True)
+        if told or "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by accelerate launch
+            what = "(the line above counts; the launcher adds a traceback)"
+            print(what, file=sys.stderr, flush=True)
+    if one_of_several():
+        sys.stdout.flush()
+        os._exit(status)
+    raise SystemExit(status) from None
+
+
+def _tell_launcher(text: str) -> bool:
+    """Have torchrun, if it is there, repeat this in its report, whose root cause fails first."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         said = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": int(time.time())}}
         with suppress(OSError):
             Path(file).write_text(json.dumps({"message": said}), encoding="utf-8")
-    if printed:
-        print(text, file=sys.stderr, flush=True)
-        if file or "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by accelerate launch
-            what = "(the line above counts; the launcher adds a traceback)"
-            print(what, file=sys.stderr, flush=True)
-    if one_of_several():
-        # Without a launcher the store ends with rank 0, and torch prints pages where it has.
-        lasts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if lasts and status in (EXIT_REFUSED, EXIT_DIVERGED):
-            ask_faults(lambda store: store.set("ended", ""), None)
-        sys.stdout.flush()
-        os._exit(status)
-    raise SystemExit(status) from None
+    return bool(file)
 
 
 def _first_on_machine() -> bool:

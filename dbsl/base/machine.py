@@ -9,24 +9,21 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
-
-T = TypeVar("T")
 
 STORE_PATIENCE = timedelta(seconds=20)
 _THREADS = "OMP_NUM_THREADS"
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # set by torchrun, accelerate
 _ANSWER_S = 3.0  # for an answer of a server, of any kind
-_CONNECT_S = 6.0  # for a connection that is to be there at once; a slow name server costs 5 s
+_CONNECT_S = 6.0  # beyond the timeout, for a slow name server, which costs 5 s
 _LAZY: list[str] = []  # names of modules that are imported later
 
 
@@ -147,50 +144,24 @@ def remember(key: str, value: str) -> str:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # srun, say: nothing serves a store yet
         return value
-    store = connect_store("launch")
+    store = connect_store()
     return value if store is None else store.compare_set(key, "", value).decode()
 
 
 def recall(key: str) -> str | None:
     """Return what this launch remembers under a key, if it was restarted."""
-    store = connect_store("launch") if restarts() else None
+    store = connect_store() if restarts() else None
     return store.get(key).decode() if store is not None and store.check([key]) else None
 
 
-def ask_faults(ask: Callable[[Store], T], otherwise: T) -> T:
-    """Return an answer of the store in which processes of this launch tell each other of errors.
-
-    Its keys: ``first`` is the first fault, with its rank; ``shown``: that is printed; ``ended``: a
-    process ends by an error. `otherwise` is returned where no such store answers.
-    """
-    try:
-        store = connect_store(f"faults/{restarts()}", at_once=True)
-        return otherwise if store is None else ask(store)
-    except (OSError, RuntimeError):  # it has ended with the process that served it
-        return otherwise
-
-
-def has_fault() -> bool:
-    """Whether a process of this launch has ended, or is about to end, by an error."""
-    return ask_faults(lambda store: store.check(["first"]) or store.check(["ended"]), False)
-
-
-def connect_store(prefix: str, *, at_once: bool = False) -> Store | None:
-    """Return a new connection to the launcher's store; None: there is no launcher.
-
-    With `at_once` it fails at once where nobody listens (``OSError``), and soon where nobody
-    answers (``RuntimeError``), instead of trying again and again.
-    """
+def connect_store() -> Store | None:
+    """Return a new connection to the launcher's store; None: there is no launcher."""
     # torchrun itself serves the store, also where it has started one process.
     where = launcher_address(1 if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 2)
     if where is None:
         return None
-    if at_once:
-        socket.create_connection(where, timeout=_CONNECT_S).close()
-    patience = timedelta(seconds=_CONNECT_S) if at_once else STORE_PATIENCE
-    store = connect(*where, is_master=False, timeout=patience)
-    store.set_timeout(STORE_PATIENCE)
-    return dist.PrefixStore(f"dbsl/{prefix}", store)
+    store = connect(*where, is_master=False, timeout=STORE_PATIENCE)
+    return dist.PrefixStore("dbsl/launch", store)
 
 
 def launcher_address(least: int = 2) -> tuple[str, int] | None:

@@ -101,7 +101,7 @@ class Cluster(ABC):
 
     def __enter__(self) -> Cluster:
         if self.control is not None:
-            self._exits.enter_context(self.control.heartbeats.watching())
+            self._exits.enter_context(self.control.watch.watching())
         return self
 
     @property

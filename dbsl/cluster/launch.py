@@ -53,7 +53,7 @@ def join_processes(timeout_s: float, *, cpu: bool) -> dist.Store | None:
 def group_timeout(timeout_s: float, *, cpu: bool) -> timedelta:
     """Return the process group's own timeout.
 
-    NCCL's watchdog ends a process without naming anybody: `Heartbeats` is to decide before.
+    NCCL's watchdog ends a process without naming anybody: a `Watch` is to decide before.
     """
     return timedelta(seconds=timeout_s + 60 * (not cpu))
 

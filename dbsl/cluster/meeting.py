@@ -341,7 +341,6 @@ class BarrierCluster(Cluster):
         """Merge what all workers push; `report` is None on a dedicated server."""
         reports = join_reports(self.control.gather_reports(report))
         own = next((r for r in reports if r.worker in self.workers), None)
-        self.control.enter()
         refused = own is not None and own.refused
         if self._gathers:
             count = 0 if self.server is None else dist.get_world_size(self._island.between)
@@ -418,7 +417,6 @@ class BarrierCluster(Cluster):
         with self._waiting():
             if self.server is not None:
                 self.weights.load(self.server.snapshot())
-            self.control.enter()
             dist.broadcast(self.weights.vector, src=SERVER_RANK)
             if self._pulled is not None:
                 self._pulled.copy_(self.weights.vector)

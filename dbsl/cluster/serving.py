@@ -6,7 +6,7 @@ under it; a pull is answered as soon as the clocks allow.
 
 Every wait ends: by an answer, or because the other process was silent for too long. A process that
 is heard may take as long as it takes. In the middle of a vector gloo does not end a wait where the
-other process dies: the thread that waits is left to itself, and the pulse acts.
+other process dies: the thread that waits is left to itself, and the keepalive acts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsl.base.errors import NothingLeft, SyncError, is_lost_peer
-from dbsl.cluster.alive import Pulse, end_later
+from dbsl.cluster.alive import Keepalive, end_later
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
@@ -34,7 +34,6 @@ from dbsl.cluster.wire import (
     Channel,
     Ending,
     Kind,
-    check_report,
     encode,
     hear,
     pairs_with_server,
@@ -44,7 +43,7 @@ from dbsl.cluster.wire import (
 from dbsl.plan.types import EpochEnd, Plan, RoundReport, Turn
 
 _START_S = 60.0  # that processes may come to their start apart, at least
-_STOP = "stop"  # what a worker's pulse says where the run is to stop
+_STOP = "stop"  # what a worker's keepalive says where the run is to stop
 _LOOK_S = 0.5  # after which rank 0, where it only serves, looks whether a save is due
 _STOP_PATIENCE_S = 20.0  # launchers kill what has not ended 30 s after they asked it to
 
@@ -122,7 +121,7 @@ class ServedCluster(MemberCluster):
         self._asks_to_stop = False
         self._leaves = threading.Event()  # the main thread is on its way out
         self._link = Channel(pair, weights.vector)
-        self._pulse = Pulse(
+        self._keepalive = Keepalive(
             *(SERVER_RANK, pair, timeout_s),
             asks=True,
             says=lambda: _STOP if self._asks_to_stop else "",
@@ -167,8 +166,8 @@ class ServedCluster(MemberCluster):
     def close(self) -> None:
         with self._exchange():
             self._link.wait()  # for the last push, while both still hear of a death
-        self._pulse.end()
-        self._pulse.thread.join(self._timeout_s)
+        self._keepalive.end()
+        self._keepalive.thread.join(self._timeout_s)
         with self._exchange():
             tell(self._link.pair, Kind.DONE)
             self._link.wait()
@@ -180,20 +179,17 @@ class ServedCluster(MemberCluster):
             yield
         except RuntimeError as error:
             self._leaves.set()
-            if not is_lost_peer(error) and self._pulse.thread.is_alive():
+            if not is_lost_peer(error) and self._keepalive.thread.is_alive():
                 raise  # a fault of this process
-            raise SyncError(self._loss(error)) from error
+            raise SyncError(self._loss(self._keepalive.reason(error))) from error
 
-    def _loss(self, error: BaseException) -> str:
-        reason = self._pulse.reason(error)
-        if not self._pulse.left_out:
-            return f"the server (rank {SERVER_RANK}) was lost: {reason}"
-        left_out = f"rank {SERVER_RANK} has left this process out: {reason}"
-        return f"{left_out}; it is back when the run is resumed"
+    def _loss(self, reason: str) -> str:
+        lost = f"rank {SERVER_RANK}, the server, was lost or goes on without this process"
+        return f"{lost} ({reason}); it is back when the run is resumed"
 
-    def _on_lost(self, pulse: Pulse) -> None:
+    def _on_lost(self, keepalive: Keepalive) -> None:
         """Have this process end, though it may wait for a vector."""
-        end_later(self._loss(RuntimeError()), self._leaves)
+        end_later(self._loss(keepalive.failure), self._leaves)
 
 
 class ServingCluster(MemberCluster):
@@ -272,25 +268,27 @@ class ServingCluster(MemberCluster):
 
     # --- what any worker asks of the server
 
-    def _begin(self, worker: int, pulse: Pulse | None = None) -> Plan:
+    def _begin(self, worker: int) -> Plan:
         """Return the plan of a worker's next round when it may begin; until then it may change."""
         with self._changed:
-            if self._may_begin(worker, pulse):
+            if self._may_begin(worker):
                 self.server.members.begin(worker)
             return self.planner.decide(*self._place(worker))
 
-    def _pull(self, worker: int, pulse: Pulse | None = None) -> Tensor | None:
+    def _pull(self, worker: int) -> Tensor | None:
         """Return the weights for a worker's next round when it may begin; None: the run stops."""
         with self._changed:
-            return self.server.pull(worker) if self._may_begin(worker, pulse) else None
+            return self.server.pull(worker) if self._may_begin(worker) else None
 
-    def _may_begin(self, worker: int, pulse: Pulse | None) -> bool:
+    def _may_begin(self, worker: int) -> bool:
         """Wait, with the lock held, until a worker may begin; False: the run is to stop."""
         self._wait_for(
-            lambda: self._interrupted or (pulse and pulse.failure) or self.server.may_start(worker)
+            lambda: (
+                self._interrupted
+                or worker not in self.server.members.active
+                or self.server.may_start(worker)
+            )
         )
-        if pulse and pulse.failure:
-            raise SyncError(pulse.failure)
         self._check_there(worker)
         return not self._interrupted
 
@@ -331,13 +329,13 @@ class ServingCluster(MemberCluster):
         """Return what serves a rank."""
         vector = torch.empty_like(self.weights.vector, device=CPU)
         link = Channel(pair, vector)
-        pulse = Pulse(
+        keepalive = Keepalive(
             *(rank, pair, self._timeout_s),
             asks=False,
             hears=partial(self._heed, rank),
-            on_lost=lambda pulse: self._give_up(rank, pulse, pulse.failure),
+            on_lost=lambda keepalive: self._give_up(rank, keepalive, keepalive.failure),
         )
-        own, name = (rank, link, pulse), f"serve-{rank}"
+        own, name = (rank, link, keepalive), f"serve-{rank}"
         return threading.Thread(target=self._serve, args=own, name=name, daemon=True)
 
     def _heed(self, rank: int, word: str) -> None:
@@ -345,39 +343,38 @@ class ServingCluster(MemberCluster):
         if word == _STOP and self._owners[rank] in self.server.members.active:
             self.interrupt()
 
-    def _serve(self, rank: int, link: Channel, pulse: Pulse) -> None:
+    def _serve(self, rank: int, link: Channel, keepalive: Keepalive) -> None:
         """Answer one rank's messages until it is done (runs in a thread)."""
         try:
-            while self._answer(rank, link, pulse):
+            while self._answer(rank, link):
                 pass
             with self._changed:
                 self._served.discard(rank)
                 self._changed.notify_all()
         except Exception as error:
-            self._give_up(rank, pulse, pulse.reason(error))
+            self._give_up(rank, keepalive, keepalive.reason(error))
 
-    def _give_up(self, rank: int, pulse: Pulse, reason: str) -> None:
-        """Serve a rank no more; its thread and its pulse both come to it, and the first counts."""
+    def _give_up(self, rank: int, keepalive: Keepalive, reason: str) -> None:
+        """Serve a rank no more; its thread and its keepalive come to it, and the first counts."""
         with self._changed:
             self._changed.notify_all()
             if rank not in self._served:
                 return
             self._served.discard(rank)  # nobody waits for it any longer
-            left_out = self._lose(rank, reason)
-        pulse.end(reason if left_out else "")  # it may still be there
+            self._lose(rank, reason)
+        keepalive.end()  # it may still be there
 
-    def _answer(self, rank: int, link: Channel, pulse: Pulse) -> bool:
+    def _answer(self, rank: int, link: Channel) -> bool:
         """Hear a message and do what it asks; False: it was the last."""
         worker = self._owners[rank]
         kind, text = hear(link.pair, Kind)
         if kind == Kind.PLAN:
-            tell(link.pair, Ending.GOES_ON, encode(self._begin(worker, pulse)))
+            tell(link.pair, Ending.GOES_ON, encode(self._begin(worker)))
         elif kind == Kind.PUSH:
             report = link.take_push(text)
-            check_report(report, worker, *self._place(worker))
             self._merge(link.vector, report)
         elif kind == Kind.PULL:
-            weights = self._pull(worker, pulse)
+            weights = self._pull(worker)
             if weights is not None:
                 tell(link.pair, Ending.GOES_ON)
                 link.give_weights(weights)
@@ -393,23 +390,21 @@ class ServingCluster(MemberCluster):
 
     # --- who is lost
 
-    def _lose(self, rank: int, reason: str) -> bool:
-        """Go on without a worker, with the lock held; return whether others do."""
+    def _lose(self, rank: int, reason: str) -> None:
+        """Go on without a worker, with the lock held, if it has more to give and others do."""
         worker, active = self._owners[rank], self.server.members.active
         over = self.server.clocks[worker] >= self._rounds or worker not in active
         if self._failure or self._stopping or over:
-            return False  # it has nothing more to give
+            return
         if active == {worker}:
             self._failure = SyncError(f"rank {rank}, the last worker, was lost: {reason}")
-            return False
+            return
         try:
             self._drop(rank, worker, reason)
         except Exception as error:  # the others cannot carry its share
             self._failure = SyncError(
                 f"rank {rank} was lost ({reason}), and no plan is possible without it: {error}"
             )
-            return False
-        return True
 
     # --- saves
 

@@ -275,22 +275,21 @@ class DistributedSteps(Stepper):
     workers' weights before such a step, where weights change and where a round ends (their update
     is linear: averaging later gives the same).
 
-    `example_loss` is that of a model, as in training; `on_exchange` is called before each exchange,
-    and gradients travel as `wire`. Those of an odd step are not made smaller by PowerSGD, whose
-    remainders wait for the next. With a `group` its processes alone step together.
+    `example_loss` is that of a model, as in training; gradients travel as `wire`. Those of an odd
+    step are not made smaller by PowerSGD, whose remainders wait for the next. With a `group` its
+    processes alone step together.
     """
 
     def __init__(
         self,
         *arguments: Any,
         example_loss: Callable[[nn.Module], Tensor],
-        on_exchange: Callable[[], object] = lambda: None,
         wire: Wire = FLOAT32,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(*arguments, wire=wire)
         self.joint, self._group = True, group
-        self._raw, self._example_loss, self._on_exchange = self.model, example_loss, on_exchange
+        self._raw, self._example_loss = self.model, example_loss
         hooks = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
         self._reduce = hooks.get(wire.name, allreduce_hook)
         self._world_size = dist.get_world_size(group)
@@ -354,7 +353,6 @@ class DistributedSteps(Stepper):
     def finish_round(self) -> None:
         """Average running statistics, and hold processes to the same weights."""
         self.average_buffers()
-        self._on_exchange()
         own = self._weights.vector[: len(self._weights.vector) - len(self._buffers)]
         some = own[:: max(1, len(own) // _COMPARED)]
         most = torch.stack([some, -some])
@@ -413,7 +411,6 @@ class DistributedSteps(Stepper):
 
     # Without annotations: DDP compares them with types, and here they would be strings.
     def _exchange(self, _, bucket):
-        self._on_exchange()
         self._exchanged = True
         if self._warm:
             # After the last only waiting for the others follows.

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from dbsl.base.errors import one_of_several
-from dbsl.cluster.alive import ControlGroup, Heartbeats
+from dbsl.cluster.alive import ControlGroup, Watch
 from dbsl.cluster.cluster import Cluster, Island
 from dbsl.cluster.formats import RoundedSum
 from dbsl.cluster.launch import group_timeout
@@ -102,16 +102,15 @@ def _meet(plans: Plans, accelerator: Accelerator) -> tuple[ControlGroup, Island]
     """
     config, timeout_s = plans.config, plans.config.worker_timeout
     if not plans.islands.several:
-        return ControlGroup(timeout_s, Heartbeats(timeout_s)), Island()
+        return ControlGroup(timeout_s, Watch()), Island()
     owners = {p + config.dedicated_server: w for p, w in enumerate(plans.islands.owners)}
-    heartbeats = Heartbeats(timeout_s, owners)
-    together = ControlGroup(timeout_s, heartbeats)
+    together = ControlGroup(timeout_s, Watch())
     islands = [[rank for rank in owners if owners[rank] == w] for w in range(config.workers)]
     timeout = group_timeout(timeout_s, cpu=accelerator.device.type == "cpu")
     inside, _ = dist.new_subgroups_by_enumeration(islands, timeout=timeout)
     firsts = [*range(config.dedicated_server), *(ranks[0] for ranks in islands)]
     between = dist.new_group(firsts, timeout=timeout)
-    control = ControlGroup(timeout_s, heartbeats, islands)
+    control = ControlGroup(timeout_s, islands=islands)
     if inside is None or dist.get_world_size(inside) == 1:  # nobody to wait for in a step
         return together, Island(0, None, between)
     return together, Island(plans.place or 0, inside, between, control)
@@ -165,7 +164,6 @@ def _stepper(
         stepper = DistributedSteps(
             *common,
             example_loss=lambda parallel: parts.loss_of(parallel, images, labels),
-            on_exchange=(island.control if inside else control).enter,
             wire=FLOAT32 if inside else wire,  # else it is how workers meet
             group=island.inside,
         )

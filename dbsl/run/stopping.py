@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TextIO
 
-from dbsl.base.machine import has_fault, launcher_address, remember
+from dbsl.base.machine import remember
 
 # A fork's signals are not its parent's.
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
@@ -87,14 +87,9 @@ class Stopping:
                 setattr(sys, name, _BestEffort(stream))
         while self._before:  # the next one ends the process
             signal.signal(*self._before.popitem())
-        # A launcher ends all processes where one has failed: `_tell` asks, and then says nothing.
-        if number != signal.SIGTERM or launcher_address() is None:
-            self._say(self.signal)
-
-    def _say(self, name: str) -> None:
         # Not print: the signal may have come in the middle of one.
         with suppress(OSError):
-            os.write(2, f"{name}: {self._then}; repeat to end now\n".encode())
+            os.write(2, f"{self.signal}: {self._then}; repeat to end now\n".encode())
 
     def _tell(self, hears: socket.socket, own: set[int]) -> None:
         # The main thread may be anywhere, also inside a lock that a listener takes.
@@ -104,8 +99,6 @@ class Stopping:
                 if number[0] in own and not told:
                     told = True
                     self.on_signal()
-                    if number[0] == signal.SIGTERM and launcher_address() and not has_fault():
-                        self._say("SIGTERM")
 
 
 class _BestEffort:

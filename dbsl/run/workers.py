@@ -219,8 +219,6 @@ class Workers:
         parts = evaluation_batches(len(source), self.plans.evaluation_batch, *own)
         transform = self.data.transform(self.side, "none", self.config.seed)
         yield from source.batches(parts, transform)
-        if self.shares_evaluation:  # what they found is added up next
-            self.cluster.control.enter()
 
     def sum_of_processes(self, totals: Tensor) -> Tensor:
         """Return totals summed over the processes that evaluate together."""

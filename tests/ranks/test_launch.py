@@ -4,7 +4,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from types import SimpleNamespace
@@ -26,7 +25,6 @@ from dbsl.base.machine import lazy_import, remember
 from dbsl.cluster.launch import chosen_backend, join_processes
 from dbsl.config.parse import parse_config
 from dbsl.run.accelerator import check_launcher, common_threads, first_on_node, start_accelerator
-from dbsl.run.stopping import Stopping
 from tests.helpers import ROOT, Forked, free_port, run, start_ranks, to_flags, wait_all
 from train import Config
 
@@ -272,32 +270,20 @@ def failing(error):
     raise error
 
 
-def told_to_stop():
-    with Stopping() as stopping:
-        (thread,) = (t for t in threading.enumerate() if t.name == "on-signal")
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stopping.reason == "SIGTERM"
-    thread.join(10)  # the line comes from it
-
-
-def test_one_traceback_tells_of_a_bug_that_several_ranks_meet_and_no_signal_follows(launcher):
-    place = launcher[1] | {"WORLD_SIZE": "3"}
-
-    def stop():
-        stopped = Forked(told_to_stop, **place, RANK="2")
-        assert stopped.wait() == 0
-        return stopped.stderr
-
-    assert stop() == "SIGTERM: finishing the step and saving; repeat to end now\n"
-    errors = (KeyError("bug"), KeyError("bug"), SyncError("gone"), ValueError("other"))
-    found = [Forked(lambda e=e: failing(e), **place, RANK=str(r)) for r, e in enumerate(errors)]
-    assert [process.wait() for process in found] == [1, 1, 2, 1]
-    said = "".join(process.stderr for process in found)
-    assert said.count("Traceback") == 1
-    assert said.count("KeyError: 'bug'\n") == 1
-    assert "error: gone\n" in said
-    assert "rank 3: ValueError: other" in said
-    assert stop() == ""
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [(KeyError("bug"), 1, "KeyError: 'bug'\n"), (SyncError("gone"), 2, "error: gone\n")],
+)
+def test_torchrun_has_the_traceback_of_a_bug_and_the_line_of_what_is_known(
+    tmp_path, error, status, said
+):
+    kept = tmp_path / "error.json"
+    process = Forked(lambda: failing(error), RANK="1", TORCHELASTIC_ERROR_FILE=str(kept))
+    assert process.wait() == status
+    assert said in process.stderr
+    report = ChildFailedError("train.py", {0: ProcessFailure(0, 7, status, str(kept))}).format_msg()
+    assert said.strip() in report
+    assert ("Traceback" in process.stderr) == ("in failing" in report) == (status == 1)
 
 
 def coming_rank(rank, port, missing):
@@ -401,7 +387,7 @@ def test_the_chosen_backend_is_that_of_a_launchers_processes_with_a_gpu(monkeypa
     for backend in ("gloo", None):
         environ(DBSL_BACKEND=backend, LOCAL_RANK=0, RANK=2, WORLD_SIZE=2)
         join_processes(1.0, cpu=False)
-    # NCCL's watchdog ends a process without naming the rank: heartbeats decide before.
+    # NCCL's watchdog ends a process without naming the rank: a watch decides before.
     assert given == [("gloo", 61.0), ("nccl", 61.0)]
 
 

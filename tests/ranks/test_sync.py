@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing as mp
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from dbsl.plan.types import Action, EpochEnd, RoundReport
 from tests.helpers import ROOT, free_port, short, slow
 
 FAST = TimeModel(0.001, 0.01)
+LOST_SERVER = r"rank 0, the server, was lost or goes on without this process \("
 
 
 def server_of(weights, members, sync, staleness):
@@ -245,9 +247,8 @@ def test_a_silent_worker_is_dropped_and_the_others_finish(run_ranks, sync):
     assert (worker, rounds) == (2, 1)
     assert samples >= 10
     assert reason == "rank 2 has said nothing for 0.8 s (--worker-timeout)"
-    left_out = "rank 0 has heard nothing of this process for 0.8 s (--worker-timeout)"
-    said = f"rank 0 has left this process out: {left_out}; it is back when the run is resumed"
-    assert others == [[], said]
+    assert others[0] == []
+    assert re.match(LOST_SERVER, others[1])
 
 
 @pytest.mark.parametrize("sync", short(["ssp", "asp"], "ssp"))
@@ -282,7 +283,7 @@ def test_a_dead_process_is_noticed_at_once_and_the_rest_go_on_if_they_can(
     found = run_ranks(dying_rank, sync, dies, server_only, world_size=processes, expect_errors=True)
     assert "KeyboardInterrupt" in found.pop(dies)
     if dies == 0:
-        assert all(text.startswith("the server (rank 0) was lost: ") for text in found)
+        assert all(re.match(LOST_SERVER, text) for text in found)
     elif server_only:
         assert found[0].startswith("rank 1, the last worker, was lost: ")
     else:
@@ -324,7 +325,7 @@ def test_a_worker_that_dies_in_the_middle_of_a_push_is_dropped(run_ranks):
 
 def test_a_worker_whose_server_dies_in_the_middle_of_an_answer_ends(run_ranks, capfd):
     assert run_ranks(dying_in_a_vector, 0, expect_errors=True) == [None, None]
-    assert "error: the server (rank 0) was lost: " in capfd.readouterr().err
+    assert re.search(f"error: {LOST_SERVER}", capfd.readouterr().err)
 
 
 def failing_to_send(rank):
@@ -349,15 +350,15 @@ def test_nobody_waits_for_a_process_that_is_lost_and_it_is_dropped_once():
     told = []
     cluster = ServingCluster.__new__(ServingCluster)
     cluster._changed, cluster._owners = threading.Condition(), {1: 1, 2: 2}
-    pulses = {rank: SimpleNamespace(end=partial(told.append)) for rank in (1, 2)}
+    keepalive = SimpleNamespace(end=lambda: told.append(2))
     cluster._served, cluster._failure, cluster._stopping = {1, 2}, None, False
     members = SimpleNamespace(active={0, 1, 2})
     cluster.server, cluster._rounds = SimpleNamespace(members=members, clocks=[0] * 3), 4
     cluster._drop = lambda rank, worker, reason: members.active.discard(2)
-    for _ in range(2):  # its thread and its pulse
-        cluster._give_up(2, pulses[2], "Connection closed")
+    for _ in range(2):  # its thread and its keepalive
+        cluster._give_up(2, keepalive, "Connection closed")
     assert cluster._served == {1}
-    assert told == ["Connection closed"]
+    assert told == [2]
 
 
 class Waiting:
@@ -387,29 +388,6 @@ def test_beats_find_room_between_the_parts_of_a_vector(monkeypatch):
     assert pair.most == 2
     assert pair.posted == 0
     assert vector.all()
-
-
-def babbling_rank(rank):
-    _, cluster, plan = make(rank, "asp", 2)
-
-    def babble(turn):
-        if rank == 1 and turn.epoch == 1:
-            isend(torch.tensor([9, 0]), cluster._link.pair).wait()
-
-    with contextlib.nullcontext() if rank == 0 else pytest.raises(SyncError) as error:
-        train(cluster, plan, babble)
-    if rank:
-        return str(error.value)
-    for thread in threading.enumerate():  # until the other one is told
-        if thread.name.startswith("pulse-"):
-            thread.join(10)
-    return [loss.reason for loss in cluster.losses()]
-
-
-def test_a_worker_whose_message_is_none_is_dropped_and_told(run_ranks):
-    reason = "message must be of a known kind, got 9 and 0 bytes"
-    said = f"rank 0 has left this process out: {reason}; it is back when the run is resumed"
-    assert run_ranks(babbling_rank) == [[reason], said]
 
 
 ONE_OF_TWO = """

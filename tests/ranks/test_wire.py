@@ -11,7 +11,7 @@ import torch.distributed as dist
 import dbsl.cluster.wire
 from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.cluster import Cluster
-from dbsl.cluster.wire import Channel, Ending, Kind, check_report, encode, hear, read_report, tell
+from dbsl.cluster.wire import Channel, Ending, Kind, encode, hear, read_report, tell
 from dbsl.plan.follow import Planner
 from dbsl.plan.members import Members
 from dbsl.plan.solve import plan_dual_batch, plan_steps
@@ -76,27 +76,15 @@ def test_all_ranks_take_the_server_ranks_plan_and_see_each_report(run_ranks):
         assert of_one == expected[1:]
 
 
-def test_a_report_of_another_round_or_with_odd_numbers_is_refused():
-    check_report(REPORT, 3, 7, 1)
-    odd = {"worker": 2, "round": 0, "merge_weight": math.nan, "time_s": -1.0, "samples": -5}
-    for name, value in (*odd.items(), ("merge_weight", 0.0), ("learning_rate", math.inf)):
-        with pytest.raises(ValueError, match="report must"):
-            check_report(replace(REPORT, **{name: value}), 3, 7, 1)
-
-
 def talk(rank):
     pair = dist.new_group([0, 1], backend="gloo")
     if rank:
         tell(pair, Ending.STOPPED)
-        tell(pair, Kind.PUSH, encode(REPORT))
-        return tell(pair, Kind.LEAVE)
-    heard = hear(pair, Ending), hear(pair, Kind)
-    with pytest.raises(ValueError, match="message must be of a known kind, got 4"):
-        hear(pair, Ending)
-    return heard
+        return tell(pair, Kind.PUSH, encode(REPORT))
+    return hear(pair, Ending), hear(pair, Kind)
 
 
-def test_messages_come_with_their_text_and_unknown_ones_are_refused(run_ranks):
+def test_messages_come_with_their_text(run_ranks):
     heard, _ = run_ranks(talk)
     assert heard == ((Ending.STOPPED, ""), (Kind.PUSH, encode(REPORT)))
 
