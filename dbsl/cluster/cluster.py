@@ -32,7 +32,7 @@ from dbsl.plan.types import (
 )
 
 
-class Island(NamedTuple):
+class WorkerGroup(NamedTuple):
     """This process among those of its worker, with which it takes joint steps."""
 
     place: int = 0  # in its worker; the first meets other workers
@@ -53,7 +53,7 @@ class Cluster(ABC):
     `server`, and the `planner` may change its mind. Processes that meet agree by `control` on what
     to do; those of this process's worker are its `island`. Where workers are simulated, `times`
     gives the seconds that a worker's round takes to compute and to exchange, from (worker, epoch,
-    round).
+    round). `finish_round` is called before reports are exchanged.
     """
 
     holds_weights: bool = True  # whether the model has weights that count between two turns
@@ -65,8 +65,6 @@ class Cluster(ABC):
     # Called by a process that takes no steps while others do, where it may save: at a barrier once
     # a round's steps are taken, else from time to time.
     idle: Callable[[], object] = staticmethod(lambda: None)
-    # Called before reports are exchanged.
-    finish_round: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -80,10 +78,12 @@ class Cluster(ABC):
         outgoing: Tensor | None = None,
         wire: str = "float32",
         control: ControlGroup | None = None,
-        island: Island | None = None,
+        island: WorkerGroup | None = None,
+        finish_round: Callable[[], object] = lambda: None,
     ) -> None:
-        self._island = island or Island()
+        self._island = island or WorkerGroup()
         self.weights, self.server, self.workers = weights, server, tuple(workers)
+        self._finish_round = finish_round
         self.outgoing = weights.vector if outgoing is None else outgoing
         self.pushes_weights, self.wire = outgoing is None, wire
         self.planner, self.control, self._times = planner, control, times
@@ -138,7 +138,7 @@ class Cluster(ABC):
         (report,) = reports
         waited_s, self._waited_s = self._waited_s, 0.0  # what it waits from now on is the next's
         report = replace(report, compute_time_s=report.time_s, wait_time_s=waited_s)
-        self.finish_round()
+        self._finish_round()
         with self._waiting():
             return self._hand_over(report)
 

@@ -53,13 +53,12 @@ def joint_messages(wire: Wire, shapes: Sequence[torch.Size]) -> list[int]:
 
 def check_rank(wire: Wire, shapes: Sequence[torch.Size], given: str) -> None:
     """Refuse PowerSGD that would compress nothing of these shapes."""
-    nothing = wire.rank and not joint_messages(wire, shapes)[1]
     # The largest with (n + m) * rank * _LEAST_SAVING < n * m
     ranks = [-(-n * m // (_LEAST_SAVING * (n + m))) - 1 for n, m in _matrices(shapes)]
     most = max(ranks, default=0)
     text = f"wire must be powersgd with a rank of at most {most}: above, torch compresses nothing"
     text = text if most > 0 else "wire must not be powersgd with a model that has no large matrix"
-    require(not nothing, text, given)
+    require(not wire.rank or joint_messages(wire, shapes)[1], text, given)
 
 
 def _matrices(shapes: Sequence[torch.Size]) -> Iterator[tuple[int, int]]:

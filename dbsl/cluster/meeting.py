@@ -67,7 +67,7 @@ class JointCluster(Cluster):
 
         True: it was refused, and the weights are those of its start.
         """
-        self.finish_round()
+        self._finish_round()
         done = self._simulated(reports) if self._times else self._gathered(*reports)
         refused = any(report.refused for report in done)
         if refused:

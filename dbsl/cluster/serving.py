@@ -31,8 +31,8 @@ from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import (
     CPU,
     SERVER_RANK,
+    Answer,
     Channel,
-    Ending,
     Kind,
     encode,
     hear,
@@ -80,10 +80,10 @@ class MemberCluster(Cluster):
     def pull(self, turn: Turn) -> None:
         with self._waiting():
             ending = self._fetch(turn)
-        if ending == Ending.FINISHED:
+        if ending == Answer.FINISHED:
             self.finish()
             raise NothingLeft
-        if ending == Ending.STOPPED:
+        if ending == Answer.STOPPED:
             self._interrupted = True
             self.on_stop()
 
@@ -102,7 +102,7 @@ class MemberCluster(Cluster):
         """Return the plan of the worker's next round, as a text."""
 
     @abstractmethod
-    def _fetch(self, turn: Turn) -> Ending:
+    def _fetch(self, turn: Turn) -> Answer:
         """Load the weights of the next round, if there is one; return whether there is."""
 
     @abstractmethod
@@ -142,10 +142,10 @@ class ServedCluster(MemberCluster):
             _, text = self._link.ask(Kind.PLAN)
         return text
 
-    def _fetch(self, turn: Turn) -> Ending:
+    def _fetch(self, turn: Turn) -> Answer:
         with self._exchange():
             ending, _ = self._link.ask(Kind.PULL)
-            if ending == Ending.GOES_ON:
+            if ending == Answer.GOES_ON:
                 self._link.take_weights()
         return ending
 
@@ -251,20 +251,20 @@ class ServingCluster(MemberCluster):
     def _plan(self, turn: Turn) -> str:
         return encode(self._begin(*turn.workers))
 
-    def _fetch(self, turn: Turn) -> Ending:
+    def _fetch(self, turn: Turn) -> Answer:
         weights = self._pull(*turn.workers)
         if weights is None:
             return self._ending
         self.weights.load(weights)  # a copy to a GPU takes its time, and others need not wait
-        return Ending.GOES_ON
+        return Answer.GOES_ON
 
     def _send(self, report: RoundReport) -> None:
         self._merge(self._pushed.copy_(self.outgoing), report)
 
     @property
-    def _ending(self) -> Ending:
+    def _ending(self) -> Answer:
         """Why no weights are given any more."""
-        return Ending.FINISHED if self.finished_early else Ending.STOPPED
+        return Answer.FINISHED if self.finished_early else Answer.STOPPED
 
     # --- what any worker asks of the server
 
@@ -369,14 +369,14 @@ class ServingCluster(MemberCluster):
         worker = self._owners[rank]
         kind, text = hear(link.pair, Kind)
         if kind == Kind.PLAN:
-            tell(link.pair, Ending.GOES_ON, encode(self._begin(worker)))
+            tell(link.pair, Answer.GOES_ON, encode(self._begin(worker)))
         elif kind == Kind.PUSH:
             report = link.take_push(text)
             self._merge(link.vector, report)
         elif kind == Kind.PULL:
             weights = self._pull(worker)
             if weights is not None:
-                tell(link.pair, Ending.GOES_ON)
+                tell(link.pair, Answer.GOES_ON)
                 link.give_weights(weights)
             else:
                 tell(link.pair, self._ending)
@@ -385,7 +385,7 @@ class ServingCluster(MemberCluster):
                 if not self._stopping:
                     self.interrupt()
                     self._wait_for(lambda: self._stopping)
-            tell(link.pair, Ending.STOPPED)
+            tell(link.pair, Answer.STOPPED)
         return kind not in (Kind.LEAVE, Kind.DONE)
 
     # --- who is lost

@@ -247,6 +247,9 @@ class Stepper:
                 load_optimizer(self.optimizers[worker], saved)
         self._weight = state["weight"]
 
+    def finish_round(self) -> None:
+        """Do what is due when a round's steps are over."""
+
     def drop_remainders(self) -> None:
         """Keep nothing of gradients that were not sent."""
 

@@ -39,7 +39,7 @@ class Kind(IntEnum):
     LEAVE = 4  # is answered
 
 
-class Ending(IntEnum):
+class Answer(IntEnum):
     """What the server answers, perhaps with a plan."""
 
     GOES_ON = 0
@@ -47,12 +47,12 @@ class Ending(IntEnum):
     FINISHED = 2  # before its last epoch
 
 
-KindT = TypeVar("KindT", Kind, Ending)
+KindT = TypeVar("KindT", Kind, Answer)
 _TEXT = 500  # bytes
 LAST = "!"  # the last beat of a `Keepalive`
 
 
-def tell(pair: dist.ProcessGroup, what: Kind | Ending, text: str = "") -> None:
+def tell(pair: dist.ProcessGroup, what: Kind | Answer, text: str = "") -> None:
     """Send a question, or an answer, with a text over a group of two."""
     letters = text_row(text, None)
     isend(torch.tensor([what, len(letters)]), pair).wait(EVER)
@@ -131,10 +131,10 @@ class Channel:
         self._pending: list[dist.Work] = []
         self._sent: Tensor | None = None  # which is there until it has left
 
-    def ask(self, kind: Kind) -> tuple[Ending, str]:
+    def ask(self, kind: Kind) -> tuple[Answer, str]:
         """Ask the server; return its answer, as the last push has left this process."""
         tell(self.pair, kind)
-        answer = hear(self.pair, Ending)
+        answer = hear(self.pair, Answer)
         self.wait()
         return answer
 

@@ -14,17 +14,16 @@ from torch import nn
 
 from dbsl.base.errors import one_of_several
 from dbsl.cluster.alive import ControlGroup, Watch
-from dbsl.cluster.cluster import Cluster, Island
+from dbsl.cluster.cluster import Cluster, WorkerGroup
 from dbsl.cluster.formats import RoundedSum
 from dbsl.cluster.launch import group_timeout
 from dbsl.cluster.meeting import BarrierCluster, JointCluster, SimulatedCluster
-from dbsl.cluster.merges import MergeRule, choose_rule
+from dbsl.cluster.merges import Delta, MergeRule, choose_rule
 from dbsl.cluster.server import GradientServer, Server
 from dbsl.cluster.serving import through_server
 from dbsl.cluster.steps import ComputeTimer, DistributedSteps, PushedGradients, Stepper
 from dbsl.cluster.weights import FlatWeights, compile_in_place
 from dbsl.cluster.wire import CPU, SERVER_RANK
-from dbsl.config.fields import word_of
 from dbsl.config.settings import FLOAT32, RunConfig, meets_at_server, wire_of
 from dbsl.loss import LossOf
 from dbsl.model import train_mode
@@ -61,11 +60,13 @@ def connect(
     own = rank - config.dedicated_server
     workers = tuple(range(config.workers) if alone else plans.islands.owners[own : own + 1])
     meets = not (alone or meets_at_server(config.sync))
-    control, island = _meet(plans, accelerator) if meets else (None, Island())
+    control, island = _meet(plans, accelerator) if meets else (None, WorkerGroup())
     weights, server = FlatWeights(model), None
+    takes_gradients = config.sync == "step" or config.push != "weights"
+    rule = None if takes_gradients else choose_rule(config, weights, merge)
     if rank == SERVER_RANK and config.sync != "step":
         device = accelerator.device if alone or meets else CPU
-        server = _server(plans, model, weights, device, build_optimizer, merge, alone)
+        server = _server(plans, model, weights, device, build_optimizer, rule, alone)
     if config.compile or torch.backends.cudnn.benchmark:  # only now: graphs keep weights' addresses
         make_ready(parts, weights, workers)
     stepper = _stepper(parts, build_optimizer, weights, workers, control, island)
@@ -78,31 +79,29 @@ def connect(
         "island": island,
         "wire": config.wire,
         "times": SimulatedTimes(plans, model) if alone else None,
+        "finish_round": stepper.finish_round,
     }
     if config.sync == "step":
         cluster = JointCluster(weights, **common)
     elif alone:
         cluster = SimulatedCluster(weights, server, **common)
     elif meets:
-        if word_of(config.merge) == "delta":
-            common["delta"] = choose_rule(config, weights, None)
+        common["delta"] = rule if isinstance(rule, Delta) else None
         common |= {"gathers": merge is not None, "served": config.dedicated_server}
         cluster = BarrierCluster(weights, server, **common)
     else:
         cluster = through_server(weights, server, timeout_s=timeout_s, **common)
-    if isinstance(stepper, DistributedSteps):
-        cluster.finish_round = stepper.finish_round
     return cluster, stepper
 
 
-def _meet(plans: Plans, accelerator: Accelerator) -> tuple[ControlGroup, Island]:
+def _meet(plans: Plans, accelerator: Accelerator) -> tuple[ControlGroup, WorkerGroup]:
     """Return what all processes agree on, and this one's place in its worker (a collective).
 
     Not by a device mesh: workers may be of unlike sizes, and a dedicated server is of none.
     """
     config, timeout_s = plans.config, plans.config.worker_timeout
     if not plans.islands.several:
-        return ControlGroup(timeout_s, Watch()), Island()
+        return ControlGroup(timeout_s, Watch()), WorkerGroup()
     owners = {p + config.dedicated_server: w for p, w in enumerate(plans.islands.owners)}
     together = ControlGroup(timeout_s, Watch())
     islands = [[rank for rank in owners if owners[rank] == w] for w in range(config.workers)]
@@ -112,8 +111,8 @@ def _meet(plans: Plans, accelerator: Accelerator) -> tuple[ControlGroup, Island]
     between = dist.new_group(firsts, timeout=timeout)
     control = ControlGroup(timeout_s, islands=islands)
     if inside is None or dist.get_world_size(inside) == 1:  # nobody to wait for in a step
-        return together, Island(0, None, between)
-    return together, Island(plans.place or 0, inside, between, control)
+        return together, WorkerGroup(0, None, between)
+    return together, WorkerGroup(plans.place or 0, inside, between, control)
 
 
 def _server(
@@ -122,7 +121,7 @@ def _server(
     weights: FlatWeights,
     device: torch.device,
     build_optimizer: BuildOptimizer,
-    merge: MergeRule | None,
+    rule: MergeRule | None,
     alone: bool,
 ) -> Server:
     config, members = plans.config, plans.planner.members
@@ -131,7 +130,7 @@ def _server(
     if config.push != "weights":
         common["build_clip"] = partial(make_clip, bound=config.clip_grad)
         return GradientServer(model, device, build_optimizer, members, **common)
-    rule, together = choose_rule(config, weights, merge), config.sync == "bsp"
+    together = config.sync == "bsp"
     if alone and together and config.wire != "float32":
         common["rounded"] = RoundedSum(config.wire, weights, simulated=config.workers)
     return Server(weights.vector.to(device), members, rule, together=together, **common)
@@ -143,7 +142,7 @@ def _stepper(
     weights: FlatWeights,
     workers: tuple[int, ...],
     control: ControlGroup | None,
-    island: Island,
+    island: WorkerGroup,
 ) -> Stepper:
     config, model, accelerator = parts.config, parts.raw_model, parts.accelerator
     # Simulated machines are as slow as they are meant to be in simulated time.

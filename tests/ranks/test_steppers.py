@@ -207,9 +207,7 @@ def trained(model, case, rank=None):
         wire = parse_wire(case.wire)
         stepper = DistributedSteps(*common_of, example_loss=example_loss, wire=wire)
     case.change(stepper)
-    cluster = JointCluster(weights, **common)
-    if not alone:
-        cluster.finish_round = stepper.finish_round
+    cluster = JointCluster(weights, finish_round=stepper.finish_round, **common)
     return train(cluster, stepper, case)
 
 
