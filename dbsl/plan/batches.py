@@ -14,11 +14,10 @@ from dbsl.plan.machines import KnownWorkers, bounded_split
 from dbsl.plan.sampler import (
     EpochSampler,
     Order,
-    Part,
     Step,
     StepSampler,
-    ends_of_parts,
     micro_parts,
+    parts_of,
 )
 from dbsl.plan.types import Plan, TimeModel
 
@@ -127,11 +126,8 @@ def _steps_of_process(
     found, before = [], 0
     for step in steps:
         (whole,) = step.parts
-        count = len(whole.indices)
-        ends = ends_of_parts(count, sizes, least)
-        begin, end = ends[place : place + 2]
-        part = Part(whole.worker, whole.indices[begin:end], (end - begin) / count)
-        odd = any(a == b for a, b in itertools.pairwise(ends))
-        found.append(replace(step, parts=(part,), odd=odd, reweighted=before not in (0, count)))
-        before = count
+        parts, odd = parts_of(whole.indices, sizes, {place: whole.worker}, least)
+        reweighted = before not in (0, len(whole.indices))
+        found.append(replace(step, parts=parts, odd=odd, reweighted=reweighted))
+        before = len(whole.indices)
     return found

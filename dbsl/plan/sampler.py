@@ -9,7 +9,7 @@ workers live in it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Protocol
@@ -177,17 +177,10 @@ class StepSampler:
         """
         before, begin, end = (self.begin(max(n, 0)) for n in (number - 1, number, number + 1))
         batch = self._order(epoch, begin, end)
-        ends = ends_of_parts(len(batch), tuple(sizes), self._least)
-        parts = tuple(
-            Part(w, batch[ends[w] : ends[w + 1]], (ends[w + 1] - ends[w]) / len(batch))
-            for w in (range(len(sizes)) if workers is None else workers)
-        )
-        return Step(
-            parts,
-            number / self.steps_per_epoch,
-            odd=any(a == b for a, b in itertools.pairwise(ends)),
-            reweighted=number > 0 and end - begin != begin - before,
-        )
+        places = {w: w for w in (range(len(sizes)) if workers is None else workers)}
+        parts, odd = parts_of(batch, sizes, places, self._least)
+        reweighted = number > 0 and end - begin != begin - before
+        return Step(parts, number / self.steps_per_epoch, odd=odd, reweighted=reweighted)
 
 
 def cuts_of_epoch(
@@ -223,9 +216,24 @@ def _whole_steps(samples: int, size: int, fewest: int, start: int, drop_last: bo
 
 
 @lru_cache(maxsize=64)  # an epoch's steps have two sizes, and each is split alike
-def ends_of_parts(samples: int, sizes: tuple[int, ...], least: int) -> tuple[int, ...]:
+def _ends_of_parts(samples: int, sizes: tuple[int, ...], least: int) -> tuple[int, ...]:
     """Return where each part of a joint step ends, after a 0 where the first begins."""
     return (0, *np.cumsum(split_batch(samples, sizes, least)).tolist())
+
+
+def parts_of(
+    batch: np.ndarray, sizes: Sequence[int], places: Mapping[int, int], least: int
+) -> tuple[tuple[Part, ...], bool]:
+    """Return parts of a joint batch in proportion to `sizes`, and whether one of all is empty.
+
+    `places` has the worker at each place that a part is made of.
+    """
+    ends = _ends_of_parts(len(batch), tuple(sizes), least)
+    parts = (
+        Part(worker, batch[ends[n] : ends[n + 1]], (ends[n + 1] - ends[n]) / len(batch))
+        for n, worker in places.items()
+    )
+    return tuple(parts), any(a == b for a, b in itertools.pairwise(ends))
 
 
 def micro_parts(part: Part, most: int | None, least: int = 1) -> list[Part]:
