@@ -191,10 +191,7 @@ def balanced_sizes(
     T is at least the highest of them with any sizes.
     """
     slopes, intercepts = model.slope, model.intercept
-    lowest, highest = least * len(limits), int(limits.sum())
-    ends = f"[{lowest}, {highest}], {least} a worker up to what all workers hold"
-    must = f"global_batch_size must be in {ends}"
-    require(lowest <= global_batch_size <= highest, must, global_batch_size)
+    check_global_batch(global_batch_size, limits, least)
 
     def held(time_s: float) -> np.ndarray:
         return np.clip((time_s - intercepts) / slopes, least, limits)
@@ -218,3 +215,11 @@ def balanced_sizes(
         if sizes[i] < limits[i]:
             heapq.heappush(queue, (slopes[i] * (sizes[i] + 1) + intercepts[i], i))
     return sizes
+
+
+def check_global_batch(global_batch_size: int, limits: np.ndarray, least: int) -> None:
+    """Raise ``SettingError`` unless each worker can have `least` samples of the global batch."""
+    lowest, highest = least * len(limits), int(limits.sum())
+    ends = f"[{lowest}, {highest}], {least} a worker up to what all workers hold"
+    must = f"global_batch_size must be in {ends}"
+    require(lowest <= global_batch_size <= highest, must, global_batch_size)

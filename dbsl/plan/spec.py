@@ -13,7 +13,13 @@ import numpy as np
 
 from dbsl.base.errors import SettingError, require
 from dbsl.config.settings import RunConfig, takes_joint_steps
-from dbsl.plan.machines import KnownWorkers, balanced_sizes, bounded_split, steps_in_shares
+from dbsl.plan.machines import (
+    KnownWorkers,
+    balanced_sizes,
+    bounded_split,
+    check_global_batch,
+    steps_in_shares,
+)
 from dbsl.plan.solve import PlanRules, merge_weights, plan_dual_batch, plan_steps, rows_of
 from dbsl.plan.types import NoPlanError, Plan, TimeModel, WorkerPlan
 
@@ -65,10 +71,12 @@ def specs_of(
         limits, total = own or known.large_batch_sizes[resolution], None
         if joint:
             total = sum(own) or config.global_batch_size or sum(limits)
+            held = (known.limits or {}).get(resolution, [total] * workers)
+            limits = np.minimum(held, total).tolist()
+            if not own:
+                check_global_batch(total, np.array(limits), least)
             name = "local_batch_sizes must sum to" if own else "global_batch_size must be"
             require(total <= samples, f"{name} at most the {samples} training samples", total)
-            held = (known.limits or {}).get(resolution, [total] * workers)
-            limits = [min(limit, total) for limit in held]
         size = small[number % len(small)]
         specs[resolution] = PlanSpec(
             samples,
@@ -92,8 +100,7 @@ def make_plan(spec: PlanSpec, models: TimeModel, active: Collection[int] | None 
     models, limits = models[active], np.array(spec.limits)[active]
     if spec.global_batch_size is None:
         return _of_all(_plan_rounds(spec, models, limits, active), spec, active)
-    sizes = spec.by_hand
-    if not sizes:
+    if not (sizes := spec.by_hand):
         sizes = balanced_sizes(spec.global_batch_size, models, limits, spec.lowest(limits))
     return _of_all(plan_steps(spec.samples, sizes, models, spec.rules), spec, active)
 

@@ -34,23 +34,14 @@ def test_processes_go_to_workers_by_one_number_by_a_list_or_by_their_machine():
     [
         (6, {"worker_processes": (4,)}, "must add up to the 6 processes, got 4"),
         (6, {"worker_processes": (4, 1)}, "must add up to the 6 processes, got 4,1"),
-        (6, {"worker_processes": (1, 1)}, "must add up to the 6 processes, got 1,1"),
         (
             5,
             {"worker_processes": (2, 3), "dedicated_server": True},
             "must add up to the 4 processes less the dedicated server, got 2,3",
         ),
         (4, TWO_EACH | {"workers": 4}, "workers must equal those of worker_proc"),
-        (
-            4,
-            TWO_EACH | {"sync": "step"},
-            "sync must be bsp with several processes a worker, got st",
-        ),
-        (
-            4,
-            TWO_EACH | {"sync": "asp"},
-            "sync must be bsp with several processes a worker, got asp",
-        ),
+        (4, TWO_EACH | {"sync": "step"}, "sync must be bsp with several .* a worker, got step"),
+        (4, TWO_EACH | {"sync": "asp"}, "sync must be bsp with several .* a worker, got asp"),
         (4, TWO_EACH | {"push": "gradients"}, "push must be weights with several"),
         (4, TWO_EACH | {"large_batch_size": "auto"}, "size must not be auto with se"),
         (1, {"worker_processes": (1, 1), "workers": 3}, "workers must equal those of worker_pro"),
