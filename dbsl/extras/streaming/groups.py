@@ -11,11 +11,11 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from dbsl.base.errors import ReadError, SettingError, words_of
 from dbsl.base.files import put_in_place
@@ -102,17 +102,9 @@ class GroupCache:
         if larger:
             self._make_room(0)
 
-    @contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
-        """Have a lock of the folder; `all` is that of counting files and removing some."""
-        try:
-            with FileLock(self.folder / f"{name}.lock", timeout=_LOCKED_WITHIN_S):
-                yield
-        except Timeout:
-            raise ReadError(
-                f"{self.folder} has been locked by another process for {_LOCKED_WITHIN_S:g} s "
-                "(one that was stopped?)"
-            ) from None
+    def _locked(self, name: str) -> FileLock:
+        """Return a lock of the folder; `all` is that of counting files and removing some."""
+        return FileLock(self.folder / f"{name}.lock", timeout=_LOCKED_WITHIN_S)
 
     def _make_room(self, weight: int, temporary: Path | None = None) -> None:
         """Remove files until `weight` bytes fit, or none is left; begin a file that takes them."""
