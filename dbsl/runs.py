@@ -17,7 +17,6 @@ from torch import nn
 from dbsl.base.machine import check_installed, threads_of_process
 from dbsl.checkpoint import resume
 from dbsl.checkpoint.checkpoint import Checkpoint
-from dbsl.checkpoint.disk import reading_checkpoint
 from dbsl.config.complete import found_by, with_found
 from dbsl.config.hooks import Extra, Extras
 from dbsl.config.settings import RunConfig, check_effects
@@ -132,11 +131,10 @@ class RunFolder(AbstractContextManager):
         state, handover = None, resumed and resumed.handover
         if resumed and resumed.state["log"]:
             state = {**resumed.state["log"], "stages": resumed.state["stages"]}
-        with reading_checkpoint(found and found.folder):
-            done = min(state["so_far"]["epochs"] if state else 0, plans.config.epochs - 1)
-            shown = (plans, workers.data, workers.raw_model, accelerator, self.folder)
-            print_run(*shown, begin=done, unset=self._unset)
-            self.log = RunLog(self.folder, workers, state, handover)
+        done = min(found.manifest.epoch if found else 0, plans.config.epochs - 1)
+        shown = (plans, workers.data, workers.raw_model, accelerator, self.folder)
+        print_run(*shown, begin=done, unset=self._unset)
+        self.log = RunLog(self.folder, workers, state, handover)
         self._exits.enter_context(self.log)
         self._exits.push(self._sum_up)
         self.log.started(workers.stopwatch.start_training(self._began))

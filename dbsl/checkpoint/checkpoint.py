@@ -75,16 +75,6 @@ def _tried(act: Callable[..., T], *given: Any) -> tuple[T | None, str]:
         return None, getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-class Stateful(Protocol):
-    """What has a state that is saved."""
-
-    def state_dict(self) -> Any:
-        """Return tensors, numbers, texts, lists and dicts of them."""
-
-    def load_state_dict(self, state: Any) -> None:
-        """Go on from what `state_dict` returned."""
-
-
 class RunPlace(Protocol):
     """Where a run is saved: `dbsl.runs.RunFolder`, or a `PlainFolder`."""
 
@@ -120,11 +110,12 @@ class Checkpoint:
     """Saves a run and brings it back; a context manager around its turns.
 
     `run` is the run's folder, or the path of any folder. `states` are objects of yours by name,
-    which are saved and brought back, too. What is resumed is refused on every process if it does
-    not fit the run of any.
+    which are saved and brought back, too: by `state_dict`, which returns tensors, numbers, texts,
+    lists and dicts of them, and `load_state_dict`. What is resumed is refused on every process if
+    it does not fit the run of any.
     """
 
-    def __init__(self, run: RunPlace | Path, workers: Workers, **states: Stateful) -> None:
+    def __init__(self, run: RunPlace | Path, workers: Workers, **states: Any) -> None:
         run = PlainFolder(run) if isinstance(run, Path) else run
         self._run, self._workers, self._states = run, workers, states
         self._config = config = run.complete(workers.config)

@@ -99,13 +99,13 @@ def _named(model: nn.Module, data: TrainingData, config: RunConfig) -> str:
 
 def _on_wire(plans: Plans, model: nn.Module) -> list[str]:
     """Return a line on how much workers send, where it is not float32."""
-    wire, joint = wire_of(plans.config), plans.config.sync == "step"
+    wire = wire_of(plans.config)
     if wire == FLOAT32:
         return []
     sent, whole = (_sent_bytes(plans.config, model, one) for one in (wire, FLOAT32))
     after = f", after {plural(wire.steps, 'step')} in float32" if wire.steps else ""
-    pushed = "a push is" if plans.config.push != "weights" else "a round's weights are"
-    what = "a joint step's gradients are" if joint else pushed
+    joint = plans.config.sync == "step"
+    what = "a joint step's gradients are" if joint else "a round's weights are"
     return [f"{what} {sent / 1e6:.3g} MB as sent (float32: {whole / 1e6:.3g} MB){after}"]
 
 
