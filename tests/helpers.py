@@ -21,6 +21,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from PIL import Image
+from torch.utils.data import TensorDataset
 
 import train
 from dbsl import runs
@@ -58,6 +59,12 @@ def make_table(images, labels=2):
     features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}
     columns = {"image": images, "label": labels}
     return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+
+
+def table(samples=30, width=4, classes=3, seed=0):
+    """Return rows of random numbers, whose labels take turns."""
+    rows = torch.randn(samples, width, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(rows, torch.arange(samples) % classes)
 
 
 def plain(side, augment="none"):

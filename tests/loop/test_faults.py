@@ -1,20 +1,15 @@
 """What goes wrong in a run ends in one line, and costs nothing that was good."""
 
 import errno
-import time
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from dbsl.base.errors import (
     EXIT_DIVERGED,
     BadRoundsError,
-    SaveError,
-    SyncError,
     one_line_errors,
-    require,
 )
 from dbsl.checkpoint import checkpoint, disk
 from tests.helpers import each_step, refused, rows, short, summary_of
@@ -104,19 +99,3 @@ def test_a_checkpoint_that_cannot_be_removed_is_told_of_and_costs_nothing(
     said = capsys.readouterr()
     line = f"{folder / 'epoch-0001'} could not be removed (Permission denied)"
     assert line in said.out + said.err
-
-
-def failing_rank(rank, kind):
-    with one_line_errors():
-        if rank == 1 and kind == "input":
-            require(False, "an input must be good", "a bad one")
-        if rank == 1:
-            raise kind("broken")
-        torch.distributed.barrier()  # for rank 1, which never comes
-
-
-@pytest.mark.parametrize("kind", ["input", KeyError, SyncError, SaveError])
-def test_a_process_that_fails_among_several_ends_at_once(run_ranks, kind):
-    began = time.monotonic()
-    run_ranks(failing_rank, kind, expect_errors=True)
-    assert time.monotonic() - began < 30  # the barrier waits half an hour

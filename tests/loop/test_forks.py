@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from sklearn.datasets import load_wine, make_multilabel_classification
 from sklearn.metrics import f1_score
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import train
 from dbsl.base.errors import SettingError
@@ -42,6 +41,7 @@ from tests.helpers import (
     slow,
     start_ranks,
     summary_of,
+    table,
     write_shards,
 )
 from tests.loop.test_misuse import edited
@@ -488,10 +488,6 @@ def test_a_second_evaluation_set_may_have_other_columns(fork, tmp_path):
 # --- data, model and optimizer of one's own
 
 
-def table(samples=30, width=4, classes=3):
-    return TensorDataset(torch.randn(samples, width), torch.arange(samples) % classes)
-
-
 def hidden(width=4, classes=3):
     return nn.Sequential(nn.Linear(width, 8), nn.Linear(8, classes))
 
@@ -704,24 +700,6 @@ def test_one_process_ends_the_run_early_and_all_leave_in_good_order(tmp_path, mo
 # --- a merge rule
 
 
-@pytest.mark.parametrize(("settings", "count"), [({}, 4), ({"sync": "asp"}, 1)])
-def test_a_rule_gets_all_at_a_barrier_and_else_each_push_alone(
-    fork, tmp_path, monkeypatch, settings, count
-):
-    module, seen = fork("median_merge"), []
-    rule = module.median
-
-    def noted(global_, pushed, factors):
-        seen.append((len(pushed), len(factors)))
-        return rule(global_, pushed, factors)
-
-    monkeypatch.setattr(module, "median", noted)
-    settings = {**TINY, **ROUNDS, "large_batch_size": (5,), **settings}
-    run(module, tmp_path / "run", **settings)
-    pushes = 2 * 2 * 4  # epochs, rounds, workers
-    assert seen == [(count, count)] * (pushes // count)
-
-
 JOINT = {"large_batch_size": None, "local_batch_sizes": (3, 3, 4, 6)}
 
 
@@ -740,16 +718,17 @@ def test_where_a_rule_is_not_asked_it_is_refused_and_nothing_is_written(
     refused(tmp_path, message, fork("median_merge"), **TINY | settings)
 
 
-def test_a_rule_that_returns_no_weights_is_refused_and_the_run_goes_on_with_a_right_one(
-    fork, tmp_path, monkeypatch
+@pytest.mark.parametrize(("sync", "pushes"), [("bsp", 4), ("asp", 1)])
+def test_a_rule_gets_all_at_a_barrier_and_else_one_and_must_return_weights(
+    fork, tmp_path, monkeypatch, sync, pushes
 ):
-    module = fork("median_merge")
+    module, settings = fork("median_merge"), {**TINY, "sync": sync}
     monkeypatch.setattr(module, "median", lambda global_, pushed, factors: pushed)
-    message = r"a merge rule must return weights \[\d+\], got \[4, \d+\]$"
+    message = rf"a merge rule must return weights \[\d+\], got \[{pushes}, \d+\]$"
     with pytest.raises(SettingError, match=message):
-        run(module, tmp_path / "run", **TINY)
+        run(module, tmp_path / "run", **settings)
     monkeypatch.setattr(module, "median", lambda global_, pushed, factors: pushed[0])
-    assert run(module, tmp_path / "run", **TINY, resume="auto")["epochs"] == 2
+    assert run(module, tmp_path / "run", **settings, resume="auto")["epochs"] == 2
 
 
 @slow

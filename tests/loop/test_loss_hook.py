@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import train
 from dbsl.base.errors import SettingError
 from dbsl.data.sources import TensorData
 from dbsl.profile.timing import fit_profile
-from tests.helpers import end_ranks, own, rows, short, start_ranks, stopped_at_step
+from tests.helpers import end_ranks, own, rows, short, start_ranks, stopped_at_step, table
 
 SAMPLES, CLASSES, WIDTH = 44, 3, 6
 SETTINGS = {"workers": 4, "epochs": 2, "lr": 0.05, "lr_milestones": (1,)}
@@ -32,12 +31,10 @@ MODES = {
 }
 
 
-def table():
-    stream = torch.Generator().manual_seed(0)
-    inputs = torch.randn(SAMPLES, WIDTH, generator=stream)
-    inputs[:, 0] = torch.arange(SAMPLES)  # a sample's number
-    labels = torch.arange(SAMPLES) % CLASSES
-    return TensorData(TensorDataset(inputs, labels), TensorDataset(inputs, labels), CLASSES)
+def numbers():
+    split = table(SAMPLES, WIDTH, CLASSES)
+    split.tensors[0][:, 0] = torch.arange(SAMPLES)  # a sample's number
+    return TensorData(split, split, CLASSES)
 
 
 class Net(nn.Module):
@@ -86,7 +83,7 @@ def run(folder, loss_function, model=Net, **settings):
     config = train.Config(**{**SETTINGS, **settings, "output_dir": str(folder)})
     AcceleratorState._reset_state(True)
     with pytest.MonkeyPatch.context() as patch:
-        own(patch, table(), model, loss_function)
+        own(patch, numbers(), model, loss_function)
         train.main(config)
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import train
 from dbsl.config.parse import parse_config
 from dbsl.data.sources import TensorData
-from tests.helpers import ROOT, TINY, own, refused, short, start_ranks, to_flags, wait_all
+from tests.helpers import ROOT, TINY, own, refused, short, start_ranks, table, to_flags, wait_all
 
 SHORT = {"epochs": 1, "lr_milestones": (), "mixed_precision": "no"}
 ROUNDS = {"workers": 2, "local_batch_sizes": (8, 8), "rounds_per_epoch": 2}
@@ -82,14 +82,12 @@ def past_ddp(patch):
 
 
 def unlike_data(patch):
-    own(patch, table(int(os.environ["RANK"])), Net)
+    own(patch, data(int(os.environ["RANK"])), Net)
 
 
-def table(seed):
-    stream = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(40, 4, generator=stream)
-    labels = torch.arange(40) % 2
-    return TensorData(TensorDataset(inputs, labels), TensorDataset(inputs, labels), 2)
+def data(seed):
+    split = table(40, classes=2, seed=seed)
+    return TensorData(split, split, 2)
 
 
 class Net(nn.Linear):
@@ -121,11 +119,11 @@ def on_table(folder, data, loss=train.loss_function, **settings):
 
 def test_a_run_goes_on_with_the_data_that_it_began_with_alone(tmp_path, capsys):
     folder = tmp_path / "run"
-    on_table(folder, table(0))
+    on_table(folder, data(0))
     again = {"epochs": 2, "resume": str(folder)}
-    line = refused(capsys, lambda: on_table(folder, table(1), **again))
+    line = refused(capsys, lambda: on_table(folder, data(1), **again))
     assert line == "data must be those that the run has trained on, got other samples"
-    on_table(folder, table(0), **again)
+    on_table(folder, data(0), **again)
 
 
 def test_a_sample_that_is_drawn_at_random_is_refused():
@@ -152,7 +150,7 @@ def test_a_loss_that_is_no_mean_over_the_samples_is_warned_of(tmp_path, capsys, 
     def loss_function(model, images, labels, config):
         return loss(model(images), labels), {}
 
-    on_table(tmp_path / "run", table(0), loss_function, plan_only=True)
+    on_table(tmp_path / "run", data(0), loss_function, plan_only=True)
     assert (
         "loss_function should return a mean over the samples" in capsys.readouterr().out
     ) == warned

@@ -607,19 +607,6 @@ def test_joint_steps_that_others_took_to_the_last_are_an_epoch_without_a_loss(tm
     assert "nan" not in line
 
 
-def test_a_run_is_not_made_shorter_than_a_worker_has_come(tmp_path):
-    folder = tmp_path / "run"
-    settings = {**MODES["asp"], "slowdown": ("3:9.0",), "train_samples": 90}
-    with helpers.stopped_when(lambda _: {0, 1} <= {row["epoch"] for row in rows(folder, "round")}):
-        run(folder, **settings)
-    before = files_of(folder)
-    settings |= {"epochs": 1, "lr_milestones": (), "resume": "auto"}
-    message = r"^epochs must be at least [23], as many as workers may have begun"
-    with pytest.raises(ValueError, match=message):
-        run(folder, **settings)
-    assert files_of(folder) == before
-
-
 def test_what_was_found_for_other_workers_is_found_anew(left):
     """Also where the number of workers was given: half of four workers are half of two."""
     config = {**MODES["bsp"], "small_workers": None, "small_ratio": 0.5, "workers": 4}

@@ -5,13 +5,11 @@ import importlib.util
 import os
 
 import pytest
-import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import train
 from dbsl.data.sources import TensorData
-from tests.helpers import ROOT, free_port, own, place_of
+from tests.helpers import ROOT, free_port, own, place_of, table
 
 EPOCHS = 3
 SETTINGS = {
@@ -29,15 +27,10 @@ def example():
     return module
 
 
-def make_data():
-    draw = torch.Generator().manual_seed(4)
-    return TensorDataset(torch.randn(96, 64, generator=draw), torch.arange(96) % 10)
-
-
 def both(rank, port, folder, sync):
     """Return the weights that train.py and the example come to from the same ones."""
     os.environ.update(place_of(rank, 2, port))
-    loops, split, found, whole = example(), make_data(), [], train.train
+    loops, split, found, whole = example(), table(96, 64, 10), [], train.train
     config = train.Config(
         epochs=EPOCHS, lr=0.05, lr_milestones=(), warmup_epochs=0.0, slope=(0.001,),
         intercept=(0.01,), mixed_precision="no", report_to="none", cpu_threads=1, save_best=False,

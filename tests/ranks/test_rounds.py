@@ -14,16 +14,11 @@ import dbsl
 import train
 from dbsl.data.sources import TensorData
 from dbsl.plan.types import Turn
-from tests.helpers import free_port, own, place_of
+from tests.helpers import free_port, own, place_of, table
 from train import Config, learning_rate
 
 SAMPLES, EPOCHS, ROUNDS = 96, 3, 2
 LR = 0.1
-
-
-def table(samples):
-    draw = torch.Generator().manual_seed(samples)
-    return list(zip(torch.randn(samples, 6, generator=draw), [0, 1, 2] * samples, strict=False))
 
 
 def build_model():
@@ -95,7 +90,7 @@ class Loop:
 def both(rank, port, folder, settings, every, outer, wrap):
     os.environ.update(place_of(rank, 2, port))
     torch.manual_seed(5 + rank)
-    data = TensorData(table(SAMPLES), table(20), 3)
+    data = TensorData(table(SAMPLES, 6), table(20, 6), 3)
     common = {"output_dir": str(folder), "report_to": "none", "cpu_threads": 1, "sync": "bsp"}
     config = Config(
         epochs=EPOCHS, workers=2, rounds_per_epoch=ROUNDS, large_batch_size=(12,), lr=LR,
