@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from dbsl.base.errors import SettingError
 from dbsl.base.machine import local_processes
 from dbsl.cluster.launch import chosen_backend
 
@@ -108,13 +107,8 @@ def confirm_batch(step: Callable[[int], object], batch: int) -> int:
             step(batch)
             return batch
         except RuntimeError as error:
-            if not is_short_of_memory(error):
+            if batch == 1 or not is_short_of_memory(error):
                 raise
-            if batch == 1:
-                reason = str(error).strip().partition("\n")[0]
-                raise SettingError(
-                    f"memory must hold a batch of one sample, got less ({reason})"
-                ) from None
         # Not in the except block: the error there still holds the failed step's tensors.
         give_back(torch.device("cuda"))
         batch = max(1, batch * 19 // 20)

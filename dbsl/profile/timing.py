@@ -82,7 +82,7 @@ def device_name(device: torch.device) -> str:
         return platform.processor() or platform.machine() or "cpu"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StepSpec:
     """A training step at any resolution and batch size."""
 
@@ -92,8 +92,6 @@ class StepSpec:
     loss_of: LossOf
     example: Example  # batch on the device
     build_optimizer: BuildOptimizer | None  # None: workers push gradients, and the server steps
-    clip: bool = False  # whether gradients are clipped
-    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,14 +135,14 @@ class TrainingStep:
 
     def __init__(self, spec: StepSpec, resolution: int, micro_batch: int | None = None) -> None:
         self.accelerator, self.resolution = spec.accelerator, resolution
-        self.micro_batch, self.compiles = micro_batch, spec.compile
+        self.micro_batch, self.compiles = micro_batch, spec.setup["compile"]
         self._example, self._loss_of = spec.example, spec.loss_of
         self.model = copy.deepcopy(spec.model)
         set_training(self.model)
         self._optimizer = spec.build_optimizer and spec.build_optimizer(self.model)
         for group in self._optimizer.param_groups if self._optimizer else ():
             group["lr"] = _LR
-        self._clip = make_clip(self.model, 1.0 if spec.clip else None)
+        self._clip = make_clip(self.model, 1.0 if spec.setup["clip"] else None)
         self._batch: Batch | None = None
 
     def __call__(self, batch_size: int) -> None:

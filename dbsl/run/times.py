@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 from torch import nn
 
-from dbsl.base.errors import SettingError, plural, px, require
+from dbsl.base.errors import plural, px, require
 from dbsl.cluster.formats import check_rank, trained_shapes
 from dbsl.cluster.wire import share_text
 from dbsl.config.complete import for_workers, from_workers
@@ -30,7 +31,7 @@ from dbsl.plan.sampler import Order
 from dbsl.plan.types import TimeModel
 from dbsl.profile.cache import Profiler
 from dbsl.profile.memory import give_back, is_short_of_memory
-from dbsl.profile.timing import NO_OPTIMIZER, StepProfile, StepSpec, setup_of
+from dbsl.profile.timing import NO_OPTIMIZER, StepSpec, setup_of
 
 STEPS_A_ROUND = 10  # a worker takes as many at least with the batch that `auto` chooses
 _SMALLEST_AUTO = 16  # samples: below them fewer steps do
@@ -115,15 +116,14 @@ def alike_models(model: nn.Module, accelerator: Accelerator) -> None:
 
 
 def _check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
-    samples = len(data.train)
+    workers, unit = config.workers, data.unit
     rounds = 1 if takes_joint_steps(config) else config.rounds_per_epoch
-    if samples < (needed := config.workers * rounds * least):
-        why = ", whose batch norm needs 2 at a time" if least > 1 else ""
-        raise SettingError(
-            f"dataset must have at least {needed} training {data.unit}s for {config.workers} "
-            f"workers in {plural(rounds, 'round')} an epoch{why}, got {samples}: lower --workers "
-            f"(--nproc-per-node, --num_processes) or --rounds-per-epoch, or add {data.unit}s"
-        )
+    needed = workers * rounds * least
+    why = ", whose batch norm needs 2 at a time" if least > 1 else ""
+    must = f"dataset must have at least {needed} training {unit}s for {workers} workers in "
+    remedy = "lower --workers (--nproc-per-node, --num_processes) or --rounds-per-epoch, or add"
+    got = f"{len(data.train)}: {remedy} {unit}s"
+    require(len(data.train) >= needed, f"{must}{plural(rounds, 'round')} an epoch{why}", got)
 
 
 def know_workers(
@@ -140,25 +140,22 @@ def know_workers(
     if not on_cuda:  # whose memory is not measured: the usual batch, and the whole of it at once
         names = ("large_batch_size", "micro_batch_size")
         config = replace(config, **{n: None for n in names if getattr(config, n) == "auto"})
-    joint, measured = takes_joint_steps(config), config.slope is None
-    auto, micro_auto = (x == "auto" for x in (config.large_batch_size, config.micro_batch_size))
+    joint, auto = takes_joint_steps(config), config.large_batch_size == "auto"
     share = max(1, len(data.train) // config.workers // config.rounds_per_epoch)
     given = for_workers(config, "large_batch_size", None if auto else config.large_batch_size)
     # The power of two nearest to a tenth of a round: many fewer than ten steps a round would leave
     # a small data set with next to no updates.
     usual = min(max(_SMALLEST_AUTO, 2 ** round(math.log2(max(1, share / 10)))), 128, share)
     large = [[size or usual for size in row] for row in given]
-    _check_large_batches(config, large, data, alike=accelerator.num_processes == 1 and measured)
+    _check_large_batches(config, large, data)
     _check_processes(config, large, least)
+    profiler = make_profiler(config, model, data, accelerator, loss_of, build_optimizer)
+    measure = Measurements(config, profiler, accelerator)
     # Joint steps shift samples between workers, and none may be given more than it can hold.
     # With micro-batches any batch fits.
     shifting = joint and config.balance != "none" and config.micro_batch_size is None
-    find_limits = auto or (shifting and on_cuda)
-    if measured or find_limits or micro_auto:
-        profiler = make_profiler(config, model, data, accelerator, loss_of, build_optimizer)
-        measure = Measurements(config, profiler, accelerator)
-    limits, most, micro = None, largest_auto_batch(share), None
-    if find_limits:
+    limits, most = None, largest_auto_batch(share)
+    if auto or (shifting and on_cuda):
         # Where a worker may be lost, the others have its part of the joint batch, too.
         moves = shifting or meets_at_server(config.sync)
         whole = joint and (moves or config.global_batch_size is not None)
@@ -167,12 +164,13 @@ def know_workers(
         large = [[min(size, most) for size in row] for row in limits]
     elif joint and config.large_batch_size and config.global_batch_size is not None:
         limits = large
-    if micro_auto:
+    micro = None
+    if config.micro_batch_size == "auto":
         at_most = [_largest_of(config, row, number) for number, row in enumerate(large)]
         micro = measure.largest_batches(at_most)
     elif config.micro_batch_size is not None:
         micro = for_workers(config, "micro_batch_size", config.micro_batch_size)
-    islands = Islands.of(config)
+    islands, measured = Islands.of(config), config.slope is None
     models, fits = measure.models(large, micro) if measured else (_given_models(config), None)
 
     def by_resolution(rows: Sequence | None) -> dict | None:
@@ -187,37 +185,28 @@ def know_workers(
         micro_batch_sizes=by_resolution(micro),
         fits=by_resolution(fits),
     )
-    return known, _with_known(config, known, models)
+    return known, _with_known(config, known)
 
 
-def _check_large_batches(
-    config: RunConfig, large: list[list[int]], data: TrainingData, *, alike: bool
-) -> None:
-    if config.large_batch_size in (None, "auto") or config.local_batch_sizes:
+def _check_large_batches(config: RunConfig, large: list[list[int]], data: TrainingData) -> None:
+    """Refuse batches that no plan has, before they are measured."""
+    joint, samples = takes_joint_steps(config), len(data.train)
+    limits = joint and config.global_batch_size is not None  # they say what a worker can hold
+    if not isinstance(config.large_batch_size, tuple) or config.local_batch_sizes or limits:
         return
-    samples, rounds = len(data.train), config.rounds_per_epoch
-    if takes_joint_steps(config):
-        most = samples if config.global_batch_size is None else math.inf
-        size = max(sum(row) for row in large)
-        who = f"over {plural(config.workers, 'worker')} that share each step"
-        text = f"come to at most the {samples} training {data.unit}s {who}"
-    else:
-        equal = alike and not config.small_workers and all(len(set(row)) == 1 for row in large)
-        most, size = samples // rounds // (config.workers if equal else 1), max(map(max, large))
-        whose = " of each worker" if equal and config.workers > 1 else ""
-        text = f"be at most {most}, the training {data.unit}s of a round{whose}"
-    require(size <= most, f"large_batch_size must {text}", size)
+    size = max(sum(row) if joint else max(row) for row in large)
+    most, what = (samples, "joint step") if joint else (samples // config.rounds_per_epoch, "round")
+    must = f"large_batch_size must come to at most {most}, the training {data.unit}s of a {what}"
+    require(size <= most, must, size)
 
 
 def _check_processes(config: RunConfig, large: list[list[int]], least: int) -> None:
     """Refuse a batch that is too small for each process of its worker to have a part of it."""
-    count, given, processes = config.workers, config.local_batch_sizes, Islands.of(config).sizes
-    name = "local_batch_sizes" if given else "large_batch_size"
-    rows = [given[n : n + count] for n in range(0, len(given), count)] if given else large
-    why = f", each with the {least} samples that batch norm needs" if least > 1 else ""
-    for size, batch in (pair for row in rows for pair in zip(processes, row, strict=False)):
-        must = f"{name} must be at least {size * least} for a worker of {size} processes{why}"
-        require(size == 1 or batch >= size * least, must, batch)
+    name = "local_batch_sizes" if config.local_batch_sizes else "large_batch_size"
+    sizes = config.local_batch_sizes or itertools.chain(*large)
+    for batch, count in zip(sizes, itertools.cycle(Islands.of(config).sizes), strict=False):
+        must = f"{name} must be at least {count * least} for a worker of {count} processes"
+        require(count == 1 or batch >= count * least, must, batch)
 
 
 def _given_models(config: RunConfig) -> list[TimeModel]:
@@ -228,24 +217,21 @@ def _given_models(config: RunConfig) -> list[TimeModel]:
     return [TimeModel(*map(np.array, rows)) for rows in zip(*columns, strict=True)]
 
 
-def _with_known(config: RunConfig, known: KnownWorkers, models: list[TimeModel]) -> RunConfig:
-    # For joint steps a large batch would be a limit that nobody set.
-    keeps_large = config.large_batch_size is not None or not takes_joint_steps(config)
-    slope, intercept, floor = (
+def _with_known(config: RunConfig, known: KnownWorkers) -> RunConfig:
+    joint, large = takes_joint_steps(config), known.large_batch_sizes
+    if joint and config.global_batch_size is not None:
+        large = known.limits or large  # there it says what a worker can hold
+    if joint and config.large_batch_size is None:
+        large = None  # it would be a limit that nobody set
+    models = (known.processes or known.models).values()
+    coefficients = (
         from_workers([getattr(model, name).tolist() for model in models]) for name in _OF_MODELS
     )
-    micro, large = known.micro_batch_sizes, known.large_batch_sizes
-    if takes_joint_steps(config) and config.global_batch_size is not None:
-        large = known.limits or large  # there it says what a worker can hold
-    return replace(
-        config,
-        large_batch_size=from_workers([*large.values()]) if keeps_large else None,
-        micro_batch_size=micro and from_workers([*micro.values()]),
-        slope=slope,
-        intercept=intercept,
-        floor=floor if any(floor) else config.floor,
-        profile=None,
-    )
+    found = dict(zip(_OF_MODELS, coefficients, strict=True))
+    found["floor"] = found["floor"] if any(found["floor"]) else config.floor
+    for name, sizes in (("large_batch_size", large), ("micro_batch_size", known.micro_batch_sizes)):
+        found[name] = sizes and from_workers([*sizes.values()])
+    return replace(config, **found, profile=None)
 
 
 def make_profiler(
@@ -258,28 +244,18 @@ def make_profiler(
 ) -> Profiler:
     """Return the profiler of this process's workers, for the step that they will take."""
     pushes = config.push != "weights"
-    # The server clips what is pushed, and a worker's step does not.
-    ways = {"clip": bool(config.clip_grad) and not pushes, "compile": config.compile}
     setup = setup_of(
-        _profiled_name(config, model, data),
-        model,
-        data.num_classes,
-        accelerator,
+        *(_profiled_name(config, model, data), model, data.num_classes, accelerator),
         optimizer=NO_OPTIMIZER if pushes else config.optimizer,
         momentum=config.momentum > 0,
         weight_decay=config.weight_decay > 0,
+        # The server clips what is pushed, and a worker's step does not.
+        clip=bool(config.clip_grad) and not pushes,
+        compile=config.compile,
         loss=digest_of(loss_of, build_optimizer),
-        **ways,
     )
-    spec = StepSpec(
-        setup=setup,
-        model=model,
-        accelerator=accelerator,
-        loss_of=loss_of,
-        example=data.example,
-        build_optimizer=None if pushes else build_optimizer,
-        **ways,
-    )
+    build = None if pushes else build_optimizer
+    spec = StepSpec(setup, model, accelerator, loss_of, data.example, build)
     rough = config.workers == 1 and not config.small_workers
     seconds, again = _SECONDS_OF_ONE if rough else _SECONDS, config.profile == AGAIN
     return Profiler(
@@ -299,9 +275,8 @@ def _profiled_name(config: RunConfig, model: nn.Module, data: TrainingData) -> s
         more += ["grad_checkpointing"] * config.grad_checkpointing
         return " ".join([config.model, *more, *config.opt_kwargs])
     inputs, _ = data.example(1, config.resolutions[-1])
-    sides = () if config.resolutions[-1] else inputs.shape[1:]
-    kind = str(inputs.dtype).removeprefix("torch.")  # it is no precision of the steps
-    return "-".join([type(model).__name__, kind, "inputs", *map(str, sides), *config.opt_kwargs])
+    own = [type(model).__name__, str(inputs.dtype), *map(str, inputs.shape[1:])]
+    return "-".join([*own, *config.opt_kwargs])
 
 
 def _reserve_bytes(
@@ -324,18 +299,16 @@ class Measurements:
 
     def __init__(self, config: RunConfig, profiler: Profiler, accelerator: Accelerator) -> None:
         self.config, self.profiler, self.accelerator = config, profiler, accelerator
+        self._islands = Islands.of(config)
+        owners = self._islands.owners  # the worker of each process
         # The workers that this process is of; a dedicated server measures as the first does.
         own = max(0, accelerator.process_index - config.dedicated_server)
-        self._islands = Islands.of(config)
-        self._all = owners = self._islands.owners  # the worker of each process
         self._here = owners if accelerator.num_processes == 1 else owners[own : own + 1]
 
     def largest_batches(self, most: Sequence[int]) -> list[list[int]]:
         """Return the largest batches that fit into memory, at most these: [resolution][worker]."""
-        found = [
-            [self.profiler.largest_batch(resolution, at_most)] * len(self._here)
-            for resolution, at_most in zip(self.config.resolutions, most, strict=True)
-        ]
+        bounds = zip(self.config.resolutions, most, strict=True)
+        found = [[self.profiler.largest_batch(*bound)] * len(self._here) for bound in bounds]
         return [[int(size) for size in row] for row in self._of_all(found)]
 
     def models(
@@ -353,7 +326,14 @@ class Measurements:
                 largest = max(largest, _largest_of(config, large[number], number))
                 sizes = (micro[number][worker] for worker in self._here)
                 at_once = [size if size < largest else None for size in sizes]
-            profiles = {n: self._profile(resolution, largest, n) for n in dict.fromkeys(at_once)}
+            measure = partial(self.profiler.profile, resolution, largest)
+            try:
+                profiles = {size: measure(size) for size in dict.fromkeys(at_once)}
+            except RuntimeError as error:
+                must = f"large_batch_size must fit into memory{px(resolution, ' at ')}"
+                got = f"{largest}: set --micro-batch-size auto"
+                require(not is_short_of_memory(error), must, got)
+                raise
             whole = profiles.get(None)
             fits = whole.memory.fits() if whole and whole.memory else -1
             own = (profiles[size] for size in at_once)
@@ -371,26 +351,15 @@ class Measurements:
         """Return what a process has of each worker's batch, in equal parts."""
         return [-(-size // n) for size, n in zip(row, self._islands.sizes, strict=True)]
 
-    def _profile(self, resolution: int, largest: int, most: int | None) -> StepProfile:
-        try:
-            return self.profiler.profile(resolution, largest, most)
-        except RuntimeError as error:
-            if not is_short_of_memory(error):
-                raise
-        raise SettingError(
-            f"large_batch_size must fit into memory{px(resolution, ' at ')}, got {largest}: set "
-            "--micro-batch-size auto"
-        )
-
     def _of_all(self, values: list[list[Any]]) -> list[list[Any]]:
         """Return values of the processes here, [resolution][process], as those of all."""
         accelerator = self.accelerator
         if accelerator.num_processes == 1:
             return values
         here = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
+        rows = accelerator.gather(here.transpose(0, 1).contiguous())
         # A dedicated server, rank 0, has no worker.
-        rows = accelerator.gather(here.transpose(0, 1).contiguous())[-len(self._all) :]
-        return rows.transpose(0, 1).tolist()
+        return rows[int(self.config.dedicated_server) :].transpose(0, 1).tolist()
 
 
 def _largest_of(config: RunConfig, row: Sequence[int], number: int) -> int:

@@ -95,15 +95,14 @@ def spec_of(
 
     name, momentum, decay = given.optimizer, given.momentum, given.weight_decay
     build = partial(create_optimizer, name, lr=0.1, momentum=momentum, weight_decay=decay)
-    ways = {"clip": given.clip_grad, "compile": given.compile}
-    optimizer = {"optimizer": name, "momentum": momentum > 0, "weight_decay": decay > 0}
-    whose = (given.model, model, given.num_classes, accelerator)
-    return StepSpec(
-        setup=setup_of(*whose, **optimizer, **ways, loss=None),
-        model=model,
-        accelerator=accelerator,
-        loss_of=loss_of,
-        example=example,
-        build_optimizer=None if name == NO_OPTIMIZER else build,
-        **ways,
+    setup = setup_of(
+        *(given.model, model, given.num_classes, accelerator),
+        optimizer=name,
+        momentum=momentum > 0,
+        weight_decay=decay > 0,
+        clip=given.clip_grad,
+        compile=given.compile,
+        loss=None,
     )
+    built = None if name == NO_OPTIMIZER else build
+    return StepSpec(setup, model, accelerator, loss_of, example, built)

@@ -15,23 +15,20 @@ CPU, GPU = (SimpleNamespace(num_processes=1, device=torch.device(d)) for d in ("
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "large_batch_size must be at most 200, the training images of a round, got 4096"),
-        ({"workers": 4}, "at most 50, the training images of a round of each worker, got 4096"),
+        ({}, "large_batch_size must come to at most 200, the training images of a round, got 4096"),
         ({"workers": 4, "small_workers": 1, "rounds_per_epoch": 2}, "at most 100, the training im"),
         (
             {"workers": 2, "sync": "step"},
-            "large_batch_size must come to at most the 200 training images over 2 workers that "
-            "share each step, got 8192",
+            "must come to at most 200, the training images of a joint step, got 8192",
         ),
         (
             {"workers": 2, "worker_processes": (2, 70), "large_batch_size": None},
-            "large_batch_size must be at least 140 for a worker of 70 processes, each with the 2 "
-            "samples that batch norm needs, got 16",
+            "large_batch_size must be at least 140 for a worker of 70 processes, got 16",
         ),
         (
             {"workers": 1, "worker_processes": (8,), "large_batch_size": None}
             | {"local_batch_sizes": (15,)},
-            "local_batch_sizes must be at least 16 for a worker of 8 processes, each",
+            "local_batch_sizes must be at least 16 for a worker of 8 processes, got 15",
         ),
     ],
 )
