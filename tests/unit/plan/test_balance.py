@@ -28,13 +28,10 @@ def planner_of(config, samples, large):
     models = {8: TimeModel.of(PLANNED, workers)}
     known = KnownWorkers(models, {8: [large] * workers}, measured=False)
     specs = specs_of(config, known, samples, 1)
-    how = {
-        "balance": word_of(config.balance),
-        "every": config.balance_every or rounds,
-        "specs": specs,
-    }
+    how = {"balance": word_of(config.balance), "every": config.balance_every or rounds}
     how |= {"members": Members(workers, rounds), "sampler": TurnSampler(config, samples, rounds, 1)}
-    return Planner({8: make_plan(specs[8], models[8])}, lambda epoch: 8, models, **how)
+    first = {8: make_plan(specs[8], models[8])}
+    return Planner(first, lambda epoch: 8, models, specs=specs, **how)
 
 
 @pytest.mark.parametrize(("workers", "goal"), [(4, {"time_ratio": 1.5}), (22, {})])

@@ -308,10 +308,7 @@ def test_measured_model_without_a_plan_falls_back_to_an_eighth_or_the_least_and_
         ({"samples": 3}, "samples must be at least the number of workers"),
         ({"rounds": 0}, "rounds_per_epoch must be at least 1, got 0"),
         ({"small_batch_size": 501}, r"small_batch_size must be in \[1, large_batch_size=500\]"),
-        (
-            {"min_batch_size": 501},
-            r"min_batch_size must be in \[1, large_batch_size=500\]",
-        ),
+        ({"min_batch_size": 501}, r"min_batch_size must be in \[1, large_batch_size=500\]"),
     ],
 )
 def test_bad_settings_are_named_with_bound_and_value(arguments, message):
