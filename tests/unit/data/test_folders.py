@@ -155,7 +155,9 @@ names without endings | 0.jpg metadata.csv=file_name,label;0,cat
 fractions | {0,1}.jpg metadata.csv=file_name,label;0.jpg,0.5;1.jpg,2
     | fractions for labels, such as 0.5 in column 'label': make one whole number or text
 several labels | 0.jpg metadata.jsonl={"file_name":"0.jpg","label":["a"]} | has lists or fractions
-broken parquet | {train-0,train-1}.parquet test.parquet=PAR1 | /test.parquet is no parquet file that
+broken parquet | {train-0,train-1}.parquet train-2.parquet=PAR1 | /train-2.parquet is no parquet
+a phone's class | cat/0.jpg dog/{0,1}.heic | images lie in cat; left out are 2 .heic files
+an unrelated list | {cat,dog}/0.jpg metadata.csv=id,label;1,a | begin with the line file_name,label
 tables without images | train.csv=a,label;1,2 | got None of the columns 'a'
 """
 
