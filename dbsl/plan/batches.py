@@ -86,17 +86,16 @@ class TurnSampler:
     def sampler(self, plan: Plan) -> EpochSampler:
         """Return the sampler of a plan of rounds, from the round on in which it came into force."""
         shares = np.array([worker.samples for worker in plan.workers])
-        rounds_left = self.rounds - plan.first_round
-        if plan.taken or plan.first_round:  # an epoch's shares, scaled to what is left of it
-            left = self.samples - plan.taken
+        rounds, remaining = self.rounds - plan.first_round, self.samples - plan.taken
+        if plan.taken or plan.first_round:  # an epoch's shares, scaled to what remains of it
             there = np.flatnonzero(shares)  # a worker that was lost stays without
-            each = rounds_left * self.least
-            there = there[: max(1, left // each)]  # few samples go to the first workers
+            each = rounds * self.least
+            there = there[: max(1, remaining // each)]  # few samples go to the first workers
             weights, shares = shares[there], np.zeros_like(shares)
-            shares[there] = bounded_split(left, weights, min(each, left), left)
+            shares[there] = bounded_split(remaining, weights, min(each, remaining), remaining)
         return EpochSampler(
             shares,
-            rounds=rounds_left,
+            rounds=rounds,
             seed=self.config.seed,
             first_round=plan.first_round,
             start=plan.taken,
