@@ -153,17 +153,6 @@ def test_sizes_that_follow_stay_within_their_bounds(run_ranks):
     assert run_ranks(bounded) == [[3, 7], [3, 7]]
 
 
-def unwatched(rank):
-    sampler = dbsl.UnevenBatchSampler(20, 4, balance="dynamic")
-    next(iter(sampler))
-    sampler.scale(2)
-
-
-def test_balance_without_a_watch_is_refused_on_every_process(run_ranks):
-    for error in run_ranks(unwatched, expect_errors=True):
-        assert "balance must be None without watch(model), got 'dynamic'" in error
-
-
 def tokens(rank):
     counts = ([3, 8], [5, 1], [2, 2])
     alone = [dbsl.mean_scale(count[rank]) for count in counts]

@@ -231,6 +231,7 @@ def test_an_iterators_state_is_not_that_of_other_steps(sizes, said):
         (lambda: dbsl.plan_dual_batch(9, 2, 1.5, 4, TimeModel(1, 1)), "small_workers must be an i"),
         (lambda: dbsl.plan_dual_batch(99, 2, 1, 9.5, TimeModel(1, 1)), "must be integers, got 9.5"),
         (lambda: watch_twice(), "watch must be called once"),
+        (lambda: unwatched(), r"balance must be None without watch\(model\), got 'dynamic'"),
         (lambda: rounds().__enter__().load_state_dict({}), "must be loaded before `with`"),
         (lambda: dbsl.measure_step(print, [8.5, 9]), "batch_sizes must be integers that ascend"),
         (lambda: dbsl.measure_step(print, [8], seconds=float("nan")), "seconds must be .* got nan"),
@@ -279,6 +280,11 @@ def watch_twice():
     sampler = UnevenBatchSampler(8, 4, balance="dynamic")
     for _ in range(2):
         sampler.watch(nn.Linear(1, 1))
+
+
+def unwatched():
+    sampler = UnevenBatchSampler(20, 4, balance="dynamic")
+    sampler.scale(len(next(iter(sampler))))
 
 
 def twice(used):
