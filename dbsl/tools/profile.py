@@ -27,7 +27,6 @@ from dbsl.profile.cache import Profiler, write_profiles
 from dbsl.profile.timing import NO_OPTIMIZER, Example, StepSpec, setup_of
 from dbsl.run.accelerator import start_accelerator
 
-_TIMEOUT_S = 1800.0  # for other processes
 _Two = Annotated[int, Within(2)]
 
 
@@ -69,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parse_flags(Arguments, argv, prog="python -m dbsl.profile")
     name, sides, classes = given.model, given.resolutions, given.num_classes
     torch.set_num_threads(given.cpu_threads or threads_of_process())
-    accelerator = start_accelerator(given.mixed_precision, _TIMEOUT_S)
+    accelerator = start_accelerator(given.mixed_precision, 1800.0)  # seconds for others
     model = build_model(name, classes, sides)
     model.to(accelerator.device, memory_format=torch.channels_last)
     example = partial(image_batch, classes=classes, device=accelerator.device)

@@ -32,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parse_flags(_Arguments, argv, prog="python -m dbsl.report")
     require(len(given.run) == 1, "run must be one folder", given.run)
     folder = Path(*given.run)
-    finished = (folder / "summary.json").is_file()
-    require(finished, "run must be the folder of a finished run", str(folder))
+    text = "run must be the folder of a finished run"
+    require((folder / "summary.json").is_file(), text, str(folder))
     rows = read_metrics(folder / "metrics.jsonl")
     plans = list(takewhile(lambda row: row["event"] == "plan", rows))
     settings = parse_flags(Settings, yaml_to_argv({"report_to": given.report_to}))

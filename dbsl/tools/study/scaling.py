@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,9 +156,8 @@ def _row(study: Study, goal: float) -> dict[str, Any]:
         examples, rate = steps * study.batch_size, f"{best.parameters['learning_rate']:.6g}"
         momentum = f"{best.parameters.get('momentum', 0.0):.6g}"
     endings = [trial.status for trial in study.trials]
-    about = ("dataset", "model", "optimizer", "batch_size")
     return {
-        **{name: getattr(study, name) for name in about},
+        **{n: getattr(study, n) for n in ("dataset", "model", "optimizer", "batch_size")},
         "goal": goal,
         "steps_to_result": steps,
         "examples_to_result": examples,
@@ -190,17 +189,13 @@ def _describe(name: str, rows: Rows, report: Mapping[str, Any]) -> list[str]:
 
 
 def study_figure(tables: Mapping[str, Rows], report: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Return a panel of steps per workload, and two of the best trials' learning rates."""
-    count = len(tables) + 2
-    figure = Figure(figsize=(5.2 * count, 4.6), layout="constrained")
-    *panels, rates, effective = figure.subplots(1, count)
+    """Return a panel of steps per workload, and one of the best trials' learning rates."""
+    figure = Figure(figsize=(5.2 * (len(tables) + 1), 4.6), layout="constrained")
+    *panels, rates = figure.subplots(1, len(tables) + 1)
     for axes, (name, rows) in zip(panels, tables.items(), strict=True):
         _draw_steps(axes, rows, report[name])
         axes.set_title(f"{name}, error < {report[name]['goal']:g}", fontsize=10)
-    _draw_rates(rates, tables, "learning rate", lambda _: 1.0)
-    # What momentum makes of a rate in the long run.
-    label = "learning rate / (1 - momentum)"
-    _draw_rates(effective, tables, label, lambda momentum: 1 / (1 - momentum))
+    _draw_rates(rates, tables)
     figure.suptitle("Fewest steps to the goal, all else tuned at each batch size; the rate there")
     return figure
 
@@ -211,8 +206,7 @@ def _draw_steps(axes: Axes, rows: Rows, report: Mapping[str, Any]) -> None:
     steps = np.array([max(row["steps_to_result"], 1) for row in rows])  # 0 (at the start): no log
     axes.axvspan(sizes[0], report["perfect_scaling_up_to"], alpha=0.15, label="perfect scaling")
     if report["useful_is_seen"]:
-        useful = report["useful_batch_size"]
-        axes.axvspan(useful, sizes[-1], color="black", alpha=0.1, label="no gain")
+        axes.axvspan(report["useful_batch_size"], sizes[-1], color="k", alpha=0.1, label="no gain")
     ideal = steps[0] * sizes[0] / sizes
     axes.plot(sizes, ideal, "k--", lw=1, label="steps halve as the batch doubles")
     axes.plot(sizes, steps, "o-", label="measured")
@@ -221,20 +215,19 @@ def _draw_steps(axes: Axes, rows: Rows, report: Mapping[str, Any]) -> None:
     _finish(axes, sizes, "steps to the goal")
 
 
-def _draw_rates(
-    axes: Axes, tables: Mapping[str, Rows], label: str, factor: Callable[[float], float]
-) -> None:
-    """Draw the best trials' rates, times a factor by momentum, and both rules of thumb."""
+def _draw_rates(axes: Axes, tables: Mapping[str, Rows]) -> None:
+    """Draw what momentum makes of the best rates in the long run, and both rules of thumb."""
     for name, rows in tables.items():
         sizes = np.array([row["batch_size"] for row in rows])
-        rates = [float(row["learning_rate"]) * factor(float(row["momentum"])) for row in rows]
+        rates = [float(row["learning_rate"]) / (1 - float(row["momentum"])) for row in rows]
         growth = sizes / sizes[0]
         (drawn,) = axes.plot(sizes, rates, "o-", label=name)
         axes.plot(sizes, rates[0] * growth, "--", color=drawn.get_color(), lw=0.8)
         axes.plot(sizes, rates[0] * np.sqrt(growth), ":", color=drawn.get_color(), lw=1.2)
     axes.plot([], [], "k--", lw=0.8, label="in proportion to the batch")
     axes.plot([], [], "k:", lw=1.2, label="to its square root")
-    _finish(axes, sorted({row["batch_size"] for rows in tables.values() for row in rows}), label)
+    sizes = sorted({row["batch_size"] for rows in tables.values() for row in rows})
+    _finish(axes, sizes, "learning rate / (1 - momentum)")
 
 
 def _finish(axes: Axes, sizes: Sequence[int], label: str) -> None:

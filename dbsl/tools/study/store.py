@@ -91,8 +91,7 @@ def _read_study(path: Path) -> Study:
 
 def _read_trial(path: Path) -> Trial:
     values = json.loads(path.read_text(encoding="utf-8"))
-    columns = ["step", OBJECTIVE]
-    table = pandas.read_csv(path.with_name(MEASUREMENTS), usecols=columns, dtype=float)
+    table = pandas.read_csv(path.with_name(MEASUREMENTS), usecols=["step", OBJECTIVE], dtype=float)
     about = (values[name] for name in ("trial_id", "status", "steps", "parameters"))
     return Trial(*about, table)
 

@@ -21,7 +21,7 @@ from typing import Annotated
 import torch
 import yaml
 
-from dbsl.base.errors import RunStopped, SettingError, as_given, plural, require
+from dbsl.base.errors import RunStopped, as_given, plural, require
 from dbsl.base.files import check_folder, write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.base.seeds import stream_seed
@@ -160,12 +160,8 @@ def _run_trials(config: StudyConfig, folder: Path, dataset: str) -> None:
             began, name, size = time.perf_counter(), search.optimizer, search.batch_size
             seed = stream_seed(config.seed, f"trial {name}", size, number)
             most_steps = partial(queue.best, search)
-            try:
-                task = ImageTask(images, search, number, seed)
-                trial = run_trial(task, search, number, config.eval_spacing, goal, most_steps)
-            except torch.OutOfMemoryError as error:
-                must = "batch_sizes must fit into the device's memory"
-                raise SettingError(f"{must}, got {size} ({error})") from None
+            task = ImageTask(images, search, number, seed)
+            trial = run_trial(task, search, number, config.eval_spacing, goal, most_steps)
             store.write_trial(search.folder, trial)
             if trial.status == "COMPLETE":
                 queue.note(search, trial, goal)

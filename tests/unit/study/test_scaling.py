@@ -168,7 +168,7 @@ def test_pictures_show_what_was_computed():
         return study_figure({"w": rows}, {"w": {"goal": 0.3, **find_knees(steps)}})
 
     steps = {8: 1000, 16: 500, 32: 300, 64: 290, 128: 280}
-    axes, left, right = figure(steps).axes
+    axes, rates = figure(steps).axes
     lines = {line.get_label(): line.get_ydata().tolist() for line in axes.lines}
     assert lines["measured"] == [*steps.values()]
     assert lines["steps halve as the batch doubles"] == [1000, 500, 250, 125, 62.5]
@@ -177,7 +177,6 @@ def test_pictures_show_what_was_computed():
     assert spans == {"perfect scaling": (8, 32), "no gain": (32, 128)}
     axes, *_ = figure({8: 1000, 16: 500}).axes
     assert [p.get_label() for p in axes.patches] == ["perfect scaling"]  # no gain was not seen
-    assert left.lines[0].get_ydata() == pytest.approx([0.08, 0.16, 0.32, 0.64, 1.28])
-    assert left.lines[1].get_ydata() == pytest.approx([0.08, 0.16, 0.32, 0.64, 1.28])
-    assert left.lines[2].get_ydata()[-1] == pytest.approx(0.08 * 4)
-    assert right.lines[0].get_ydata() == pytest.approx([0.8, 1.6, 3.2, 6.4, 12.8])
+    assert rates.lines[0].get_ydata() == pytest.approx([0.8, 1.6, 3.2, 6.4, 12.8])
+    assert rates.lines[1].get_ydata() == pytest.approx([0.8, 1.6, 3.2, 6.4, 12.8])
+    assert rates.lines[2].get_ydata()[-1] == pytest.approx(0.8 * 4)
