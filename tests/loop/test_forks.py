@@ -443,7 +443,7 @@ def test_step_times_of_a_table_are_measured_with_its_own_inputs(
     settings = {**COMMON, "slope": None, "intercept": None, "epochs": 1}
     run(fork("tabular"), tmp_path / "run", **{**settings, "lr": 0.05, "lr_milestones": ()})
     printed = capsys.readouterr().out
-    assert "float32-inputs-13, 0.2 s at most" in printed
+    assert "float32-13, 0.2 s at most" in printed
     assert re.search(r"^a step with x samples takes", printed, re.MULTILINE)
     assert not re.search(r"\d px|image", printed)
 
