@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dbsl.base.errors import SettingError, short_loss
+from dbsl.base.errors import SettingError, require, short_loss
 from dbsl.data.transforms import global_streams, seed_streams
 from dbsl.plan.types import RESERVED
 
@@ -52,13 +52,10 @@ def check_loss(
         found = loss_function(model.train(), *batch, config)
         right = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
         loss = found[0] if right else found
-        if not (right and isinstance(loss, Tensor) and not loss.dim()):
-            alone = " alone" * isinstance(found, Tensor)
-            got = f"a tensor {_kind(loss)}{alone}" if isinstance(loss, Tensor) else _kind(loss)
-            raise SettingError(
-                "loss_function must return a pair, the mean loss as a tensor [] and a dict of "
-                f"figures, got {got}"
-            )
+        must = (
+            "loss_function must return a pair, the mean loss as a tensor [] and a dict of figures"
+        )
+        require(right and isinstance(loss, Tensor) and not loss.dim(), must, _kind(loss))
         check_figures(found[1])
         loss.backward()
     return [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
@@ -97,22 +94,19 @@ def check_figures(figures: Figures) -> None:
     """Refuse figures that are no numbers, or whose names others have."""
     for name, value in figures.items():
         check_free(name, "a figure")
-        if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)):
-            raise SettingError(
-                f"figure {name!r} must be a mean, a number or a tensor [], got {_kind(value)}"
-            )
+        right = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+        require(right, f"figure {name!r} must be a mean, a number or a tensor []", _kind(value))
 
 
 def check_free(name: Any, whose: str, taken: Mapping[str, str] = MappingProxyType({})) -> None:
     """Refuse a figure's name that is no text, or that rows or charts (or `taken`) have."""
     holder = {**dict.fromkeys(RESERVED, "a row of metrics.jsonl"), **taken}.get(name)
-    if holder or not isinstance(name, str):
-        why = f", which {holder} has" if holder else ""
-        raise SettingError(f"{whose} must have a unique name, got {name!r}{why}")
+    got = f"{name!r}, which {holder} has" if holder else repr(name)
+    require(isinstance(name, str) and not holder, f"{whose} must have a unique name", got)
 
 
 def _kind(value: Any) -> str:
-    return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+    return f"a tensor {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from dbsl.base.errors import SettingError, require, words_of
 from dbsl.base.files import write_bytes, write_with
 from dbsl.base.machine import hub_or_cache, lazy_import
 from dbsl.base.seeds import stream_seed
-from dbsl.config.fields import arguments, check_names
 from dbsl.config.settings import RunConfig
 from dbsl.data.dataset import Data, Statistics
 from dbsl.data.sources import TrainingData
@@ -59,7 +58,8 @@ def build_model(
     for each part of the weights that is not used; `settings` are more arguments of the model.
     """
     from_elsewhere = pretrained or ":" in name
-    with torch.random.fork_rng(devices=[]), _reading_weights(name, pretrained):
+    reading = _reading_weights(name) if from_elsewhere else nullcontext()
+    with torch.random.fork_rng(devices=[]), reading:
         small_stem = _has_small_stem(name)
         # The mark tells the classifier's dropout modules from all others.
         model = _create(
@@ -110,11 +110,10 @@ def create_model(config: RunConfig, num_classes: int, resolutions: Sequence[int]
     if config.grad_checkpointing:
         try:
             model.set_grad_checkpointing()
-            count_once(model)
-        except (AttributeError, AssertionError) as error:
-            raise SettingError(
-                f"grad_checkpointing must be false with {config.model}, which does not know it"
-            ) from error
+        except (AttributeError, AssertionError):
+            must = "grad_checkpointing must be false with a model that does not know it"
+            raise SettingError(f"{must}, got {config.model}") from None
+        count_once(model)
     return model
 
 
@@ -122,24 +121,18 @@ def _create(
     name: str, resolutions: Sequence[int], seed: int, settings: Mapping[str, Any], **args: Any
 ) -> nn.Module:
     """Create a model of a known name, with what Vision Transformers alone know or without it."""
-    if ":" not in name and not timm.is_model(name):
-        close = timm.list_models(f"{name[:8]}*")[:5]
-        hint = f" (some names: {', '.join(close)})" if close else ""
-        raise SettingError(
-            f"model must be a name that timm.list_models() knows, got {name!r}{hint}"
-        )
+    known = ":" in name or timm.is_model(name)
+    require(known, "model must be a name that timm.list_models() knows", repr(name))
     transformer_args: dict[str, Any] = {"img_size": resolutions[-1], "dynamic_img_size": True}
     if resolutions[-1] <= SMALL_STEM_UP_TO:  # patches of 16 px would leave 4 of 32 px
         common, most = math.gcd(*resolutions), max(1, resolutions[-1] // 8)
         sides = (side for side in range(1, most + 1) if common % side == 0)
         transformer_args["patch_size"] = max(sides)
-    # Not such a model, or convolutions come first. A model may raise anything over its settings.
-    not_this = Exception if settings else (TypeError, AssertionError)
     for more in (transformer_args, {}):
         torch.manual_seed(seed)
         try:
             model = timm.create_model(name, **{**more, **args, **settings})
-        except not_this as error:
+        except Exception as error:  # not such a model; one may raise anything over its settings
             failed = error
             continue
         if not more or getattr(model, "dynamic_img_size", False):
@@ -148,11 +141,6 @@ def _create(
         del model  # before there are two
     if not settings or isinstance(failed, OSError):  # weights that cannot be read
         raise failed
-    if isinstance(failed, TypeError):  # an argument that it does not have
-        with torch.device("meta"):
-            plain = type(timm.create_model(name))
-        known = arguments(plain, timm.create_model, timm.models.build_model_with_cfg)
-        check_names("model_kwargs", settings, known)
     given = ", ".join(f"{key}={value}" for key, value in settings.items())
     raise SettingError(
         f"model must take the settings that are given, got {name} with {given} ({words_of(failed)})"
@@ -207,11 +195,8 @@ def load_initial(model: nn.Module, file: str, say: Callable[[str], object]) -> N
     unlike = [n for n in wanted if n not in state or state[n].shape != wanted[n].shape]
     unlike += [name for name in state if name not in wanted]
     bad = [name for name in unlike if not name.startswith(may_be_new)]
-    if bad:
-        raise SettingError(
-            f"initial_checkpoint must have the weights of the model, got {file}, which differs in "
-            f"{len(bad)} of them, such as {bad[0]}"
-        )
+    got = f"{file}, which differs in {len(bad)} of them, such as {bad[:1]}"
+    require(not bad, "initial_checkpoint must have the weights of the model", got)
     model.load_state_dict({n: v for n, v in state.items() if n not in unlike}, strict=False)
     if unlike:
         say(f"new, as {file} has none that fit: {', '.join(n for n in unlike if n in wanted)}")
@@ -242,13 +227,9 @@ def _has_small_stem(name: str) -> bool:
 
 
 @contextmanager
-def _reading_weights(name: str, pretrained: bool) -> Iterator[None]:
+def _reading_weights(name: str) -> Iterator[None]:
     """Turn whatever goes wrong with weights from elsewhere into one line, without retries."""
-    if ":" not in name and not pretrained:
-        yield
-        return
-    local = name.startswith("local-dir:")
-    with nullcontext(True) if local else hub_or_cache() as answers:
+    with nullcontext(True) if name.startswith("local-dir:") else hub_or_cache() as answers:
         try:
             yield
         except SettingError:
@@ -263,63 +244,46 @@ def _reading_weights(name: str, pretrained: bool) -> Iterator[None]:
             ) from None
 
 
+@torch.no_grad()
 def check_model(model: nn.Module, data: TrainingData, name: str, sides: Sequence[int]) -> int:
     """Return the fewest samples that a model trains on; refuse one that cannot be trained here.
 
-    Images of each side must be whole patches of a transformer's, and fit into memory.
+    They are 2 where batch norm sees one value of each: a ResNet's last maps are 1x1 pixel at 8 px,
+    and the variance of a single value is no statistic. Images of each side must be whole patches of
+    a transformer's, and fit into memory. A model of your own may give several tensors, which the
+    loss function and `evaluate` take apart.
     """
     trained = any(parameter.requires_grad for parameter in model.parameters())
     require(trained, "model must have parameters to train", f"{name} without any")
-    cumulative = any(n.momentum is None and n.track_running_stats for n in batch_norms(model))
+    norms = [*batch_norms(model)]
+    cumulative = any(n.momentum is None and n.track_running_stats for n in norms)
     text = "model must have batch norm whose statistics have a momentum, and can be merged"
     require(not cumulative, text, "momentum=None")
-    least, several = 1, not hasattr(model, "created_with")
+    lone, training, is_own = set(), model.training, not hasattr(model, "created_with")
+
+    def look(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        lone.add(inputs[0].numel() == inputs[0].shape[0] * inputs[0].shape[1])
+
+    hooks = [norm.register_forward_pre_hook(look) for norm in norms]
     for side in sides:
         try:
             inputs, _ = data.example(2, side)
-            found = try_out(model, inputs, name, data.num_classes, several=several)
-        except SettingError:
-            raise
+            scores = model.eval()(inputs)
         except Exception as error:  # any code of timm's may raise
-            if several:  # a module of your own: its fault shows where it is
+            if is_own:  # its fault shows where it is
                 raise
             raise SettingError(
                 f"model must take images of {side} px, got {name} ({words_of(error)})"
             ) from None
-        least = max(least, found)
-    return least
-
-
-@torch.no_grad()
-def try_out(
-    model: nn.Module, inputs: torch.Tensor, name: str, classes: int, *, several: bool = False
-) -> int:
-    """Return the fewest samples that the model trains on; refuse it without a score for each class.
-
-    They are 2 where batch norm sees one value of each: a ResNet's last maps are 1x1 pixel at 8 px,
-    and the variance of a single value is no statistic. With `several` the model may give several
-    tensors, which the loss function and `evaluate` take apart.
-    """
-    least, training = 1, model.training
-
-    def look(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        nonlocal least
-        if inputs[0].numel() == inputs[0].shape[0] * inputs[0].shape[1]:
-            least = 2
-
-    hooks = [norm.register_forward_pre_hook(look) for norm in batch_norms(model)]
-    scores = model.eval()(inputs)
+        is_tensor, wanted = isinstance(scores, torch.Tensor), [len(inputs), data.num_classes]
+        shape = list(scores.shape) if is_tensor else type(scores).__name__
+        must = f"model must give scores of the data's {data.num_classes} classes, {wanted} for "
+        right = shape == wanted or (is_own and not is_tensor)
+        require(right, f"{must}inputs {list(inputs.shape)}", f"{shape} of {name}")
     model.train(training)
     for hook in hooks:
         hook.remove()
-    is_tensor, wanted = isinstance(scores, torch.Tensor), [len(inputs), classes]
-    shape = list(scores.shape) if is_tensor else type(scores).__name__
-    if shape != wanted and (is_tensor or not several):
-        raise SettingError(
-            f"model must give scores of the data's {classes} classes, {wanted} for inputs "
-            f"{list(inputs.shape)}, got {shape} of {name}"
-        )
-    return least
+    return 2 if True in lone else 1
 
 
 def batch_norms(model: nn.Module) -> Iterator[nn.Module]:
@@ -468,14 +432,12 @@ def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> 
 def read_model_config(folder: str | Path) -> dict[str, Any]:
     """Return what timm knows of the model in a folder: architecture, classes, preprocessing."""
     path = Path(folder) / "config.json"
-    needed = ("architecture", "num_classes", "label_names", "pretrained_cfg")
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if missing := [name for name in needed if name not in config]:
-            raise ValueError(f"{path} is not a model's: it has no {missing[0]}")
-        classes, names = config["num_classes"], config["label_names"]
-        if not isinstance(names, list) or len(names) != classes:
+        _, _, classes = config["architecture"], config["pretrained_cfg"], config["num_classes"]
+        if len(config["label_names"]) != classes:
             raise ValueError(f"{path} must have label_names for its {classes} classes")
-    except (OSError, ValueError) as error:
-        raise SettingError(f"folder must hold config.json, got {folder} ({error})") from None
+    except (OSError, ValueError, TypeError, KeyError) as error:  # of another program
+        text = f"folder must hold config.json, got {folder} ({words_of(error)})"
+        raise SettingError(text) from None
     return config

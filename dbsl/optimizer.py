@@ -53,10 +53,9 @@ def check_optimizer(
     except SettingError:
         raise
     except Exception as error:  # any optimizer's own checks
-        given = ", ".join(f"{key}={value}" for key, value in settings.items())
-        must = "the settings that are given" if given else "a step here"
+        how = [name, *(f"{key}={value}" for key, value in settings.items())]
         raise SettingError(
-            f"optimizer must take {must}, got {name}{given and ' with '}{given} ({words_of(error)})"
+            f"optimizer must take a step here, got {' '.join(how)} ({words_of(error)})"
         ) from None
 
 
@@ -148,8 +147,8 @@ def join_optimizers(
     """Return one optimizer of what a function has built: one, or several."""
     if isinstance(built, torch.optim.Optimizer):
         return built
-    several = built if isinstance(built, Sequence) else ()
-    right = several and all(isinstance(one, torch.optim.Optimizer) for one in several)
+    right = isinstance(built, Sequence) and built
+    right = right and all(isinstance(one, torch.optim.Optimizer) for one in built)
     text = "optimizer must build an optimizer of torch or a sequence of them"
     require(right, text, type(built).__name__)
     try:
@@ -165,12 +164,8 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, name: s
     require(not frozen, text, f"all frozen by {name}")
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
-    if left:
-        more = f" and {len(left) - 1} more" if left[1:] else ""
-        raise SettingError(
-            "optimizer must have all parameters that are trained (requires_grad_(False) "
-            f"freezes others), got none for {left[0]}{more}"
-        )
+    text = "optimizer must have all parameters that are trained (requires_grad_(False) freezes "
+    require(not left, f"{text}others)", f"{len(left)} without, such as {''.join(left[:1])}")
 
 
 def keep_ratios(optimizer: torch.optim.Optimizer, lr: float) -> torch.optim.Optimizer:

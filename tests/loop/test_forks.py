@@ -599,7 +599,7 @@ REFUSED = [
     ),
     (
         {"build": lambda model, config: two_rates(model[1], config)},
-        "all parameters .* for 0.weight and 1 more",
+        "all parameters .* got 2 without, such as 0.weight",
     ),
 ]
 

@@ -208,7 +208,7 @@ NO_LOSS = "must return a pair, the mean loss .* got"
             (gives(lambda loss, n=name: (loss, {n: 1.0})), SettingError, f"{TAKEN} '{name}', which")
             for name in ("loss", "epoch", "workers_wait_time_s", "event", "share")
         ),
-        (gives(lambda loss: loss), SettingError, rf"{NO_LOSS} a tensor \[\] alone"),
+        (gives(lambda loss: loss), SettingError, rf"{NO_LOSS} a tensor \[\]$"),
         (gives(lambda loss: (loss.expand(2), {})), SettingError, rf"{NO_LOSS} a tensor \[2\]"),
         (gives(lambda loss: (loss, {}, 3)), SettingError, f"{NO_LOSS} tuple"),
         (gives(lambda loss: (loss, loss)), SettingError, f"{NO_LOSS} tuple"),

@@ -72,8 +72,8 @@ def test_a_resumed_optimizer_is_the_one_that_the_settings_name(before, now):
         ("adamw", {"eps": 1e-8, "beta": 1}, "must name arguments such as betas, got beta$"),
         ("adamw", {"layer_decay_min_scale": 0.1}, "as .*layer_decay, got layer_decay_min_scale"),
         ("adamw", {"betas": (0.9,)}, "betas"),
-        ("sgd", {"nesterov": "banana"}, "take the settings .* sgd with nesterov=banana"),
-        ("adamw", {"amsgrad": 5}, "take the settings .* adamw with amsgrad=5"),
+        ("sgd", {"nesterov": "banana"}, "take a step here, got sgd nesterov=banana"),
+        ("adamw", {"amsgrad": 5}, "take a step here, got adamw amsgrad=5"),
         ("fusedadam", {}, "optimizer must take a step here, got fusedadam"),
         ("adahessian", {}, "optimizer must take a step here, got adahessian"),
     ],
@@ -85,7 +85,7 @@ def test_settings_that_an_optimizer_does_not_take_are_refused(name, settings, me
 
 def test_settings_are_tried_with_the_momentum_that_is_given():
     check_optimizer("sgd", {"nesterov": True})
-    with pytest.raises(ValueError, match=r"sgd with nesterov=True \(Nesterov momentum requires"):
+    with pytest.raises(ValueError, match=r"sgd nesterov=True \(Nesterov momentum requires"):
         check_optimizer("sgd", {"nesterov": True}, momentum=0.0)
 
 
