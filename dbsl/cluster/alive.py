@@ -28,6 +28,7 @@ from dbsl.cluster import wire
 from dbsl.plan.types import Action, RoundReport
 
 _BEAT_S = 0.4
+_STOP, _LAST = 1, 2  # beats that say more than that a process is there
 _GRACE_S = 5.0
 _LOOK_S = 0.5  # between looks whether another process has failed
 _ANSWER_S = 5.0  # by then a living process has seen that one has failed, and says so
@@ -39,11 +40,11 @@ class Keepalive:
     """Two processes tell each other that they are alive, whatever else they do meanwhile.
 
     One `asks` twice a second and the other answers, each in a thread, on the connection on which
-    they exchange weights: compute may take as long as it takes. A beat carries what `says` gives to
-    the other's `hears`. When one has heard nothing of the other for too long, or is told that the
-    other goes on without it, the connection is closed. What waits for it in either process fails,
-    unless a part of its message has come. `failure` then says why, and `on_lost` is called with
-    this, in the thread.
+    they exchange weights: compute may take as long as it takes. Where one `wants_stop`, its beats
+    have the other call `on_stop`. When one has heard nothing of the other for too long, or is told
+    that the other goes on without it, the connection is closed. What waits for it in either process
+    fails, unless a part of its message has come. `failure` then says why, and `on_lost` is called
+    with this, in the thread.
     """
 
     _TAG = 1  # messages of any other tag are not mistaken for these
@@ -55,15 +56,15 @@ class Keepalive:
         timeout_s: float,
         *,
         asks: bool,
-        says: Callable[[], str] = str,
-        hears: Callable[[str], object] = str,
-        on_lost: Callable[[Keepalive], object] = str,
+        wants_stop: Callable[[], bool] = bool,
+        on_stop: Callable[[], object] = bool,
+        on_lost: Callable[[Keepalive], object],
     ) -> None:
         self.failure: str | None = None
         self._peer, self._pair, self._asks, self._timeout_s = peer, pair, asks, timeout_s
         # Later than the other: where the network is at fault, that one says who was lost.
         self._limit_s = timeout_s + _GRACE_S * asks
-        self._says, self._hears, self._on_lost = says, hears, on_lost
+        self._wants_stop, self._on_stop, self._on_lost = wants_stop, on_stop, on_lost
         self._ending = threading.Event()
         # It ends when the last beat is sent.
         self.thread = threading.Thread(target=self._run, name=f"keepalive-{peer}", daemon=True)
@@ -100,21 +101,21 @@ class Keepalive:
         while True:
             if speaks:
                 last = self._ending.wait(min(_BEAT_S, self._timeout_s / 4) if self._asks else 0.0)
-                row = wire.text_row(wire.LAST if last else self._says())
-                wire.isend(row, self._pair, self._TAG).wait(timedelta(seconds=self._limit_s))
+                beat = torch.tensor([_LAST if last else _STOP * self._wants_stop()])
+                wire.isend(beat, self._pair, self._TAG).wait(timedelta(seconds=self._limit_s))
             else:
-                word = self._hear(self._limit_s)
-                last = word == wire.LAST
-                if not last:
-                    self._hears(word)
+                beat = self._hear(self._limit_s)
+                last = beat == _LAST
+                if beat == _STOP:
+                    self._on_stop()
             if last:
                 return self._asks and not speaks
             speaks = not speaks
 
-    def _hear(self, limit_s: float) -> str:
-        row = wire.text_row("")
-        wire.irecv(row, self._pair, self._TAG).wait(timedelta(seconds=limit_s))
-        return wire.read_text(row)
+    def _hear(self, limit_s: float) -> int:
+        beat = torch.zeros(1, dtype=torch.int64)
+        wire.irecv(beat, self._pair, self._TAG).wait(timedelta(seconds=limit_s))
+        return int(beat)
 
 
 class Watch:
@@ -284,4 +285,8 @@ class ControlGroup:
 
     def gather_texts(self, text: str) -> list[str]:
         """Return the texts of all processes, by rank (a collective)."""
-        return wire.gather_texts(text, self._group)
+        (length,) = self.highest(1 + len(text.encode()))
+        row = wire.text_row(text, length)
+        rows = [torch.empty_like(row) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(rows, row, self._group)
+        return [wire.read_text(row) for row in rows]

@@ -142,16 +142,6 @@ class Cluster(ABC):
         with self._waiting():
             return self._hand_over(report)
 
-    def _drop(self, rank: int, worker: int, reason: str) -> None:
-        """Go on without a worker (in the server's process).
-
-        Without a plan for the others all is as it was, and the run cannot go on.
-        """
-        clock = self.server.clocks[worker]
-        samples = self.planner.drop(worker, self._rounds)
-        self.server.drop(worker)
-        self._losses.append(LostWorker(rank, worker, clock, samples, reason))
-
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         began = time.perf_counter()

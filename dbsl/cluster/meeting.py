@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsl.base.errors import SettingError, SyncError
+from dbsl.base.errors import SettingError
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.formats import RoundedSum
 from dbsl.cluster.merges import Delta
@@ -135,8 +135,6 @@ class SimulatedCluster(Cluster):
     """
 
     holds_weights = False  # the next turn pulls others
-    # Is called before a round ends, with that time; True: workers have come or gone before.
-    changes_before: Callable[[float], bool] = staticmethod(lambda time_s: False)
 
     def __init__(self, weights: FlatWeights, server: Server, **common: Any) -> None:
         super().__init__(weights, server, **common)
@@ -156,8 +154,6 @@ class SimulatedCluster(Cluster):
                 self._start_rounds()
                 if not self._queue:
                     return
-                if self.changes_before(self._queue[0][0]):
-                    continue  # others may start, or wait
                 self.time_s, self._turn = heapq.heappop(self._queue)
             yield Turn((self._turn,), *self._place(self._turn))
             self._turn = None
@@ -166,22 +162,6 @@ class SimulatedCluster(Cluster):
         super().finish()
         self._queue.clear()
         self.server.finished.clear()
-
-    def lose(self, worker: int) -> None:
-        """Go on without a worker, if there is another and it has something left to do."""
-        members = self.server.members
-        over = members.clocks[worker] >= self._rounds
-        if worker not in members.active or members.active == {worker} or over:
-            return
-        self._queue = [entry for entry in self._queue if entry[1] != worker]  # its round is lost
-        heapq.heapify(self._queue)
-        self._pulled.pop(worker, None)
-        try:
-            self._drop(worker, worker, "simulated")
-        except SettingError as error:
-            raise SyncError(
-                f"worker {worker} was lost, and no plan is possible without it: {error}"
-            ) from error
 
     def pull(self, turn: Turn) -> None:
         (worker,) = turn.workers

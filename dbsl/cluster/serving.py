@@ -12,7 +12,6 @@ other process dies: the thread that waits is left to itself, and the keepalive a
 from __future__ import annotations
 
 import threading
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -38,12 +37,12 @@ from dbsl.cluster.wire import (
     hear,
     pairs_with_server,
     read_plan,
+    read_report,
     tell,
 )
-from dbsl.plan.types import EpochEnd, Plan, RoundReport, Turn
+from dbsl.plan.types import EpochEnd, LostWorker, Plan, RoundReport, Turn
 
 _START_S = 60.0  # that processes may come to their start apart, at least
-_STOP = "stop"  # what a worker's keepalive says where the run is to stop
 _LOOK_S = 0.5  # after which rank 0, where it only serves, looks whether a save is due
 _STOP_PATIENCE_S = 20.0  # launchers kill what has not ended 30 s after they asked it to
 
@@ -72,42 +71,20 @@ class MemberCluster(Cluster):
 
     saves_workers = False
 
-    def plan(self, turn: Turn) -> Plan:
-        with self._waiting():
-            return read_plan(self._plan(turn))
-
-    @torch.no_grad()
-    def pull(self, turn: Turn) -> None:
-        with self._waiting():
-            ending = self._fetch(turn)
-        if ending == Answer.FINISHED:
-            self.finish()
-            raise NothingLeft
-        if ending == Answer.STOPPED:
-            self._interrupted = True
-            self.on_stop()
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._waited_s = 0.0  # for a round that begins again
         for worker in self.workers:
             self._clock = state["server"]["clocks"][worker]
 
-    def _hand_over(self, report: RoundReport) -> bool:
-        self._send(report)
-        return report.refused
-
-    @abstractmethod
-    def _plan(self, turn: Turn) -> str:
-        """Return the plan of the worker's next round, as a text."""
-
-    @abstractmethod
-    def _fetch(self, turn: Turn) -> Answer:
-        """Load the weights of the next round, if there is one; return whether there is."""
-
-    @abstractmethod
-    def _send(self, report: RoundReport) -> None:
-        """Hand over what the worker has come to."""
+    def _end(self, answer: Answer) -> None:
+        """End the run, or stop it, where the server gives no weights any more."""
+        if answer == Answer.FINISHED:
+            self.finish()
+            raise NothingLeft
+        if answer == Answer.STOPPED:
+            self._interrupted = True
+            self.on_stop()
 
 
 class ServedCluster(MemberCluster):
@@ -124,7 +101,7 @@ class ServedCluster(MemberCluster):
         self._keepalive = Keepalive(
             *(SERVER_RANK, pair, timeout_s),
             asks=True,
-            says=lambda: _STOP if self._asks_to_stop else "",
+            wants_stop=lambda: self._asks_to_stop,
             on_lost=self._on_lost,
         )
 
@@ -137,21 +114,23 @@ class ServedCluster(MemberCluster):
             yield Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
             self._clock += 1
 
-    def _plan(self, turn: Turn) -> str:
-        with self._exchange():
+    def plan(self, turn: Turn) -> Plan:
+        with self._waiting(), self._exchange():
             _, text = self._link.ask(Kind.PLAN)
-        return text
+        return read_plan(text)
 
-    def _fetch(self, turn: Turn) -> Answer:
-        with self._exchange():
-            ending, _ = self._link.ask(Kind.PULL)
-            if ending == Answer.GOES_ON:
-                self._link.take_weights()
-        return ending
+    def pull(self, turn: Turn) -> None:
+        with self._waiting(), self._exchange():
+            answer, _ = self._link.ask(Kind.PULL)
+            if answer == Answer.GOES_ON:
+                self._link.receive()
+        self._end(answer)
 
-    def _send(self, report: RoundReport) -> None:
+    def _hand_over(self, report: RoundReport) -> bool:
         with self._exchange():
-            self._link.push(report, self.outgoing)
+            tell(self._link.pair, Kind.PUSH, encode(report))
+            self._link.send(self.outgoing)  # which is there before the next pull ends
+        return report.refused
 
     def leave(self) -> None:
         with self._exchange():
@@ -248,18 +227,21 @@ class ServingCluster(MemberCluster):
                 end = self.server.finished.popleft()
             yield end
 
-    def _plan(self, turn: Turn) -> str:
-        return encode(self._begin(*turn.workers))
+    def plan(self, turn: Turn) -> Plan:
+        with self._waiting():
+            return self._begin(*turn.workers)
 
-    def _fetch(self, turn: Turn) -> Answer:
-        weights = self._pull(*turn.workers)
+    def pull(self, turn: Turn) -> None:
+        with self._waiting():
+            weights = self._pull(*turn.workers)
+            if weights is not None:
+                self.weights.load(weights)  # to a GPU it takes its time: others need not wait
         if weights is None:
-            return self._ending
-        self.weights.load(weights)  # a copy to a GPU takes its time, and others need not wait
-        return Answer.GOES_ON
+            self._end(self._ending)
 
-    def _send(self, report: RoundReport) -> None:
+    def _hand_over(self, report: RoundReport) -> bool:
         self._merge(self._pushed.copy_(self.outgoing), report)
+        return report.refused
 
     @property
     def _ending(self) -> Answer:
@@ -332,15 +314,15 @@ class ServingCluster(MemberCluster):
         keepalive = Keepalive(
             *(rank, pair, self._timeout_s),
             asks=False,
-            hears=partial(self._heed, rank),
+            on_stop=partial(self._heed, rank),
             on_lost=lambda keepalive: self._give_up(rank, keepalive, keepalive.failure),
         )
         own, name = (rank, link, keepalive), f"serve-{rank}"
         return threading.Thread(target=self._serve, args=own, name=name, daemon=True)
 
-    def _heed(self, rank: int, word: str) -> None:
-        """Stop the run if a process asks for it, unless its worker was lost."""
-        if word == _STOP and self._owners[rank] in self.server.members.active:
+    def _heed(self, rank: int) -> None:
+        """Stop the run, as a process asks for it, unless its worker was lost."""
+        if self._owners[rank] in self.server.members.active:
             self.interrupt()
 
     def _serve(self, rank: int, link: Channel, keepalive: Keepalive) -> None:
@@ -371,13 +353,14 @@ class ServingCluster(MemberCluster):
         if kind == Kind.PLAN:
             tell(link.pair, Answer.GOES_ON, encode(self._begin(worker)))
         elif kind == Kind.PUSH:
-            report = link.take_push(text)
-            self._merge(link.vector, report)
+            link.receive()  # finite, or its worker has refused it
+            self._merge(link.vector, read_report(text))
         elif kind == Kind.PULL:
             weights = self._pull(worker)
             if weights is not None:
                 tell(link.pair, Answer.GOES_ON)
-                link.give_weights(weights)
+                link.send(weights)
+                link.wait()
             else:
                 tell(link.pair, self._ending)
         elif kind == Kind.LEAVE:  # this process is to stop as well
@@ -400,11 +383,15 @@ class ServingCluster(MemberCluster):
             self._failure = SyncError(f"rank {rank}, the last worker, was lost: {reason}")
             return
         try:
-            self._drop(rank, worker, reason)
-        except Exception as error:  # the others cannot carry its share
+            samples = self.planner.drop(worker, self._rounds)
+        except Exception as error:  # the others cannot carry its share: all is as it was
             self._failure = SyncError(
                 f"rank {rank} was lost ({reason}), and no plan is possible without it: {error}"
             )
+            return
+        clock = self.server.clocks[worker]
+        self.server.drop(worker)
+        self._losses.append(LostWorker(rank, worker, clock, samples, reason))
 
     # --- saves
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from enum import IntEnum
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from dbsl.base.errors import SettingError
-from dbsl.plan.types import BAD_WEIGHTS, Plan, RoundReport, plan_from_plain, report_from_plain
+from dbsl.plan.types import Plan, RoundReport, plan_from_plain, report_from_plain
 
 SERVER_RANK = 0
 CPU = torch.device("cpu")
@@ -47,20 +47,15 @@ class Answer(IntEnum):
     FINISHED = 2  # before its last epoch
 
 
-KindT = TypeVar("KindT", Kind, Answer)
-_TEXT = 500  # bytes
-LAST = "!"  # the last beat of a `Keepalive`
-
-
 def tell(pair: dist.ProcessGroup, what: Kind | Answer, text: str = "") -> None:
     """Send a question, or an answer, with a text over a group of two."""
-    letters = text_row(text, None)
+    letters = text_row(text)
     isend(torch.tensor([what, len(letters)]), pair).wait(EVER)
     if len(letters):
         isend(letters, pair).wait(EVER)
 
 
-def hear(pair: dist.ProcessGroup, kinds: type[KindT]) -> tuple[KindT, str]:
+def hear(pair: dist.ProcessGroup, kinds: type[IntEnum]) -> tuple[Any, str]:
     """Receive a message of these kinds; return it and its text."""
     head = torch.empty(2, dtype=torch.int64)
     irecv(head, pair).wait(EVER)
@@ -71,16 +66,14 @@ def hear(pair: dist.ProcessGroup, kinds: type[KindT]) -> tuple[KindT, str]:
     return kinds(what), read_text(letters)
 
 
-def text_row(text: str, room: int | None = _TEXT) -> Tensor:
-    """Return a text as uint8 [room], cut where it is longer; None: as long as it is."""
-    content = text.encode()
-    content = content if room is None else content[:room].ljust(room, b"\0")
-    return torch.tensor(list(content), dtype=torch.uint8)
+def text_row(text: str, room: int = 0) -> Tensor:
+    """Return a text as uint8, of at least `room` letters."""
+    return torch.tensor(list(text.encode().ljust(room, b"\0")), dtype=torch.uint8)
 
 
 def read_text(row: Tensor) -> str:
     """Return the text that `text_row` was given."""
-    return bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore")
+    return bytes(row.tolist()).rstrip(b"\0").decode()
 
 
 # --- reports and plans
@@ -119,17 +112,17 @@ def irecv(tensor: Tensor, pair: dist.ProcessGroup, tag: int = 0) -> dist.Work:
 
 
 class Channel:
-    """A worker's connection with the server, at either end: what travels on it, in which order.
+    """A worker's connection with the server, at either end: vectors travel in chunks.
 
-    What comes is received into `vector`. What is in host memory is sent from, and received into,
-    where it is; a CUDA device's passes a pinned buffer.
+    What is in host memory is sent from, and received into, where it is; a device's vector passes a
+    buffer, pinned for CUDA. What comes is received into `vector`.
     """
 
     def __init__(self, pair: dist.ProcessGroup, vector: Tensor) -> None:
-        self.pair, self.vector = pair, vector
-        self._buffers: dict[torch.dtype, Tensor] = {}
-        self._pending: list[dist.Work] = []
-        self._sent: Tensor | None = None  # which is there until it has left
+        self.pair, self.vector, self._host = pair, vector, vector
+        if vector.device.type != "cpu":
+            self._host = torch.empty_like(vector, device=CPU, pin_memory=vector.is_cuda)
+        self._pending: list[dist.Work] = []  # each keeps what it sends
 
     def ask(self, kind: Kind) -> tuple[Answer, str]:
         """Ask the server; return its answer, as the last push has left this process."""
@@ -138,72 +131,33 @@ class Channel:
         self.wait()
         return answer
 
-    def push(self, report: RoundReport, vector: Tensor) -> None:
-        """Begin to push a vector, which is there before the next pull ends."""
-        tell(self.pair, Kind.PUSH, encode(report))
-        self.send(vector)
-
-    def take_push(self, text: str) -> RoundReport:
-        """Receive a push; return its report, refused if the vector is not finite."""
-        report = read_report(text)
-        if self.receive(self.vector, check=True) or report.refused:
-            return report
-        return replace(report, refused=True, fault=BAD_WEIGHTS)
-
-    def give_weights(self, weights: Tensor) -> None:
-        """Send the weights that were pulled."""
-        self.send(weights)
-        self.wait()
-
-    def take_weights(self) -> None:
-        """Receive the weights that were pulled."""
-        self.receive(self.vector)
-
     def send(self, vector: Tensor) -> None:
-        """Begin to send a vector; until `wait` it must stay."""
+        """Begin to send a vector; until `wait` it must stay as it is."""
         self.wait()
-        for chunk, staged in self._chunks(vector):
-            if staged is not chunk:  # while the chunks before it are on their way
-                staged.copy_(chunk)
-            self._pending.append(isend(staged, self.pair))
-        self._sent = vector
+        vector = vector if vector.device.type == "cpu" else self._host.copy_(vector)
+        self._pending = [isend(chunk, self.pair) for chunk in _chunks(vector)]
 
-    def receive(self, vector: Tensor, *, check: bool = False) -> bool:
-        """Receive into a vector; with `check` return whether all is finite."""
+    def receive(self) -> None:
+        """Receive into `vector`."""
         self.wait()
-        chunks, sums = self._chunks(vector), []
-        # Two at a time: beats, which share the connection, come between those that follow.
-        works = [irecv(staged, self.pair) for _, staged in chunks[:2]]
-        for number, (chunk, staged) in enumerate(chunks):
-            works.pop(0).wait(EVER)
-            if number + 2 < len(chunks):
-                works.append(irecv(chunks[number + 2][1], self.pair))
-            # All of this while the next chunk comes.
-            if staged is not chunk:
-                chunk.copy_(staged)
-            if check:
-                kind = torch.promote_types(chunk.dtype, torch.float32)
-                sums.append(chunk.sum(dtype=kind))  # finite ones do not overflow
-        return not sums or bool(torch.stack(sums).sum().isfinite())
+        for chunk in _chunks(self._host):
+            self._pending.append(irecv(chunk, self.pair))
+            # Two at a time: beats, which share the connection, come between those that follow.
+            if len(self._pending) == 2:
+                self._pending.pop(0).wait(EVER)
+        self.wait()
+        if self._host is not self.vector:
+            self.vector.copy_(self._host)
 
     def wait(self) -> None:
         """Wait until what was sent last has left this process."""
         pending, self._pending = self._pending, []
         for work in pending:
             work.wait(EVER)
-        self._sent = None
 
-    def _chunks(self, vector: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return chunks of a vector, each with what travels of it."""
-        length = CHUNK // vector.itemsize
-        chunks = staged = vector.split(length)
-        if vector.device.type != "cpu":
-            buffer = self._buffers.get(vector.dtype)
-            if buffer is None or len(buffer) < len(vector):
-                buffer = torch.empty(len(vector), dtype=vector.dtype, pin_memory=vector.is_cuda)
-                self._buffers[vector.dtype] = buffer
-            staged = buffer[: len(vector)].split(length)
-        return list(zip(chunks, staged, strict=True))
+
+def _chunks(vector: Tensor) -> Sequence[Tensor]:
+    return vector.split(CHUNK // vector.itemsize)
 
 
 # --- collectives
@@ -256,21 +210,11 @@ def share_from(
     rank: int, text: str, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> str:
     """Return a text, of any length, of a rank of the group on all its processes (a collective)."""
-    length = torch.tensor(len(text.encode()), device=device)
+    length = torch.tensor(1 + len(text.encode()), device=device)  # none would be an error
     dist.broadcast(length, group=group, group_src=rank)
-    letters = text_row(text, 1 + int(length)).to(device)  # none is an error
+    letters = text_row(text, int(length))[: int(length)].to(device)  # others' may be longer
     dist.broadcast(letters, group=group, group_src=rank)
     return read_text(letters)
-
-
-def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
-    """Return all processes' texts, by rank (a collective of a group in host memory)."""
-    length = torch.tensor(1 + len(text.encode()))
-    dist.all_reduce(length, dist.ReduceOp.MAX, group)
-    row = text_row(text, int(length))
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, row, group)
-    return [read_text(row) for row in rows]
 
 
 def pairs_with_server(timeout: timedelta) -> dict[int, dist.ProcessGroup]:

@@ -103,26 +103,22 @@ def test_a_rank_that_is_killed_fails_its_test_unless_that_expects_it(run_ranks):
 
 
 def exchange(rank):
-    """Send vectors of rank 1 to rank 0 and back; return what came, and whether it was finite."""
+    """Send vectors of rank 1 to rank 0 and back; return what came."""
     dbsl.cluster.wire.CHUNK = 400  # bytes: several, of which the last is shorter
     pair, found = dist.new_group([0, 1], backend="gloo"), []
-    for length, bad in ((7, False), (350, False), (350, True)):
-        vector, finite = torch.linspace(-1, 1, length) * rank, True
-        vector[length // 2 :] *= math.nan if bad else 1
+    for length in (7, 350):
+        vector = torch.linspace(-1, 1, length) * rank
         channel = Channel(pair, vector)
         for sender in (1, 0):
             if rank == sender:
                 channel.send(vector)
                 channel.wait()
             else:
-                finite = channel.receive(vector, check=True)
-        found.append((vector.tolist(), finite))
+                channel.receive()
+        found.append(vector.tolist())
     return found
 
 
-def test_vectors_come_as_they_are_and_are_checked(run_ranks):
-    (*there, (_, poisoned)), (*back, _) = run_ranks(exchange)
-    assert there == back
-    assert [found for found, _ in there] == [torch.linspace(-1, 1, n).tolist() for n in (7, 350)]
-    assert all(finite for _, finite in there)
-    assert not poisoned
+def test_vectors_come_as_they_are(run_ranks):
+    sent = [torch.linspace(-1, 1, length).tolist() for length in (7, 350)]
+    assert run_ranks(exchange) == [sent, sent]

@@ -57,11 +57,11 @@ class _Player:
 
     def __init__(self, case: Case) -> None:
         self._case, self.played = case, Played()
+        self._losses = list(case.losses)  # still to come
         try:
             self._connect(prepare(case))
         except ValueError as error:
             raise NoSuchRunError(str(error)) from error
-        self._losses = list(case.losses)  # still to come
         epochs = self._run.config.epochs
         self._counts = np.zeros((epochs, case.samples), dtype=np.int64)
         self._untouched = 0  # epoch that nobody had begun when the last worker was lost
@@ -76,17 +76,7 @@ class _Player:
 
     def _connect(self, run: Workers) -> None:
         self._run, self._cluster = run, run.cluster
-        self._cluster.changes_before = self._loses_before
-
-    def _loses_before(self, time_s: float) -> bool:
-        """Lose the next worker, if that comes before this simulated time; say whether it did."""
-        cluster, loss = self._cluster, min(self._losses, default=None)
-        if loss is None or loss.time_s >= time_s:
-            return False
-        self._losses.remove(loss)
-        cluster.time_s = max(cluster.time_s, loss.time_s)
-        cluster.lose(loss.worker)
-        return True
+        self._cluster.to_come = self._losses
 
     def _goes_on(self) -> bool:
         """Play until the run is stopped, and resume it; False: it is over."""
@@ -181,7 +171,7 @@ class _Player:
             self._resume(state)
         else:
             self._restart(*resized)
-        self._losses = [c for c in self._losses if c.worker < self._workers]
+        self._losses[:] = [c for c in self._losses if c.worker < self._workers]
 
     @property
     def _workers(self) -> int:

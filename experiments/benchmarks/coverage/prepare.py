@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from dbsl.run.connect import connect
 from dbsl.run.plans import Plans
 from dbsl.run.times import Times
 from experiments.benchmarks.coverage.cases import Case
+from experiments.benchmarks.coverage.losing import LosingCluster
 
 _ALONE = {"process_index": 0, "local_process_index": 0, "num_processes": 1}
 _ACCELERATOR = SimpleNamespace(
@@ -71,7 +73,8 @@ def prepare(case: Case) -> SimpleNamespace:
         raw_model=model,
         data=SimpleNamespace(train=range(case.samples)),
     )
-    workers.cluster, _ = connect(
-        workers, lambda module: create_optimizer("momentum", module, 1.0, 0.0, 0.0)
-    )
+    with patch("dbsl.run.connect.SimulatedCluster", LosingCluster):
+        workers.cluster, _ = connect(
+            workers, lambda module: create_optimizer("momentum", module, 1.0, 0.0, 0.0)
+        )
     return workers
