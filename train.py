@@ -57,9 +57,17 @@ from dbsl.settings import Settings
 
 @dataclass(frozen=True)
 class Config(Settings):
-    """Dual-batch learning with cyclic progressive resizing.
+    """Train an image classifier on several workers, each with its own batch size.
 
-    Lists take commas or spaces. The value unset removes what a file or a resumed run sets.
+    Of several processes, each is a worker; one process alone simulates its workers in turn. Some
+    workers may take small batches (dual-batch learning), and all train at rising resolutions.
+
+      accelerate launch train.py                            # handwritten digits, minutes on a CPU
+      accelerate launch train.py --dataset photos --model resnet50 --pretrained --small-ratio 0.25
+      torchrun --nproc-per-node 2 train.py --sync step --balance dynamic     # two unlike GPUs: DDP
+
+    Lists take commas or spaces. --no-FLAG switches a flag off. The value unset takes back what a
+    file or a resumed run sets.
     """
 
     # --- training

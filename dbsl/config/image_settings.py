@@ -35,34 +35,33 @@ class ImageConfig:
     """Which images, and how each is augmented."""
 
     # --- data
-    # digits, a folder, a .parquet file or a Hugging Face hub id
+    # images: digits (built in), a folder of images by class, a .parquet file or a hub id of Hugging
+    # Face
     dataset: str = "digits"
-    # column of the images; unset: the only one
-    image_column: str | None = None
-    # column of the classes; unset: label, or the class column with most classes
+    image_column: str | None = None  # table column that has the images; unset: the only one
+    # table column that has the classes; unset: label, or the class column with most classes
     label_column: str | None = None
-    # images to train on, a stratified and seeded subset; unset: all
-    train_samples: Count | None = None
-    # images to evaluate on, a stratified and seeded subset; unset: all
+    train_samples: Count | None = None  # images to train on, drawn within each class; unset: all
+    # images to evaluate on, drawn within each class; unset: all
     eval_samples: Annotated[Count | None, Role.FREE] = None
-    # share of the training images to evaluate on instead of the test split, in (0, 1)
+    # share of the training images, in (0, 1), to evaluate on instead of the test split
     holdout: Annotated[float | None, Within(0, 1, open_low=True, open_high=True)] = None
-    # crop: random crop and flip; paper: flip, rotation and zoom; timm: timm's pipeline; none: as in
-    # evaluation; unset: timm with --aa, else crop
+    # random changes of training images. crop: random crop and flip; paper: flip, rotation and zoom;
+    # timm: timm's pipeline; none: no random change; unset: timm with --aa, else crop
     augment: Augment | None = None
-    # policy of timm: rand-m9-mstd0.5-inc1 (RandAugment), augmix-m5-w4 (AugMix), original or v0
-    # (AutoAugment), 3a (DeiT III's); unset: none
+    # AutoAugment policy of timm: rand-m9-mstd0.5-inc1 (RandAugment), augmix-m5-w4 (AugMix),
+    # original or v0 (AutoAugment), 3a (DeiT III's); unset: none
     aa: str | None = None
     # processes that decode large images; unset: by the cores; 0: none
     loader_workers: Annotated[Number | None, Role.FREE | Role.NODE] = None
-    # images of each split that may be left out because they cannot be decoded
+    # unreadable images that are left out of each split before the run is refused
     max_bad_images: Annotated[Number, Role.FREE] = 16
-    # how pixels are prepared, by timm's names. crop_pct=0.95: side of the centre crop of evaluation
-    # images over the shorter side; else 0.875, and 1 where images stay on the device (squares of
-    # one size up to 64 px, at most 2 GiB). interpolation=bicubic: how they are resized; else
-    # bilinear. mean=0.5,0.5,0.5 std=0.2: of red, green and blue in [0, 1], or one for all; else
-    # those of the initial weights, or the training images' own where they stay on the device, or
-    # ImageNet's
+    # how pixels are prepared, as name=value by timm's names. crop_pct=0.95: evaluation uses the
+    # centre square with this share of the image's shorter side; else 0.875, or 1 if images stay on
+    # the device (squares of one size up to 64 px, at most 2 GiB). interpolation=bicubic: how images
+    # are resized; else bilinear. mean=0.5,0.5,0.5 std=0.2: of red, green and blue in [0, 1], or one
+    # for all; else those of the initial weights, or of the training images if they stay on the
+    # device, or ImageNet's
     preprocess: tuple[str, ...] = field(default=(), metadata=PAIRS)
 
     @property

@@ -43,8 +43,10 @@ REPEATED = {"flag": "repeated"}  # one value behind each flag, which may be give
 
 # What most people need first.
 COMMON = (
-    *("dataset", "model", "epochs", "lr", "workers", "small_ratio", "large_batch_size"),
-    *("sync", "output_dir", "resume", "config"),
+    *("dataset", "model", "pretrained", "epochs", "optimizer", "lr", "resolutions", "augment"),
+    *("label_smoothing", "mixed_precision", "workers", "small_ratio", "large_batch_size"),
+    *("sync", "balance", "seed", "eval_every", "eval_train", "save_best", "output_dir", "resume"),
+    *("plan_only", "report_to", "config"),
 )
 _CONFIG_HELP = "YAML file of settings; flags win over it"
 _GROUP = re.compile(r"\s*# --- (.+)")
@@ -249,8 +251,8 @@ def _help(cls: type, prog: str) -> str:
     choices, (groups, words) = dict(markers(cls, Choice)), read_source(cls)
     if issubclass(cls, RunConfig):
         groups, words = {"common": COMMON} | groups, words | {"config": _CONFIG_HELP}
-    form = partial(argparse.HelpFormatter, max_help_position=_HELP_FROM)
-    about = " ".join(inspect.cleandoc(cls.__doc__ or "").split())
+    form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=_HELP_FROM)
+    about = inspect.cleandoc(cls.__doc__ or "")
     how = {"usage": f"{prog} [--flag VALUE ...]", "description": about, "formatter_class": form}
     parser, told = argparse.ArgumentParser(add_help=False, **how), set()
     for title, names in groups.items():
@@ -260,11 +262,9 @@ def _help(cls: type, prog: str) -> str:
             if default is not False and default not in (None, (), "", dataclasses.MISSING):
                 text += f" (default: {'on' if default is True else as_given(default)})"
             shown = "|".join(choices[name].forms) if name in choices else described(hints[name])[1]
-            if hints[name] is bool:
-                kind = {"action": argparse.BooleanOptionalAction, "default": argparse.SUPPRESS}
-            else:
-                kind = {"metavar": name if known[name].metadata == POSITIONAL else shown}
             flag = name if known[name].metadata == POSITIONAL else _flag(name)
+            kind = {"metavar": shown if flag != name else name}
+            kind = {"action": "store_true"} if hints[name] is bool else kind
             group.add_argument(flag, help=text, **kind)
             told.add(name)
         if title == next(iter(groups)):

@@ -69,114 +69,127 @@ class TrainingConfig(ImageConfig):
     """What is trained, in which batches and for how long, and how workers meet."""
 
     # --- mixing
-    mixup: Amount = 0.0  # alpha of mixup, say 0.2; 0: off
-    # alpha of CutMix, say 1.0; 0: off; with --mixup, each batch gets one of the two
+    mixup: Amount = 0.0  # alpha of mixup, such as 0.2; 0: off
+    # alpha of CutMix, such as 1.0; 0: off. With --mixup too, each batch gets one of the two
     cutmix: Amount = 0.0
     # --- model
-    # timm name, local-dir:FOLDER or hf-hub:USER/NAME; the last two start from its weights
+    # timm model name; local-dir:FOLDER and hf-hub:USER/NAME start from the weights there
     model: str = "resnet18"
-    # start from timm's weights of the model; they are downloaded unless cached
+    # start from timm's pretrained weights of the model, which are downloaded once
     pretrained: bool = False
-    # file of initial weights (safetensors or torch); a classifier or small-image stem that does not
-    # fit is new. Images are normalised as the config.json next to the file says, else as timm's
-    # weights of the model; --preprocess wins
+    # file of weights to start from (safetensors or torch). A classifier or stem of another size
+    # starts at random. Images are normalised as a config.json next to the file says, else as for
+    # timm's weights of the model; --preprocess wins
     initial_checkpoint: Annotated[str | None, Excludes("pretrained")] = None
     # more arguments of timm's model as name=value: drop_path_rate=0.1 (stochastic depth)
     # drop_block_rate=0.1 global_pool=avg bn_eps=1e-3 init_values=1e-6
     model_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
-    # compute activations twice instead of keeping them: less memory, more time
+    # recompute activations in the backward pass: less memory, more time
     grad_checkpointing: bool = False
     # --- optimizer
-    # name in timm.optim; sgd has Nesterov momentum, momentum is plain SGD
+    # an optimizer of timm.optim by name, such as adamw or lamb; sgd is SGD with Nesterov momentum,
+    # momentum is SGD with plain momentum
     optimizer: str = "sgd"
-    # momentum of SGD and optimizers that have one, in [0, 1)
-    momentum: BelowOne = 0.9
-    weight_decay: Amount = 5e-4  # weight decay; biases and norms have none
-    # more arguments of timm's optimizer as name=value: eps=1e-8 betas=0.9,0.95 amsgrad=True;
-    # layer_decay=0.75 (each layer's learning rate over that of the layer above)
-    # layer_decay_min_scale=0.1 (least factor of a layer)
+    momentum: BelowOne = 0.9  # momentum of the optimizer, if it has one, in [0, 1)
+    weight_decay: Amount = 5e-4  # weight decay; none on biases and norms
+    # more arguments of timm's optimizer as name=value: eps=1e-8 betas=0.9,0.95 amsgrad=True.
+    # layer_decay=0.75: each layer's learning rate is that of the layer above times this, and at
+    # least layer_decay_min_scale=0.1 times the top one
     opt_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
-    # bound of the norm of all gradients before each optimizer step; unset: no clipping.
+    # clip the norm of all gradients to this before each optimizer step; unset: no clipping.
     # gradient_norm in metrics.jsonl is the norm before clipping
     clip_grad: Positive | None = None
     # --- workers and their batch sizes
-    # workers simulated in one process; unset: 1, or 4 with --small-ratio, --small-workers or
-    # --local-batch-sizes; with several processes, their number
+    # workers that one process simulates in turn; unset: 1, or 4 with --small-ratio, --small-workers
+    # or --local-batch-sizes. Several processes are the workers themselves
     workers: Annotated[Count | None, Role.WORKERS] = None
-    # processes that take each worker's steps together: one number for all workers, one for each
-    # (8,8,2), or node: a worker has all processes of its machine; unset: one
+    # processes that form one worker, and average their gradients at every step: one number for all
+    # workers, one for each (8,8,2), or node (all processes of a machine); unset: 1
     worker_processes: Annotated[
         tuple[Annotated[int, Within(1, 65536)], ...] | Literal["node"] | None, Role.FREE | Role.PLAN
     ] = None
-    # share of workers on the small batch, in [0, 1]; rounded to whole workers, at least one if
-    # above 0: 0.1 of 4 workers is one of them, 25 percent
+    # share of workers that take small batches, in [0, 1]; rounded to whole workers, at least one if
+    # above 0: 0.1 of 4 workers is one worker
     small_ratio: Annotated[Share, _NO_JOINTLY] = 0.0
-    # number of workers on the small batch; wins over --small-ratio
+    # number of workers that take small batches; wins over --small-ratio
     small_workers: Annotated[Number | None, Role.WORKERS | Role.PLAN, _NO_JOINTLY] = None
-    # time that an epoch of dual batch may take, over that of all-large workers: a ratio k > 1
+    # seconds that an epoch with some small batches may take, over those with large batches alone:
+    # 1.05 allows 5 % more, and the small batch size is solved for that; above 1
     time_ratio: Annotated[float, Within(1, open_low=True), Role.PLAN, _SMALL] = 1.05
-    # samples per step of a large worker; one value, one per resolution, or one per resolution and
-    # worker; auto: the largest that fits a CUDA GPU, elsewhere as if unset; unset: up to 128
+    # batch size of a worker, as in any training run; if some workers take small batches, that of
+    # the others. One value, one per resolution, or one per resolution and worker; auto: the largest
+    # that fits a CUDA GPU, elsewhere as unset; unset: up to 128
     large_batch_size: Annotated[_Sizes, Role.PLAN] = None
-    # samples per step set by hand; one value per worker, or per resolution and worker
+    # batch size of each worker, set by hand; one value per worker, or one per resolution and worker
     local_batch_sizes: Annotated[
         tuple[Count, ...] | None,
         Role.PLAN | Role.WORKERS,
         Excludes("small_ratio"),
         Excludes("small_workers"),
     ] = None
-    # samples per joint step over all workers; unset: the sum of their batches
+    # with --sync step or --push gradients: samples of a step over all workers together; unset: the
+    # sum of their batch sizes
     global_batch_size: Annotated[
         Count | None,
         Role.WORKERS | Role.PLAN,
         _JOINTLY,
         Excludes("local_batch_sizes", why=", whose sum it is"),
     ] = None
-    # samples per step of a small worker; one value, or one per resolution; 0 or unset: solved
+    # batch size of workers with small batches; one value, or one per resolution; 0 or unset: solved
+    # for --time-ratio
     small_batch_size: Annotated[tuple[Number, ...] | None, Role.PLAN | Role.WORKERS, _SMALL] = None
-    # largest number of a worker's samples on its device at once: a step sums the gradients of
-    # micro-batches of that size, with as many values as --large-batch-size may have; auto: what
-    # fits a CUDA GPU; unset: the whole batch. Batch norm, mixup and CutMix see one at a time
+    # gradient accumulation: most samples of a worker on its device at once; a step sums the
+    # gradients of such parts. As many values as --large-batch-size may have; auto: what fits a CUDA
+    # GPU; unset: the whole batch. Batch norm and mixing see one part at a time
     micro_batch_size: _Sizes = None
-    # smallest batch that a solved or balanced plan may give a worker
+    # smallest batch size that a computed or balanced plan gives a worker
     min_batch_size: Annotated[Count, Role.PLAN] = 2
-    # seconds per sample; one value, one per resolution, or one per resolution and worker (of
-    # --worker-processes: and process); unset: measured
+    # step time by which batch sizes are planned: seconds of a step = slope x samples + intercept.
+    # One value, one per resolution, or one per resolution and worker (with --worker-processes: and
+    # process); unset: measured
     slope: Annotated[_Times, Needs("intercept")] = None
-    # seconds per step, with as many values as --slope may have; unset: measured
+    # seconds of a step that do not depend on its samples: seconds of a step = slope x samples +
+    # intercept. As many values as --slope may have; unset: measured
     intercept: Annotated[_Times, Needs("slope")] = None
     # least seconds of a step, where it was measured with the slope; no flag
     floor: _Times = field(default=None, metadata=NO_FLAG)
-    # file of step times from python -m dbsl.profile --output; again: measure them even if the cache
-    # has them; unset: the cache, or measured for 30 s (one worker alone: 3 s)
+    # file of measured step times, written by python -m dbsl.profile --output; again: measure even
+    # if the cache has them; unset: from the cache, else measured for 30 s (one worker alone: 3 s)
     profile: Annotated[str | None, Role.FREE | Role.PLAN, Excludes("slope")] = None
-    # merge weight of small workers: d_S/d_L (data), its square root (sqrt) or 1 (none)
+    # weight of a worker with small batches when weights are averaged, where a large one has 1: its
+    # samples of an epoch / those of a large worker (data), the square root of that (sqrt), or 1
+    # (none)
     update_factor: Annotated[UpdateFactor, Role.PLAN, _SMALL] = "data"
-    # rounding of plans: to the nearest, as the journal; truncate: as the conference paper
+    # how planned batch sizes become whole numbers: to the nearest (round, as the journal paper), or
+    # down (truncate, as the conference paper)
     rounding: Annotated[Rounding, Role.PLAN] = "round"
-    # whether plans stay as they are (none), follow measured times (dynamic), or follow the
-    # published rule (dbs); dynamic:3 or dbs:3: a change every 3 rounds instead of every epoch
+    # whether batch sizes and shares follow measured speeds: no (none), where it saves time
+    # (dynamic), or by the rule of Ye et al. 2020 (dbs). They change after each epoch; with
+    # dynamic:3 or dbs:3 every 3 rounds
     balance: Annotated[str, BALANCE, Role.PLAN] = "none"
     # --- how workers meet
-    # how workers exchange what they learn: all wait for each other every round (bsp), fast workers
-    # run at most --staleness rounds ahead (ssp), nobody waits (asp), or gradients are averaged at
-    # every step (step). ssp and asp survive the death of a process that was launched on its own
+    # how workers learn from each other. bsp: local SGD, all wait and average their weights after a
+    # round (--rounds-per-epoch); ssp: only who is more than --staleness rounds ahead waits; asp:
+    # nobody waits; step: as DDP, gradients are averaged at every step. ssp and asp survive the
+    # death of a process that was launched on its own
     sync: Annotated[Sync, Role.PLAN] = "bsp"
-    # what workers send: their weights, or gradients for an optimizer at the server, which
-    # gradients:4 sums over 4 steps before each push
+    # what workers send: weights after a round, or gradients to one optimizer for all; gradients:4
+    # sums those of 4 steps before it sends them
     push: Annotated[
         str, PUSH, Role.PLAN, Excludes(sync="step", why=", which averages gradients itself")
     ] = "weights"
-    # format of what workers send. --sync bsp takes bf16, int8, int4 or int2. --sync step takes
-    # bf16, fp16 or powersgd:RANK[:STEPS], PowerSGD of that rank after STEPS steps in float32
+    # number format in which workers send. --sync bsp takes bf16, int8, int4 or int2; --sync step
+    # takes bf16, fp16 or powersgd:RANK[:STEPS], PowerSGD of that rank after STEPS steps in float32
     wire: str = "float32"
-    # give each joint step the whole global batch, and leave out an epoch's last samples if they do
-    # not fill one; otherwise the steps of an epoch have equal sizes, at most the global batch
+    # with --sync step or --push gradients: leave out an epoch's last samples if they do not fill a
+    # global batch; otherwise an epoch's steps have equal sizes, at most the global batch
     drop_last: Annotated[bool, Role.PLAN, _JOINTLY] = False
-    # rounds that a worker may be ahead of the slowest when it begins another, with --sync ssp
+    # with --sync ssp: rounds that a worker may be ahead of the slowest when it begins another
     staleness: Annotated[Number, Needs(sync="ssp", new=True)] = 1
-    # merge rule: mean or delta with bsp, ratio or half with ssp and asp; unset: mean or ratio.
-    # delta:0.7,0.9 is the server's step with its learning rate and Nesterov momentum
+    # how weights w of workers change the common weights g. With bsp, mean: g becomes their weighted
+    # mean; delta:LR,MOMENTUM: Nesterov SGD moves g towards that mean (DiLoCo: delta:0.7,0.9). With
+    # ssp and asp, for each w that comes, of weight f (see --update-factor), ratio: g = (g + f w) /
+    # (1 + f); half: g = ((2 - f) g + f w) / 2. unset: mean or ratio
     merge: Annotated[
         str | None,
         MERGE,
@@ -185,42 +198,45 @@ class TrainingConfig(ImageConfig):
         Excludes(sync="step"),
         Excludes(push="gradients"),
     ] = None
-    # pushes per worker and epoch
+    # times in an epoch that each worker sends its weights and gets the common ones
     rounds_per_epoch: Annotated[Count, Role.PLAN, Excludes(push="gradients", why=" (see push)")] = 1
-    # rank 0 serves and evaluates but does not train
+    # rank 0 averages and evaluates but does not train
     dedicated_server: Annotated[
         bool, Role.WORKERS | Role.PLAN, Excludes(sync="step", why=", which has no server")
     ] = False
-    # seconds of silence after which a process counts as lost, and longest wait at a barrier; with
-    # asp and ssp a process that computes is not silent
+    # seconds of silence after which a process counts as lost, and longest wait of one for the
+    # others; with asp and ssp a process that computes is not silent
     worker_timeout: Annotated[float, Within(0, 1000000000.0, open_low=True), Role.FREE] = 1800.0
     # --- schedule
     # passes over the training data; all workers share each pass
     epochs: Annotated[int, Within(1, 10**6)] = 20
-    # image sides in pixels, ascending; --schedule says when each is used; unset: 3/4 of the images'
-    # side and the whole side, or 160 and 224 if sides differ
+    # image sides in pixels, ascending; --schedule says when each is used, and one alone is used
+    # throughout. unset: two, 3/4 of the images' side and the whole side, or 160 and 224 if images
+    # differ in size
     resolutions: Annotated[tuple[int, ...] | None, Role.PLAN] = None
-    # whether the resolution climbs in every learning-rate stage (cyclic), once (progressive), or
-    # stays as it is (fixed)
+    # when the resolution climbs through --resolutions: in every stage of the learning rate
+    # (cyclic), once in the run (progressive), or never: the last is used (fixed)
     schedule: Schedule = "cyclic"
     # dropout before the classifier, in [0, 1); one value, or one per resolution
     dropout: tuple[BelowOne, ...] = (0.0,)
-    # learning rate of the first stage; unset: 0.1 for SGD, else the optimizer's own (adamw 0.001)
+    # learning rate at its highest; unset: 0.1 for SGD, else the optimizer's own (adamw 0.001)
     lr: Positive | None = None
-    # how the learning rate falls: at milestones (step), or along a cosine to 0 (cosine), or to a
-    # learning rate above it (cosine:1e-5)
+    # how the learning rate falls: at milestones by --lr-gamma (step), along a cosine to 0 (cosine),
+    # or along a cosine to LAST (cosine:1e-5)
     lr_schedule: Annotated[str, LR_SCHEDULE] = "step"
-    # scale a worker's learning rate by batch / large batch (linear), or its square root (sqrt)
+    # multiply a worker's learning rate by its batch size / the large batch size (linear), or by the
+    # square root of that (sqrt)
     lr_scaling: Annotated[Literal["none", "sqrt", "linear"], _NO_JOINTLY] = "none"
     # epochs after which a new stage begins and, with --lr-schedule step, the learning rate falls;
     # unset: 4/7 and 6/7 of the run
     lr_milestones: tuple[int, ...] | None = None
-    # factor on the learning rate at each milestone, with --lr-schedule step
+    # with --lr-schedule step: factor on the learning rate at each milestone
     lr_gamma: Annotated[Positive, Needs(lr_schedule="step", new=True)] = 0.2
-    # epochs of linear rise from lr/100; unset: a tenth of the run, at most 2
+    # epochs in which the learning rate rises linearly from lr/100 to lr; unset: a tenth of the run,
+    # at most 2
     warmup_epochs: Amount | None = None
-    # when workers clear their optimizer's state: never, when a stage or resolution begins (stage),
-    # or before every round (round)
+    # when workers reset their optimizer: never, when a stage or resolution begins (stage), or
+    # before each round (round)
     reset_momentum: Annotated[ResetMomentum, Excludes(push="gradients")] = "never"
 
     @property
@@ -265,20 +281,21 @@ class MachineConfig:
     """How a run or a study computes on its machine, and for how long."""
 
     # --- machine
-    # seed of everything random: split, order, weights, dropout
+    # seed of the split, order, weights and dropout
     seed: Annotated[int, Within(0, 2**63 - 1), Role.ORDER] = 0
-    # torch's threads; unset: this process's part of the cores, at most OMP_NUM_THREADS, unless the
-    # launcher itself set that to 1
+    # threads of torch in each process; unset: its part of the cores, at most OMP_NUM_THREADS,
+    # unless the launcher itself set that to 1
     cpu_threads: Annotated[int | None, Within(1, 1024), Role.NODE] = None
-    # precision of forward passes; auto: as accelerate launch says, else bf16 if the device computes
+    # precision of forward passes. auto: as accelerate launch says, else bf16 if the device computes
     # it natively, else no; no: float32, with TF32 in convolutions on CUDA
     mixed_precision: Annotated[
         Precision,
         Excludes(push="gradients", but=("no", "bf16"), why=", as loss scales of fp16 would differ"),
     ] = "auto"
-    # samples per step of evaluation; unset: 256, on CUDA four times the largest batch, up to 2,000
+    # batch size of evaluation; unset: 256, on CUDA four times the largest training batch, up to
+    # 2,000
     eval_batch_size: Annotated[Count | None, Role.FREE] = None
-    # minutes after which the run saves and stops with status 75, as after SIGTERM
+    # minutes after which the run saves and stops with status 75, as after SIGTERM; --resume goes on
     max_minutes: Annotated[Positive | None, Role.FREE] = None
 
 
@@ -294,17 +311,18 @@ class RunConfig(MachineConfig, TrainingConfig):
     checkpoint_every: Annotated[int | str, Role.FREE] = "10m"
     # number of newest checkpoints to keep; 0: one while the run lasts, none after it
     keep_checkpoints: Annotated[Number, Role.FREE] = 2
-    # run folder or checkpoint to resume; auto: --output-dir, if it has a run
+    # run folder or checkpoint to go on from; auto: --output-dir if it has a run, else a new run
     resume: Annotated[str | None, Role.FREE | Role.COMMAND] = None
-    # print the plan and its timeline, then stop
+    # print each worker's batch size and time, and stop before training
     plan_only: Annotated[bool, Role.FREE | Role.COMMAND] = False
-    # rounds that may be refused because loss or weights are not finite
+    # rounds that are left out because loss or weights are not finite before the run ends as
+    # diverged
     max_bad_rounds: Annotated[Number, Role.FREE] = 10
     # use torch.compile, and compile for all batch sizes before training
     compile: Annotated[
         bool, Excludes("balance", why=", which changes batch sizes: each would be compiled")
     ] = False
-    # new run folder; unset: runs/<dataset>-<model>-<time>
+    # folder of a new run; unset: runs/<dataset>-<model>-<time>
     output_dir: Annotated[str | None, Role.FREE | Role.COMMAND] = None
     # what a run found out, as its config.yaml has it; no flag
     found: Annotated[Mapping[str, Any], Role.FREE | Role.COMMAND | Role.NODE] = field(

@@ -31,8 +31,8 @@ class AverageSettings(RunConfig):
     """Whether the weights are averaged."""
 
     # --- model
-    # decay per epoch of averaged weights, say 0.8; averaged and raw weights are both evaluated; 0:
-    # off
+    # decay per epoch of an exponential moving average (EMA) of the weights, such as 0.8; averaged
+    # and raw weights are both evaluated; 0: off
     ema_decay: Annotated[float, Within(0, 1, open_high=True)] = 0.0
 
 

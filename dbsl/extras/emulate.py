@@ -34,11 +34,13 @@ class EmulateSettings(RunConfig):
     """Machines made slower than they are, and a network between simulated workers."""
 
     # --- emulation of uneven machines
-    # factor on a worker's compute time as worker:factor, say 0:2.0,3:1.5
+    # make workers slower than their machines: 0:2.0,3:1.5 has worker 0 take 2 times and worker 3
+    # take 1.5 times as long for a step
     slowdown: tuple[str, ...] | None = None
-    # more, as name=value: disturb=0.1:4-20 (slow spells as probability:epochs[:factor]) noise=0.1
-    # (relative standard deviation of a simulated round's time) gbps=1 (Gbit/s between simulated
-    # workers, in each direction; else exchanges take no time) ms=0.1 (a message's delay with it)
+    # more to emulate, as name=value. disturb=0.1:4-20: in each epoch a worker turns slow with
+    # probability 0.1, for 4 to 20 epochs (2 times; with disturb=0.1:4-20:3 3 times). Of simulated
+    # workers: noise=0.1 (relative standard deviation of a round's time) gbps=1 (Gbit/s of their
+    # links; else exchanges take no time) ms=0.1 (a message's delay, with gbps)
     emulate: tuple[str, ...] = field(default=(), metadata=PAIRS)
 
 

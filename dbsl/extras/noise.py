@@ -81,7 +81,7 @@ class NoiseSettings(RunConfig):
     """Whether the noise scale is estimated."""
 
     # --- run
-    # estimate the batch size worth having; costs below 2 % of the time
+    # estimate from gradients which batch size is worth having; costs below 2 % of the time
     noise_scale: Annotated[bool, Role.FREE] = True
 
 

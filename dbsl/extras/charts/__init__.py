@@ -47,7 +47,7 @@ class ChartSettings(RunConfig):
 
     # --- run
     # comma-separated trackers that Accelerate knows and that are installed (wandb, tensorboard,
-    # trackio, mlflow, comet_ml, aim, clearml, dvclive, swanlab), all of those, or none; wandb works
+    # trackio, mlflow, comet_ml, aim, clearml, dvclive, swanlab), or all, or none; wandb works
     # offline without a login or a network
     report_to: Annotated[str, Role.FREE] = "wandb"
 

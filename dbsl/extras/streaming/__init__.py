@@ -39,10 +39,10 @@ class StreamSettings(ImageConfig):
     """Whether data are read in row groups as they are needed."""
 
     # --- data
-    # GiB of disk cache for parquet shards (a folder, a URL or a hub id) that may be larger than the
-    # disk; unset: no cache
+    # GiB of the disk cache through which parquet shards (a folder, a URL or a hub id) that exceed
+    # the disk are read; unset: none
     cache_gib: Annotated[float | None, Within(0, open_low=True), Role.ORDER] = None
-    # images shuffled together, with --cache-gib; more mix better and need a larger cache
+    # with --cache-gib: images shuffled together; more mix better and need a larger cache
     shuffle_block: Annotated[int, Within(1), Role.ORDER, Needs("cache_gib")] = 8192
 
 
