@@ -20,7 +20,7 @@ from dbsl.profile.memory import GIB, MemoryModel, confirm_batch, give_back, room
 from dbsl.profile.timing import fit_profile, profile_memory, profile_steps
 from dbsl.run.times import _reserve_bytes, largest_auto_batch, make_profiler
 from dbsl.tools import profile as command
-from tests.helpers import planned, refused, run
+from tests.helpers import TINY, planned, refused
 from train import Config
 
 SIZES = [31, 62, 125, 250, 500]
@@ -246,29 +246,6 @@ def test_other_steps_have_profiles_of_their_own(accelerator, model):
     assert len({cache_file(setup) for setup in setups}) == len(setups) == 8
 
 
-def test_a_run_measures_its_own_step(monkeypatch, tmp_path):
-    steps, losses = [], []
-
-    def fake(step, batch_sizes, **_):
-        steps.append(step)
-        losses.append(float(step._loss_of(torch.nn.Identity(), torch.ones(2), None)))
-        return fit_profile(step.resolution, batch_sizes, batch_sizes, [0.0] * len(batch_sizes))
-
-    def seven(model, x, labels, config):
-        return 7 * model(x).sum(), {}
-
-    monkeypatch.setattr("dbsl.profile.cache.profile_steps", fake)
-    monkeypatch.setattr(train, "loss_function", seven)
-
-    unknown = {"slope": None, "intercept": None, "train_samples": 200, "plan_only": True}
-    for seed, extra in enumerate(({"optimizer": "adamw"}, {"push": "gradients"})):
-        run(tmp_path, **unknown, **extra, seed=seed)
-    own, pushed = steps
-    assert isinstance(own._optimizer, torch.optim.AdamW)
-    assert losses == [14, 14]  # train.py's own loss
-    assert pushed._optimizer is None
-
-
 @pytest.mark.parametrize(
     ("settings", "processes", "copies", "states"),
     [
@@ -343,13 +320,12 @@ def test_processes_on_one_gpu_share_its_free_memory(monkeypatch, processes, gpus
 def test_what_measuring_took_of_a_gpu_is_given_back_before_training(accelerator, monkeypatch):
     emptied, given = [], []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-    for device, times in (("cpu", 0), ("cuda", 1)):
-        give_back(torch.device(device))
-        assert len(emptied) == times
+    give_back(torch.device("cpu"))
+    assert not emptied
+    give_back(torch.device("cuda"))
+    assert emptied
     monkeypatch.setattr("dbsl.run.times.give_back", given.append)
-    settings = {"train_samples": 60, "eval_samples": 20, "resolutions": (16,), "slope": (0.001,)}
-    config = Config(model="test_resnet", lr=0.1, intercept=(0.01,), **settings)
-    planned(config, accelerator)
+    planned(Config(**TINY | {"train_samples": 60}), accelerator)
     assert given == [accelerator.device]
 
 
@@ -365,16 +341,15 @@ def test_what_measuring_took_of_a_gpu_is_given_back_before_training(accelerator,
         RuntimeError("GET was unable to find an engine to execute this computation"),
     ],
 )
-def test_confirming_step_backs_off_until_it_fits(error, accelerator, model):
+def test_confirming_step_backs_off_until_it_fits(error):
     tried = []
 
-    def example(size, side):
+    def step(size):
         tried.append(size)
         if size > 90:
             raise error
-        return image_batch(size, side, 3, accelerator.device)
 
-    assert confirm_batch(step_of(model, accelerator, example=example), 100) == 90
+    assert confirm_batch(step, 100) == 90
     assert tried == [100, 95, 90]
 
 
@@ -464,30 +439,23 @@ def test_rough_times_are_not_kept_and_good_ones_serve_in_their_place(profiler):
 
 
 @pytest.mark.parametrize(
-    ("settings", "seconds"),
+    ("settings", "seconds", "steps"),
     [
-        ({"workers": 1, "small_workers": 0}, 3.0),
-        ({"workers": 1, "small_workers": 1}, 30.0),
-        ({"workers": 2, "small_workers": 0}, 30.0),
+        ({"workers": 1, "small_workers": 0}, 3.0, True),
+        ({"workers": 1, "small_workers": 1}, 30.0, True),
+        ({"workers": 2, "small_workers": 0, "push": "gradients"}, 30.0, False),
     ],
 )
-def test_one_worker_alone_measures_for_a_short_time(
-    accelerator, tmp_path, monkeypatch, model, settings, seconds
+def test_a_run_measures_its_own_step_and_one_worker_alone_for_a_short_time(
+    accelerator, model, settings, seconds, steps
 ):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    given = []
-
-    def fake(step, batch_sizes, *, seconds):
-        given.append(seconds)
-        return fit_profile(step.resolution, batch_sizes, batch_sizes, batch_sizes)
-
-    monkeypatch.setattr("dbsl.profile.cache.profile_steps", fake)
     config = Config(model="test_resnet", resolutions=(16,), **settings)
-    data = SimpleNamespace(num_classes=3, example=None)
+    data, loss_of = SimpleNamespace(num_classes=3, example=None), noting([])
     build = partial(train.build_optimizer, config=config)
-    make_profiler(config, model, data, accelerator, noting([]), build).profile(16, 64)
-    assert given == [seconds]
-    assert bool(list(tmp_path.rglob("*.json"))) == (seconds != 3.0)
+    own = make_profiler(config, model, data, accelerator, loss_of, build)
+    assert (own.seconds, own.rough) == (seconds, seconds == 3.0)
+    assert own.spec.loss_of is loss_of
+    assert own.spec.build_optimizer is (build if steps else None)
 
 
 def test_profile_of_another_device_or_without_the_resolution_is_refused(profiler, tmp_path):
