@@ -10,7 +10,7 @@ import numpy as np
 
 from dbsl.config.settings import RunConfig, steps_of_push
 from dbsl.plan.islands import Islands, split_inside
-from dbsl.plan.machines import KnownWorkers, bounded_split
+from dbsl.plan.machines import WorkerProfiles, bounded_split
 from dbsl.plan.sampler import (
     EpochSampler,
     Order,
@@ -35,7 +35,7 @@ class TurnSampler:
     rounds: int  # per epoch; where gradients are pushed, pushes
     least: int  # samples of a worker in a shorter global batch, unless it has none
     blocks: Order | None = None  # draws an epoch's order where data are read in groups
-    known: KnownWorkers | None = None
+    known: WorkerProfiles | None = None
     resolution_at: Callable[[int], int] = lambda epoch: 0
     place: int | None = None
 

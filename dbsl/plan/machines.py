@@ -27,7 +27,7 @@ _LOWEST = 1e-3
 
 
 @dataclass(frozen=True)
-class KnownWorkers:
+class WorkerProfiles:
     """What the workers can do, by resolution, one entry per worker."""
 
     models: dict[int, TimeModel]  # slope, intercept and floor are arrays [n]

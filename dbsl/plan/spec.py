@@ -14,7 +14,7 @@ import numpy as np
 from dbsl.base.errors import SettingError, require
 from dbsl.config.settings import RunConfig, takes_joint_steps
 from dbsl.plan.machines import (
-    KnownWorkers,
+    WorkerProfiles,
     balanced_sizes,
     bounded_split,
     check_global_batch,
@@ -45,7 +45,7 @@ class PlanSpec:
 
 
 def specs_of(
-    config: RunConfig, known: KnownWorkers, samples: int, least: int
+    config: RunConfig, known: WorkerProfiles, samples: int, least: int
 ) -> dict[int, PlanSpec]:
     """Return what a run asks of its plans, by resolution.
 

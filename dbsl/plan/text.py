@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from dbsl.base.errors import duration, plural, px
-from dbsl.plan.machines import KnownWorkers
+from dbsl.plan.machines import WorkerProfiles
 from dbsl.plan.stages import Stage
 from dbsl.plan.types import Plan, WorkerPlan
 
@@ -151,7 +151,7 @@ def format_run(
     return "\n".join(lines)
 
 
-def with_notes(plan: Plan, known: KnownWorkers, resolution: int) -> Plan:
+def with_notes(plan: Plan, known: WorkerProfiles, resolution: int) -> Plan:
     """Return a resolution's plan with notes on micro-batches, and on batches beyond memory."""
     unknown = [None] * len(plan.workers)
     micro = (known.micro_batch_sizes or {}).get(resolution, unknown)

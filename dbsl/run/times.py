@@ -26,7 +26,7 @@ from dbsl.loss import LossFunction, LossOf, bind_loss, check_loss, digest_of, no
 from dbsl.model import check_model
 from dbsl.optimizer import BuildOptimizer, check_parameters, join_optimizers
 from dbsl.plan.islands import Islands
-from dbsl.plan.machines import KnownWorkers
+from dbsl.plan.machines import WorkerProfiles
 from dbsl.plan.sampler import Order
 from dbsl.plan.types import TimeModel
 from dbsl.profile.cache import Profiler
@@ -53,7 +53,7 @@ class Times:
     """What plans are made from."""
 
     config: RunConfig  # with what was measured filled in
-    known: KnownWorkers  # step times and bounds on batches, by resolution and worker
+    known: WorkerProfiles  # step times and bounds on batches, by resolution and worker
     samples: int  # of an epoch
     least: int = 1  # fewest samples that the model trains on
     blocks: Order | None = None  # draws an epoch's order where data are read in groups
@@ -93,7 +93,7 @@ def step_times(
     must += "joint steps (requires_grad_(False) freezes others)"
     require(not (joint and unused), must, f"no gradient of {', '.join(unused[:1])}")
     check_rank(wire_of(config), trained_shapes(model), config.wire)
-    known, config = know_workers(config, model, data, accelerator, loss_of, build, least)
+    known, config = profile_workers(config, model, data, accelerator, loss_of, build, least)
     give_back(accelerator.device)  # what measuring took
     blocks = getattr(data.train, "blocks", None)  # your own data may not know of them
     return Times(config, known, len(data.train), least, blocks)
@@ -126,7 +126,7 @@ def _check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
     require(len(data.train) >= needed, f"{must}{plural(rounds, 'round')} an epoch{why}", got)
 
 
-def know_workers(
+def profile_workers(
     config: RunConfig,
     model: nn.Module,
     data: TrainingData,
@@ -134,7 +134,7 @@ def know_workers(
     loss_of: LossOf,
     build_optimizer: BuildOptimizer,
     least: int = 1,  # samples that the model trains on
-) -> tuple[KnownWorkers, RunConfig]:
+) -> tuple[WorkerProfiles, RunConfig]:
     """Return what the workers can do, measuring what is not given, and the config with it."""
     on_cuda = accelerator.device.type == "cuda"
     if not on_cuda:  # whose memory is not measured: the usual batch, and the whole of it at once
@@ -176,7 +176,7 @@ def know_workers(
     def by_resolution(rows: Sequence | None) -> dict | None:
         return rows and dict(zip(config.resolutions, rows, strict=True))
 
-    known = KnownWorkers(
+    known = WorkerProfiles(
         models=by_resolution([islands.join(one) for one in models]),
         processes=by_resolution(models) if islands.several else None,
         large_batch_sizes=by_resolution(large),
@@ -217,7 +217,7 @@ def _given_models(config: RunConfig) -> list[TimeModel]:
     return [TimeModel(*map(np.array, rows)) for rows in zip(*columns, strict=True)]
 
 
-def _with_known(config: RunConfig, known: KnownWorkers) -> RunConfig:
+def _with_known(config: RunConfig, known: WorkerProfiles) -> RunConfig:
     joint, large = takes_joint_steps(config), known.large_batch_sizes
     if joint and config.global_batch_size is not None:
         large = known.limits or large  # there it says what a worker can hold

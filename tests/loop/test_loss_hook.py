@@ -240,7 +240,7 @@ def test_settling_the_names_leaves_weights_statistics_and_random_streams(tmp_pat
         drawn.append((torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()))  # noqa: NPY002
         return 1 / 0 if len(drawn) == 2 else model
 
-    monkeypatch.setattr("dbsl.run.times.know_workers", noted)
+    monkeypatch.setattr("dbsl.run.times.profile_workers", noted)
     with pytest.raises(ZeroDivisionError):
         run(tmp_path / "run", noisy, noted)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

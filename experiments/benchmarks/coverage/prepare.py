@@ -10,7 +10,7 @@ from torch import nn
 
 from dbsl.optimizer import create_optimizer
 from dbsl.plan.islands import Islands
-from dbsl.plan.machines import KnownWorkers
+from dbsl.plan.machines import WorkerProfiles
 from dbsl.plan.stages import Stages
 from dbsl.plan.types import TimeModel
 from dbsl.run.connect import connect
@@ -54,7 +54,7 @@ def prepare(case: Case) -> SimpleNamespace:
         for r in resolutions
     }
     # Where all are equal, a batch and a share of a round for each is known to fit.
-    known = KnownWorkers(
+    known = WorkerProfiles(
         models={r: islands.join(one) for r, one in models.items()},
         processes=models if islands.several else None,
         large_batch_sizes=dict.fromkeys(resolutions, case.large),

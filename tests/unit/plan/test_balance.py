@@ -11,7 +11,7 @@ from dbsl.config.fields import word_of
 from dbsl.config.settings import RunConfig
 from dbsl.plan.batches import TurnSampler
 from dbsl.plan.follow import Planner
-from dbsl.plan.machines import KnownWorkers, SpeedEstimate
+from dbsl.plan.machines import SpeedEstimate, WorkerProfiles
 from dbsl.plan.members import Members
 from dbsl.plan.spec import make_plan, specs_of
 from dbsl.plan.types import RoundReport, TimeModel
@@ -26,7 +26,7 @@ def planner_of(config, samples, large):
     """Return the planner of a run at 8 px whose workers are as planned."""
     workers, rounds = config.workers, config.rounds_per_epoch
     models = {8: TimeModel.of(PLANNED, workers)}
-    known = KnownWorkers(models, {8: [large] * workers}, measured=False)
+    known = WorkerProfiles(models, {8: [large] * workers}, measured=False)
     specs = specs_of(config, known, samples, 1)
     how = {"balance": word_of(config.balance), "every": config.balance_every or rounds}
     how |= {"members": Members(workers, rounds), "sampler": TurnSampler(config, samples, rounds, 1)}
@@ -85,7 +85,7 @@ def test_the_first_plan_of_joint_steps_keeps_the_smallest_batch(least, sizes):
     steps = {"sync": "step", "global_batch_size": 64, "min_batch_size": least}
     config = RunConfig(workers=2, resolutions=(8,), **steps)
     models = {8: TimeModel(np.array([1e-3, 2e-2]), np.full(2, 1e-2), np.zeros(2))}
-    known = KnownWorkers(models, {8: [64] * 2}, measured=False)
+    known = WorkerProfiles(models, {8: [64] * 2}, measured=False)
     plan = make_plan(specs_of(config, known, SAMPLES, 1)[8], models[8])
     assert [worker.local_batch_size for worker in plan.workers] == sizes
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dbsl.base.errors import EXIT_UNREAD
 from dbsl.config.parse import yaml_to_argv
 from dbsl.config.settings import RunConfig
-from dbsl.plan.machines import KnownWorkers, largest_remainder
+from dbsl.plan.machines import WorkerProfiles, largest_remainder
 from dbsl.plan.solve import PlanRules, TimeModel, merge_weights, plan_dual_batch
 from dbsl.plan.spec import make_plan, specs_of
 from dbsl.run.plans import count_workers
@@ -281,7 +281,7 @@ def test_measured_model_without_a_plan_falls_back_to_an_eighth_or_the_least_and_
     large, intercept, least, batch, why
 ):
     models = {8: TimeModel.of(TimeModel(0.01, intercept), 4)}
-    known = KnownWorkers(models, {8: [large] * 4}, measured=True)
+    known = WorkerProfiles(models, {8: [large] * 4}, measured=True)
     config = RunConfig(workers=4, small_workers=1, resolutions=(8,), min_batch_size=least)
     plan = make_plan(specs_of(config, known, 8000, 1)[8], models[8])
     # Of a run that repeats this one they are given.

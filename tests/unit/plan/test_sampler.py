@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 import dbsl.plan.sampler
 from dbsl.config.settings import RunConfig
 from dbsl.plan.batches import TurnSampler
-from dbsl.plan.machines import KnownWorkers
+from dbsl.plan.machines import WorkerProfiles
 from dbsl.plan.sampler import EpochSampler, Part, _permutation, micro_parts
 from dbsl.plan.solve import PlanRules, plan_dual_batch, plan_steps
 from dbsl.plan.types import TimeModel
@@ -33,7 +33,7 @@ def test_micro_batches_have_every_sample_once_and_weights_that_sum_to_the_parts(
 @given(st.integers(1, 4), st.none() | st.integers(1, 9), st.booleans())
 def test_the_batches_of_all_turns_have_each_sample_of_an_epoch_once(rounds, most, joint):
     micro = most and {8: [most] * 3}
-    known = KnownWorkers({}, {}, measured=False, micro_batch_sizes=micro)
+    known = WorkerProfiles({}, {}, measured=False, micro_batch_sizes=micro)
     options = {"sync": "step" if joint else "bsp", "rounds_per_epoch": rounds}
     draws = {"known": known, "resolution_at": lambda epoch: 8}
     config = RunConfig(workers=3, resolutions=(8,), **options)

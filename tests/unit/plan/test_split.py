@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dbsl.config.settings import RunConfig
 from dbsl.plan.machines import (
-    KnownWorkers,
+    WorkerProfiles,
     balanced_sizes,
     bounded_split,
     split_batch,
@@ -164,7 +164,7 @@ def test_a_plan_of_joint_steps_counts_what_the_sampler_gives():
 )
 def test_sizes_that_make_no_step_are_refused(settings, message):
     config = RunConfig(workers=3, resolutions=(8,), sync="step", **settings)
-    known = KnownWorkers({}, {8: [8] * 3}, measured=False)
+    known = WorkerProfiles({}, {8: [8] * 3}, measured=False)
     with pytest.raises(ValueError, match=message):
         specs_of(config, known, 103, 1)
     with pytest.raises(ValueError, match="local_batch_sizes must be at least 1, got 0"):
@@ -175,7 +175,7 @@ def test_sizes_that_make_no_step_are_refused(settings, message):
 def test_other_proportions_never_drift_or_empty_a_part(proportions, rounds):
     limits = np.full(3, 20)
     models, active = TimeModel.of(MODELS, 3), range(3)
-    known = KnownWorkers({8: models}, {8: [8] * 3}, False, {8: limits})
+    known = WorkerProfiles({8: models}, {8: [8] * 3}, False, {8: limits})
     options = {"workers": 3, "resolutions": (8,), "min_batch_size": 1, "rounds_per_epoch": rounds}
 
     def resized(plan, **more):
@@ -194,7 +194,7 @@ def test_other_proportions_never_drift_or_empty_a_part(proportions, rounds):
 
 def test_no_part_of_a_new_plan_is_above_what_its_worker_can_hold():
     models, limits = TimeModel.of(TimeModel(0.001, 0.01), 4), np.array([4, 60, 60, 60])
-    known = KnownWorkers({8: models}, {8: [60] * 4}, False, {8: limits})
+    known = WorkerProfiles({8: models}, {8: [60] * 4}, False, {8: limits})
     how = {"workers": 4, "resolutions": (8,), "sync": "step", "global_batch_size": 64}
     spec = specs_of(RunConfig(**how, min_batch_size=8), known, 1000, least=1)[8]
     plan = make_plan(spec, models)

@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 from dbsl.checkpoint.checkpoint import Checkpoint
 from dbsl.config.settings import RunConfig
 from dbsl.data.sources import TensorData
-from dbsl.plan.machines import KnownWorkers
+from dbsl.plan.machines import WorkerProfiles
 from dbsl.plan.stages import Stages
 from dbsl.plan.types import TimeModel
 from dbsl.run.plans import Plans
@@ -35,7 +35,7 @@ def train(folder, accelerator, epochs, sync="bsp"):
     )
     stages = Stages(config, data.resolutions)
     times = TimeModel.of([TimeModel(slope, 0.01) for slope in SLOPES], 2)
-    known = KnownWorkers({0: times}, {0: list(SIZES)}, measured=False)
+    known = WorkerProfiles({0: times}, {0: list(SIZES)}, measured=False)
     plans = Plans(Times(stages.config, known, SAMPLES), stages, accelerator)
     build = lambda model: torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)  # noqa: E731
     workers = Workers(plans, accelerator, model, data, loss_function, build)

@@ -101,7 +101,7 @@ def test_ctrl_c_while_measuring_is_one_line_and_leaves_nothing(tmp_path, monkeyp
         assert (tmp_path / "run").exists()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dbsl.run.times.know_workers", interrupt)
+    monkeypatch.setattr("dbsl.run.times.profile_workers", interrupt)
     with pytest.raises(SystemExit) as ended, one_line_errors():
         run(tmp_path / "run")
     assert ended.value.code == 130

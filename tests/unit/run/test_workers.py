@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dbsl.config.settings import RunConfig
-from dbsl.run.times import Measurements, know_workers, largest_auto_batch
+from dbsl.run.times import Measurements, largest_auto_batch, profile_workers
 from tests.helpers import run
 
 CPU, GPU = (SimpleNamespace(num_processes=1, device=torch.device(d)) for d in ("cpu", "cuda"))
@@ -37,7 +37,7 @@ def test_a_batch_that_cannot_be_is_refused_before_anything_is_measured(settings,
     config = RunConfig(**{"large_batch_size": (4096,)} | settings)
     data = SimpleNamespace(train=range(200), unit="image")
     with pytest.raises(ValueError, match=message):  # without a model nothing can be measured
-        know_workers(config, None, data, CPU, None, None, least=2)
+        profile_workers(config, None, data, CPU, None, None, least=2)
 
 
 def test_a_joint_batch_is_held_to_memory_and_not_to_the_steps_that_a_round_should_have(monkeypatch):
@@ -62,7 +62,7 @@ def test_a_joint_batch_is_held_to_memory_and_not_to_the_steps_that_a_round_shoul
         ({"large_batch_size": None, "micro_batch_size": "auto"}, 32),
     ):
         config = RunConfig(**given | more)
-        known, config = know_workers(config, None, data, GPU, None, None)
+        known, config = profile_workers(config, None, data, GPU, None, None)
         assert asked.pop() == at_most
         if more.get("micro_batch_size"):
             assert (known.micro_batch_sizes, config.micro_batch_size) == ({16: [32, 32]}, (32,))
@@ -75,7 +75,7 @@ def test_a_joint_batch_is_held_to_memory_and_not_to_the_steps_that_a_round_shoul
 def test_a_resolution_without_an_epoch_is_told_and_measured_for_a_later_resume(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("dbsl.run.times.know_workers", lambda *_: 1 / 0)
+    monkeypatch.setattr("dbsl.run.times.profile_workers", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(tmp_path / "run", resolutions=(8, 16), epochs=1, slope=None, intercept=None)
     told = "no epoch is at 8 px: every learning-rate stage is shorter than 2 epochs"
