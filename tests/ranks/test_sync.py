@@ -409,21 +409,3 @@ def test_with_a_launch_for_each_process_the_others_outlive_one_that_dies(tmp_pat
             launch.kill()
             launch.wait()
             launch.stdout.close()
-
-
-def narrow_rank(rank, wire):
-    weights, cluster, plan = make(rank, "bsp", 4, wire=wire)
-    weights.vector.fill_(1000.0)  # of which bf16 would lose changes below 4
-    if cluster.server is not None:
-        cluster.server.snapshot().fill_(1000.0)
-    train(cluster, plan, lambda turn: weights.vector.add_(1.0 + turn.workers[0]))
-    return cluster.server.snapshot().tolist() if cluster.server else None
-
-
-def test_a_narrow_wire_carries_changes_that_it_would_lose_of_the_weights(run_ranks):
-    wide, narrow = (
-        torch.tensor(run_ranks(narrow_rank, wire)[0], dtype=torch.float64)
-        for wire in ("float32", "bf16")
-    )
-    assert (wide > 1002).all()
-    torch.testing.assert_close(narrow - 1000, wide - 1000, rtol=2**-7, atol=0)

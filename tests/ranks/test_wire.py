@@ -11,7 +11,7 @@ import torch.distributed as dist
 import dbsl.cluster.wire
 from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.cluster import Cluster
-from dbsl.cluster.wire import Answer, Channel, Kind, encode, hear, read_report, tell
+from dbsl.cluster.wire import Channel, encode, read_report
 from dbsl.plan.follow import Planner
 from dbsl.plan.members import Members
 from dbsl.plan.solve import plan_dual_batch, plan_steps
@@ -74,19 +74,6 @@ def test_all_ranks_take_the_server_ranks_plan_and_see_each_report(run_ranks):
         assert seen == [[30, 10]] * 6 + [145]
         assert reports == expected
         assert of_one == expected[1:]
-
-
-def talk(rank):
-    pair = dist.new_group([0, 1], backend="gloo")
-    if rank:
-        tell(pair, Answer.STOPPED)
-        return tell(pair, Kind.PUSH, encode(REPORT))
-    return hear(pair, Answer), hear(pair, Kind)
-
-
-def test_messages_come_with_their_text(run_ranks):
-    heard, _ = run_ranks(talk)
-    assert heard == ((Answer.STOPPED, ""), (Kind.PUSH, encode(REPORT)))
 
 
 def killed(rank):

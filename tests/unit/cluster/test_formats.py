@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dbsl.cluster import formats
-from dbsl.cluster.formats import BLOCK, RoundedSum, Rounding, decode, encode, message_bytes
+from dbsl.cluster.formats import BLOCK, Rounding, decode, encode, message_bytes
 from dbsl.cluster.weights import FlatWeights
 
 FORMATS = ("bf16", "int8", "int4", "int2")
@@ -67,43 +67,12 @@ def test_what_is_sent_and_what_is_left_come_to_the_sum_of_what_there_was(wire):
     torch.testing.assert_close(sent + rounding.left, total, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("feeds_back", [True, False])
-def test_small_changes_arrive_late_and_without_what_was_left_never(feeds_back):
-    change = torch.full((1, BLOCK), 0.01)
-    change[0, 0] = 1.0  # which an int4 of a hundredth is 0 beside
-    rounding, sent = Rounding("int4"), torch.zeros(1, BLOCK)
-    for _ in range(100):
-        sent += rounded(rounding, change)
-        if not feeds_back:
-            rounding.left = None
-    assert sent[0, 0] == pytest.approx(100, rel=0.01)
-    expected = pytest.approx(1.0, abs=0.15) if feeds_back else 0.0
-    assert sent[0, 1].item() == expected
-
-
 def test_matrices_and_the_rest_of_a_vector_make_it_again(weights):
     matrices, rest = weights.split(weights.vector)
     sizes = [t.numel() for t in weights.tensors if t.dim() > 1]
     assert len(matrices) == sum(-(-size // 64) * 64 for size in sizes)
     assert len(rest) == weights.rest == len(weights.vector) - len(matrices)
     assert torch.equal(weights.join(matrices, rest), weights.vector)
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-def test_workers_changes_sum_to_what_is_applied_and_left_also_where_one_has_none(weights, workers):
-    add, applied, total = RoundedSum("int2", weights, simulated=workers), 0.0, 0.0
-    length = len(weights.vector)
-    for number in range(50):
-        changes = [
-            normal(length, seed=10 * number + w) * 0.1 ** (number % 3) * ((number, w) != (7, 1))
-            for w in range(workers)
-        ]
-        applied, total = applied + add(*changes), total + sum(changes)
-    left = sum(row[0] for row in add.state_dict() if row is not None)
-    matrices, rest = weights.split(applied)
-    expected, expected_rest = weights.split(total)
-    torch.testing.assert_close(matrices + left[: len(matrices)], expected, rtol=1e-6, atol=1e-4)
-    torch.testing.assert_close(rest, expected_rest, rtol=1e-6, atol=1e-4)
 
 
 def test_bytes_count_scales_and_what_stays_whole():
