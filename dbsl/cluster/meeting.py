@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsl.base.errors import SettingError
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.formats import RoundedSum
 from dbsl.cluster.merges import Delta
@@ -300,15 +299,11 @@ class BarrierCluster(Cluster):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._has_global = state["has_global"]
-        if self._pulled is not None and state["pulled"] is None:
-            must = "wire and merge must stay as they were in the middle of a round"
-            given = "merge delta" if self._at_server or self._delta else f"wire {self.wire}"
-            raise SettingError(f"{must}, got {given}")
         if self._pulled is not None:
             self._pulled.copy_(state["pulled"])
-        if self._rounded is not None and state["rounded"] is not None:
+        if self._rounded is not None:
             self._rounded.load_state_dict(state["rounded"])
-        if self._delta is not None and state["delta"] is not None:
+        if self._delta is not None:
             self._delta.load_state_dict(state["delta"])
 
     def take_over(self, start: Handover) -> None:

@@ -194,9 +194,6 @@ class ServingCluster(MemberCluster):
         self._changed = threading.Condition()  # guards the server; a thread may hold it twice
         self._failure: Exception | None = None
         self._served = set(pairs)  # ranks that have not left, and are not lost
-        self._pushed = self.outgoing  # in host memory, which a GPU copies to faster if it is pinned
-        if self.outgoing.is_cuda:
-            self._pushed = torch.empty_like(self.outgoing, device="cpu", pin_memory=True)
         self._threads = [self._thread_for(rank, pair) for rank, pair in pairs.items()]
 
     # --- this process's turns
@@ -240,7 +237,7 @@ class ServingCluster(MemberCluster):
             self._end(self._ending)
 
     def _hand_over(self, report: RoundReport) -> bool:
-        self._merge(self._pushed.copy_(self.outgoing), report)
+        self._merge(self.outgoing.cpu(), report)  # where the server has its weights
         return report.refused
 
     @property

@@ -53,8 +53,6 @@ class FlatWeights:
         self._matrices = [
             isinstance(tensor, nn.Parameter) and tensor.dim() > 1 for tensor in tensors
         ]
-        # Numbers of `vector` that are in no matrix.
-        self.rest = sum(n for n, m in zip(self._lengths, self._matrices, strict=True) if not m)
         with torch.no_grad():
             for tensor, view in _views(self.vector, tensors):
                 view.copy_(tensor)
@@ -115,7 +113,7 @@ class FlatWeights:
         return values.repeat_interleave(torch.tensor(self._lengths, device=values.device))
 
     def split(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of a vector's matrices, in a row, and of what else it has, `rest`."""
+        """Return copies of a vector's matrices, in a row, and of the rest."""
         kinds: tuple[list[Tensor], ...] = ([vector[:0]], [vector[:0]])
         for piece, matrix in zip(vector.split(self._lengths), self._matrices, strict=True):
             kinds[not matrix].append(piece)

@@ -71,7 +71,7 @@ def test_matrices_and_the_rest_of_a_vector_make_it_again(weights):
     matrices, rest = weights.split(weights.vector)
     sizes = [t.numel() for t in weights.tensors if t.dim() > 1]
     assert len(matrices) == sum(-(-size // 64) * 64 for size in sizes)
-    assert len(rest) == weights.rest == len(weights.vector) - len(matrices)
+    assert len(rest) == len(weights.vector) - len(matrices)
     assert torch.equal(weights.join(matrices, rest), weights.vector)
 
 
