@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,15 +21,14 @@ if TYPE_CHECKING:
 def check_output(setting: str, path: Path) -> None:
     """Raise ``SettingError`` unless a file can be written there; folders above it may be made."""
     replaced = path.is_file() or not path.exists()  # no folder, device or pipe
-    if not (path.name and replaced and can_write(path)):
-        must = f"{setting} must be a file in a folder that can be written"
-        raise SettingError(f"{must}, got {str(path) if path.name else 'none'}")
+    must = f"{setting} must be a file in a folder that can be written"
+    require(path.name and replaced and can_write(path), must, path if path.name else "none")
 
 
 def check_folder(setting: str, path: Path) -> None:
     """Raise ``SettingError`` unless files can be written in a folder, which may be made."""
-    if (path.exists() and not path.is_dir()) or not can_write(path / "file"):
-        raise SettingError(f"{setting} must be a folder that can be written, got {path}")
+    ok = (path.is_dir() or not path.exists()) and can_write(path / "file")
+    require(ok, f"{setting} must be a folder that can be written", path)
 
 
 def can_write(path: Path) -> bool:

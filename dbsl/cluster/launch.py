@@ -83,7 +83,7 @@ def _meet(timeout_s: float) -> dist.Store | None:
                 raise SyncError(f"{counted} within {timeout_s:g} s (--worker-timeout)")
             if waited_s > _QUIET_S and not told:
                 told = True
-                _tell(f"{counted}; waiting for the others")
+                print(f"{counted}; waiting for the others", file=sys.stderr, flush=True)
             time.sleep(_LOOK_S)
     except SyncError:
         raise
@@ -97,27 +97,18 @@ def _meet(timeout_s: float) -> dist.Store | None:
 def _open_store(address: str, port: int, rank: int, timeout_s: float) -> dist.Store:
     """Return a connection with the launcher's store, which rank 0 serves where no launcher does."""
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    end, where = time.monotonic() + timeout_s, f"{address}:{port}"
-    while True:
-        left_s = end - time.monotonic()
-        patience = timedelta(seconds=max(0.1, min(left_s, _QUIET_S)))
-        # Many tenants: the process group's store has the same server.
-        options = {"is_master": serves, "wait_for_workers": False, "multi_tenant": True}
-        try:
-            return connect(address, port, timeout=patience, **options)
-        except RuntimeError as error:
-            if serves:
-                raise SyncError(f"rank 0 cannot listen at {where}: {reason_of(error)}") from error
-            if left_s <= _QUIET_S:
-                raise SyncError(
-                    f"nothing answers at {where}, where rank 0 was to be within {timeout_s:g} s "
-                    "(--worker-timeout)"
-                ) from error
-            _tell(f"rank {rank} waits for rank 0 at {where}")
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    where, patience = f"{address}:{port}", timedelta(seconds=timeout_s)
+    # Many tenants: the process group's store has the same server.
+    options = {"is_master": serves, "wait_for_workers": False, "multi_tenant": True}
+    try:
+        return connect(address, port, timeout=patience, **options)
+    except RuntimeError as error:
+        if serves:
+            raise SyncError(f"rank 0 cannot listen at {where}: {reason_of(error)}") from error
+        raise SyncError(
+            f"nothing answers at {where}, where rank 0 was to be within {timeout_s:g} s "
+            "(--worker-timeout)"
+        ) from error
 
 
 def chosen_backend() -> str | None:

@@ -54,19 +54,19 @@ class ComputeTimer:
     def running(self, workers: tuple[int, ...]) -> Iterator[None]:
         """Count what happens inside as computation of each of these workers.
 
-        If `mark` was called inside, what came after its last call does not count.
+        If `mark` was called inside, what came after it does not count.
         """
         self._workers, self._start, self._end = workers, self._now(), None
         yield
         if self._end is None:
-            self.mark(last=True)
+            self.mark()
         for worker in workers:
             self._spans[worker].append((self._start, self._end))
 
-    def mark(self, *, last: bool) -> None:
-        """Note that the computation may end here; `last`: it does, only waiting follows."""
+    def mark(self) -> None:
+        """Note that the computation ends here, and only waiting follows."""
         self._end = self._now()
-        for worker in self._workers if last and self._machine else ():
+        for worker in self._workers if self._machine else ():
             extra = self._machine.factor(worker, self.epoch) - 1.0
             if extra > 0:
                 if self._cuda:
@@ -415,9 +415,8 @@ class DistributedSteps(Stepper):
     # Without annotations: DDP compares them with types, and here they would be strings.
     def _exchange(self, _, bucket):
         self._exchanged = True
-        if self._warm:
-            # After the last only waiting for the others follows.
-            self.timer.mark(last=bucket.is_last())
+        if self._warm and bucket.is_last():
+            self.timer.mark()
         if self._warm and self._low_rank is not None:
             found = dict(zip(map(id, bucket.parameters()), bucket.gradients(), strict=True))
             trained = (id(p) for p in self._raw.parameters() if p.requires_grad)

@@ -117,18 +117,6 @@ def test_a_round_waits_once_copies_the_weights_seldom_and_adds_few_operators_to_
         assert a_step <= parts * (bare + 35)
 
 
-def test_the_benchmark_of_operators_counts_those_of_a_step_and_views_apart():
-    found = operators.count("test_resnet", 16, "no", "digits")
-    model = build_model("test_resnet", 10, (16,))
-    convolutions = sum(isinstance(module, torch.nn.Conv2d) for module in model.modules())
-    a_step = {name: n / operators.STEPS for name, n in found.computing.items()}
-    assert a_step["convolution"] == a_step["convolution_backward"] == convolutions
-    assert a_step["_fused_sgd_"] <= 2  # groups with and without weight decay
-    assert not {"detach", "view", "t", "empty_like"} & set(found.computing)
-    bare = bare_step().computing.total()
-    assert bare <= sum(a_step.values()) <= bare + 35
-
-
 def test_each_step_line_waits_once_more(tmp_path, monkeypatch):
     found = count_rounds(tmp_path, monkeypatch, 2, log_every=1)
     assert [count.waits for count in found] == [1 + 2] * WORKERS

@@ -168,18 +168,6 @@ def test_leader_waits_once_it_is_ahead_by_more_than_the_bound(bound, allowed):
     assert s.may_start(1)  # the slowest never waits
 
 
-def test_epoch_ends_when_the_slowest_worker_pushed_its_last_round():
-    s = server(ratio, rounds_per_epoch=2)
-    pushes(s, 0, 0, 0, 1, numbers=(1.0, 1.0))
-    assert not s.finished
-    pushes(s, 1, numbers=(1.0, 1.0))
-    end = s.finished.popleft()
-    assert end.epoch == 0
-    before = end.weights.clone()
-    pushes(s, 0)
-    assert torch.equal(end.weights, before)  # the weights of that moment
-
-
 def refused(worker, round_=0):
     return replace(report(worker, round_=round_), refused=True)
 

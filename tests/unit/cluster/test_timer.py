@@ -33,13 +33,10 @@ def test_what_is_computed_counts_up_to_the_last_mark_and_reading_starts_at_0(tim
     timer = ComputeTimer(CPU)
     for marked in (False, True):
         with timer.running((0, 1)):  # workers share what one process does for all
-            timer.mark(last=False)
             time.sleep(2.0)
             if marked:
-                timer.mark(last=True)
+                timer.mark()
                 time.sleep(20.0)  # the exchange of gradients
-            else:
-                timer.mark(last=False)
         time.sleep(5.0)  # waiting for others
     assert timer.take_seconds(0) == timer.take_seconds(1) == 4.0
     assert timer.take_seconds(0) == 0.0
@@ -53,6 +50,6 @@ def test_a_slowed_worker_takes_as_much_longer_as_it_should(time, marked):
         with timer.running((worker,)):
             time.sleep(3.0)
             if marked:
-                timer.mark(last=True)
+                timer.mark()
         assert timer.take_seconds(worker) == expected
         assert time.now - began == expected  # the process really waits
