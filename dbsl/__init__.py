@@ -6,13 +6,17 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from dbsl.base.errors import SettingError as SettingError
+    from dbsl.library.check import check as check
+    from dbsl.library.loader import share as share
+    from dbsl.library.loader import steps_of as steps_of
+    from dbsl.library.loader import uneven as uneven
     from dbsl.library.planning import BatchSplit as BatchSplit
     from dbsl.library.planning import StepTimes as StepTimes
     from dbsl.library.planning import measure_step as measure_step
     from dbsl.library.planning import split_batch as split_batch
     from dbsl.library.rounds import Rounds as Rounds
+    from dbsl.library.scales import mean_scale as mean_scale
     from dbsl.library.uneven import UnevenBatchSampler as UnevenBatchSampler
-    from dbsl.library.uneven import mean_scale as mean_scale
     from dbsl.plan.solve import PlanRules as PlanRules
     from dbsl.plan.solve import plan_dual_batch as plan_dual_batch
     from dbsl.plan.types import Plan as Plan
@@ -20,7 +24,11 @@ if TYPE_CHECKING:
 
 _HOMES = {  # imported when they are first used: ``import dbsl`` alone costs nothing
     "UnevenBatchSampler": "library.uneven",
-    "mean_scale": "library.uneven",
+    "uneven": "library.loader",
+    "check": "library.check",
+    "share": "library.loader",
+    "steps_of": "library.loader",
+    "mean_scale": "library.scales",
     "Rounds": "library.rounds",
     "measure_step": "library.planning",
     "StepTimes": "library.planning",

@@ -177,6 +177,8 @@ def encode(numbers: Tensor, wire: str) -> Tensor:
 
 def decode(message: Tensor, wire: str, dtype: torch.dtype) -> Tensor:
     """Return the numbers [R, L] of `encode`'s bytes [R, bytes]."""
+    if not message.numel():  # a model without matrices
+        return message.to(dtype)
     if wire == "bf16":
         return message.view(torch.bfloat16).to(dtype)
     rows, bits = len(message), _BITS[wire]

@@ -5,7 +5,7 @@ With one vector a merge or a transfer is one operation. Compiled graphs keep its
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -29,13 +29,17 @@ class FlatWeights:
     model's other buffers, `counters` (batch norm's step counters), stay outside. So do those that
     the model does not save: constants, such as a mask with -inf.
 
+    With `names` the vector has these tensors alone.
     With `apart` the model keeps its own tensors: `read` copies them, `load` copies back, and
     `vector` is what was loaded last. It is at least of float32: of equal bfloat16 numbers the mean
     is the same number.
     """
 
-    def __init__(self, model: nn.Module, *, apart: bool = False) -> None:
-        self.tensors = tensors = list(_floating(model).values())
+    def __init__(
+        self, model: nn.Module, *, apart: bool = False, names: Collection[str] | None = None
+    ) -> None:
+        self._names = names
+        self.tensors = tensors = list(self._now(model).values())
         kinds = {
             (torch.promote_types(t.dtype, torch.float32) if apart else t.dtype, t.device)
             for t in tensors
@@ -44,9 +48,9 @@ class FlatWeights:
         require(len(kinds) == 1, "model must have one dtype and one device", shown)
         dtype, device = kinds.pop()
         require(not dtype.is_complex, "model must have real numbers", shown)
-        self._model, self._apart, self.layout = model, apart, layout_of(model)
+        self._model, self._apart, self.layout = model, apart, _layout(self._now(model))
         self.vector = torch.zeros(_padded_length(tensors), dtype=dtype, device=device)
-        self._parameters = [p for p in model.parameters() if _has_fractions(p)]
+        self._parameters = [p for p in tensors if isinstance(p, nn.Parameter)]
         self.buffers = self.vector[_padded_length(self._parameters) :]
         self.counters = [b for b in model.buffers() if not b.is_floating_point()]
         self._lengths = [_padded(tensor.numel()) for tensor in tensors]
@@ -59,12 +63,17 @@ class FlatWeights:
                 if not apart:
                     tensor.data = view
 
+    def _now(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the model's tensors by name: all with fractions, or those that were named."""
+        found = _floating(model)
+        return found if self._names is None else {n: found[n] for n in found if n in self._names}
+
     @torch.no_grad()
     def load(self, weights: Tensor) -> None:
         """Copy a vector of the same length, from any device, into the model."""
         self.vector.copy_(weights)
         if self._apart:
-            for tensor, view in _views(self.vector, _floating(self._model).values()):
+            for tensor, view in _views(self.vector, self._now(self._model).values()):
                 tensor.copy_(view)
 
     @torch.no_grad()
@@ -74,19 +83,45 @@ class FlatWeights:
         Raises:
             SettingError: The model has other tensors than at first.
         """
-        if (now := layout_of(self._model)) != self.layout:
+        if (now := _layout(self._now(self._model))) != self.layout:
             other = sorted({*now} ^ {*self.layout}) or ["another order"]
             must = "model must keep its tensors, their shapes and their order"
             raise SettingError(f"{must}, got {other[0]}")
         vector = torch.zeros_like(self.vector)
-        for tensor, view in _views(vector, _floating(self._model).values()):
+        for tensor, view in _views(vector, self._now(self._model).values()):
             view.copy_(tensor)
         return vector
+
+    def rounded(self) -> Tensor:
+        """Return `vector` as the model's own dtypes hold it, [P]."""
+        vector = self.vector.clone()
+        for tensor, view in _views(vector, self._now(self._model).values()):
+            view.copy_(view.to(tensor.dtype))
+        return vector
+
+    def tensors_by_name(self) -> dict[str, Tensor]:
+        """Return the model's own tensors that the vector has."""
+        return {name: tensor.detach() for name, tensor in self._now(self._model).items()}
+
+    def trained_besides(self) -> str | None:
+        """Return the name of a parameter that trains and that the vector has not."""
+        held = self._now(self._model)
+        named = self._model.named_parameters()
+        return next((n for n, p in named if p.requires_grad and n not in held), None)
+
+    def sums_of_others(self) -> list[tuple[str, int]]:
+        """Return a sum over the bits of each parameter that the vector has not."""
+        held = self._now(self._model)
+        return [
+            (name, int(p.detach().contiguous().flatten().view(torch.uint8).sum(dtype=torch.int64)))
+            for name, p in self._model.named_parameters()
+            if name not in held
+        ]
 
     def check_views(self) -> None:
         """Refuse a tensor that the model has elsewhere by now: nobody would merge or save it."""
         views = (view for _, view in _views(self.vector, self.tensors))
-        for (name, tensor), view in zip(_floating(self._model).items(), views, strict=False):
+        for (name, tensor), view in zip(self._now(self._model).items(), views, strict=False):
             if tensor.numel() and tensor.data_ptr() != view.data_ptr():
                 raise SettingError(f"model must change {name} in place, got another tensor")
 
@@ -97,7 +132,7 @@ class FlatWeights:
 
     def may_change(self, same: Tensor) -> Tensor:
         """Return which tensors are trained, or have numbers that are not the `same`, uint8 [T]."""
-        trained = [tensor.requires_grad for tensor in _floating(self._model).values()]
+        trained = [tensor.requires_grad for tensor in self._now(self._model).values()]
         differ = torch.stack([~piece.all() for piece in same.split(self._lengths)])
         return (differ | torch.tensor(trained, device=same.device)).to(torch.uint8)
 
@@ -153,9 +188,13 @@ class FlatWeights:
 
 def layout_of(model: nn.Module) -> list[str]:
     """Return name, shape and memory order of each tensor in the vector of a model's weights."""
+    return _layout(_floating(model))
+
+
+def _layout(tensors: Mapping[str, Tensor]) -> list[str]:
     return [
         f"{name} {[*tensor.shape]}{' channels last' * _is_channels_last(tensor)}"
-        for name, tensor in _floating(model).items()
+        for name, tensor in tensors.items()
     ]
 
 

@@ -56,7 +56,8 @@ def measure_step(
     ascends = whole and sizes[0] >= 1 and sorted(set(sizes)) == sizes
     must = "batch_sizes must be integers that ascend from at least 1"
     require(ascends, must, str(sizes))
-    require(0 <= seconds < math.inf, "seconds must be at least 0 and finite", seconds)
+    number = isinstance(seconds, (int, float)) and 0 <= seconds < math.inf
+    require(number, "seconds must be at least 0 and finite", seconds)
     times, errors = measure_step_times(step, sizes, seconds=seconds)
     model = fit_time_model(sizes, times, errors)
     return StepTimes(tuple(sizes), tuple(times), tuple(errors), model)
@@ -74,15 +75,15 @@ def split_batch(
     The times are as `measure_step` fits them. `limits` are samples that each process can hold at
     most (None: no limit), and `least` those that it gets at least.
     """
-    right = not isinstance(time_models, TimeModel) and all(
+    right = isinstance(time_models, Sequence) and all(
         isinstance(model, TimeModel) and model.slope > 0 and model.intercept >= 0
         for model in time_models
     )
     must = "time_models must be one or more TimeModel with slope above 0, intercept of at least 0"
     require(right and len(time_models), must, str(time_models))
     count = len(time_models)
-    bad = not isinstance(least, Integral) or least < 1
-    require(not bad, "least must be an integer of at least 1", least)
+    whole = isinstance(least, Integral) and least >= 1
+    require(whole, "least must be an integer of at least 1", least)
     few = not isinstance(global_batch_size, Integral) or global_batch_size < least * count
     most = np.full(count, 0 if few else global_batch_size) if limits is None else np.asarray(limits)
     short = most.shape != (count,) or most.dtype.kind not in "iu" or (most < least).any()

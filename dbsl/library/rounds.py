@@ -6,9 +6,10 @@ import copy
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dbsl.base.errors import SettingError, require
-from dbsl.cluster.formats import RoundedSum
+from dbsl.cluster.formats import BLOCK, RoundedSum
 from dbsl.cluster.merges import Delta
 from dbsl.cluster.weights import FlatWeights
 from dbsl.config.fields import in_words
 from dbsl.config.settings import ROUND_WIRES
-from dbsl.library.uneven import world_size
-from dbsl.library.watch import SHARDED
+from dbsl.library.processes import exchange_device, world_size
+from dbsl.library.watch import SHARDED, alone
 from dbsl.optimizer import begin_again, first_state
 
 
@@ -32,8 +33,9 @@ class Rounds:
 
     Enter it around the loop and call `step` after each step of the optimizer. On entering, all take
     the weights of process 0, unless a state was loaded, inside whose round each has its own. On
-    leaving, what is left of a round is merged. Parameters and floating-point buffers (batch norm's
-    statistics) are merged; what no process trains or has changed keeps its bits. The optimizer's
+    leaving, what is left of a round is merged. Parameters that train and floating-point buffers
+    beside them (batch norm's statistics) are merged; what no process trains or has changed keeps
+    its bits. Weights that do not train are compared on entering, and never sent. The optimizer's
     state stays each process's own. Gradients of a model in DDP are not averaged inside.
 
     Weights that are not finite do not count, and that process's optimizer begins afresh from what
@@ -49,6 +51,7 @@ class Rounds:
             merge; None: the same for all. In train.py it is the share of the samples.
         outer: Learning rate and Nesterov momentum of a step that takes the place of the mean, as in
             DiLoCo (arXiv 2311.08105); None: the mean.
+        params: What is merged: "trainable", "all", or the parameters themselves.
         wire: What matrices travel as: float32, bf16, int8, int4 or int2. Less than float32 sends
             their change since the last merge; what rounding leaves of it counts in the next round.
         group: The processes; None: all.
@@ -65,11 +68,12 @@ class Rounds:
         weight: float | Callable[[], float] | None = None,
         outer: tuple[float, float] | None = None,
         *,
+        params: str | Iterable[nn.Parameter] = "trainable",
         wire: str = "float32",
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        bad = every is not None and not (isinstance(every, Integral) and every >= 1)
-        require(not bad, "every must be an integer of at least 1, or None", every)
+        fits = every is None or (isinstance(every, Integral) and every >= 1)
+        require(fits, "every must be an integer of at least 1, or None", every)
         if outer is not None:
             try:
                 lr, momentum = map(float, outer)
@@ -79,13 +83,15 @@ class Rounds:
             require(0 < lr < math.inf and 0 <= momentum < 1, must, outer)
             outer = lr, momentum
         require(wire in ROUND_WIRES, f"wire must be {in_words(ROUND_WIRES)}", wire)
+        module = isinstance(model, nn.Module)
+        require(module, "model must be a torch module", type(model).__name__)
         if any(isinstance(module, SHARDED) for module in model.modules()):
             raise SettingError("model must have its parameters whole, got one that FSDP shards")
         ddp = (m for m in model.modules() if isinstance(m, DistributedDataParallel))
         fixed = any(module.static_graph for module in ddp)  # no_sync fails before its first step
         require(not fixed, "static_graph of DDP must be False", fixed)
-        several = not hasattr(optimizer, "param_groups")
-        require(not several, "optimizer must be one optimizer", type(optimizer).__name__)
+        one = hasattr(optimizer, "param_groups")
+        require(one, "optimizer must be one optimizer", type(optimizer).__name__)
         self.every = every
         self.steps = 0  # since the last merge
         self.merges = 0
@@ -94,7 +100,8 @@ class Rounds:
         # Momentum says not whether it was loaded; torch's SGD is built without.
         self._first = {} if isinstance(bare, torch.optim.SGD) else first_state(optimizer)
         self._weight, self._group, self._processes = weight, group, world_size(group)
-        self._weights = FlatWeights(model, apart=True)  # its vector: as merged last
+        names = _merged_names(model, params)
+        self._weights = FlatWeights(model, apart=True, names=names)  # its vector: as merged last
         trained = len(self._weights.vector) - len(self._weights.buffers)
         self._outer_step = outer or (0.0, 0.0)
         self._outer = outer and Delta(trained, *outer)
@@ -113,29 +120,23 @@ class Rounds:
         require(now == self._processes, must, self._processes)
         inside = self._loaded or self.steps > 0  # a round is open: each process has its own weights
         number, weights = ROUND_WIRES.index(self._wire), self._weights.read()
-        tensors = repr((self._weights.layout, weights.dtype)).encode()
-        tensors = int.from_bytes(hashlib.sha256(tensors).digest()[:6], "big")  # a float64 holds it
-        of_all = (inside, tensors, self.every or 0, *self._outer_step, number)
+        tensors = _digest((self._weights.layout, str(weights.dtype)))
+        fixed = _digest(self._weights.sums_of_others())
+        of_all = (inside, tensors, fixed, self.every or 0, *self._outer_step, number)
         begun = "whether a round has begun (by a loaded state, or by steps before an error)"
-        names = (begun, "tensors of model", "every", "outer", "outer", "wire")
-        for name, values in zip(names, zip(*self._exchange(*of_all), strict=True), strict=True):
+        others = "weights that are not merged"
+        names = (begun, "tensors of model", others, "every", "outer", "outer", "wire")
+        for name, values in zip(names, zip(*self._exchange(*of_all), strict=True), strict=False):
             if name == "wire":
                 values = [ROUND_WIRES[int(number)] for number in values]
-            if name == "tensors of model":
+            if name in ("tensors of model", others):
                 values = [f"{int(value):012x}" for value in values]
-            require(len({*values}) <= 1, f"{name} must be the same on every process", values)
+            require(len({*values}) == 1, f"{name} must be the same on every process", values)
         if not inside:
             if self._processes > 1:
                 dist.broadcast(weights, group=self._group, group_src=0)
             self._weights.load(weights)
-        self._loaded, self._inside = False, ExitStack()
-        for ddp in self._model.modules():
-            if isinstance(ddp, DistributedDataParallel):
-                self._inside.enter_context(ddp.no_sync())
-                # Else it gives all the buffers of process 0 before the first forward pass.
-                sync = ddp.require_forward_param_sync
-                self._inside.callback(setattr, ddp, "require_forward_param_sync", sync)
-                ddp.require_forward_param_sync = False
+        self._loaded, self._inside = False, alone(self._model)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -161,12 +162,15 @@ class Rounds:
         """End the round now, which every process does at the same step unless `every` is None."""
         self._check_inside()
         own, merged = self._weights.read(), self._weights.vector
+        late = self._weights.trained_besides()
+        must = "weights that train must be merged: build Rounds once they do, or with params='all'"
+        require(late is None, must, late)
         weight = self._weight() if callable(self._weight) else self._weight
         try:
             weight = 1.0 if weight is None else float(weight)
         except (TypeError, ValueError):
             weight = math.nan  # all processes are to hear of it
-        same = own == merged  # a constant may be infinite, such as a mask
+        same = own == self._weights.rounded()  # a constant may be infinite, such as a mask
         finite = bool((same | own.isfinite()).all())
         _, _, given, all_finite, *_ = zip(*self._meet(False, weight, finite), strict=True)
         fits = all(each >= 0 for each in given) and 0 < sum(given) < math.inf
@@ -233,8 +237,11 @@ class Rounds:
         vector, (own, all_of_it) = self._weights.vector, state["process"]
         left = state["rounded"] if all_of_it == self._processes else None
         must = f"a state must be that of process {self._place()[0]} of {self._processes}"
-        other = (own, all_of_it) != self._place() and (state["steps"] > 0 or left is not None)
-        require(not other, must, f"that of process {own} of {all_of_it}")
+        moved = all_of_it != self._processes and state["steps"] == 0 and left is None
+        others = (own, all_of_it) != self._place() and not moved
+        # Accelerate's register_for_checkpointing saves that of process 0 alone: all refuse it.
+        if any(row[0] for row in self._exchange(others)):
+            raise SettingError(f"{must}, got that of process {own} of {all_of_it}")
         saved = len(state["merged"])
         require(saved == len(vector), f"a state must have {len(vector)} weights", saved)
         self.steps, self.merges = state["steps"], state["merges"]
@@ -244,6 +251,44 @@ class Rounds:
         if self._rounded is not None and left is not None:
             self._rounded.load_state_dict(copy.deepcopy(left))
         self._loaded = True
+
+    def save(self, folder: str | Path) -> None:
+        """Write the merged part of the model, the optimizer and the round, a file a process."""
+        kept = self._weights.tensors_by_name()
+        state = {
+            "model": kept,
+            "optimizer": self._optimizer.state_dict(),
+            "rounds": self.state_dict(),
+        }
+        path = Path(folder) / f"rounds-{self._place()[0]}.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)  # whole, or not there
+
+    @torch.no_grad()
+    def load(self, folder: str | Path) -> None:
+        """Go on from what `save` wrote; every process reads its own file, before `with`."""
+        path = Path(folder) / f"rounds-{self._place()[0]}.pt"
+        require(path.is_file(), f"{path} must be there, as save writes it", "no such file")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        kept = self._weights.tensors_by_name()
+        alike = kept.keys() == state["model"].keys()
+        require(alike, f"model must have the tensors that {path} has", "others")
+        for name, tensor in kept.items():
+            tensor.copy_(state["model"][name])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.load_state_dict(state["rounds"])
+
+    @property
+    def bytes_per_merge(self) -> int:
+        """Bytes of what a process adds to a merge."""
+        count, width = len(self._weights.vector), self._weights.vector.element_size()
+        if self._rounded is None:
+            return count * width
+        matrices = count - self._weights.rest
+        bits = {"bf16": 16, "int8": 8, "int4": 4, "int2": 2}[self._wire]
+        scales = 0 if self._wire == "bf16" else matrices // BLOCK * 4
+        return matrices * bits // 8 + scales + self._weights.rest * width
 
     def _check_inside(self) -> None:
         if self._inside is None:
@@ -257,7 +302,7 @@ class Rounds:
     def _meet(self, leaving: bool, weight: float = 0, finite: float = 0) -> list[list[float]]:
         """Return every process's row; all must be at the same place of the loop."""
         steps = self.steps if self.every else min(self.steps, leaving)
-        rows = self._exchange(leaving, steps, weight, finite, 0, 0)
+        rows = self._exchange(leaving, steps, weight, finite)
         if len({row[0] for row in rows}) > 1 or (self.every and len({row[1] for row in rows}) > 1):
             raise SettingError(
                 "step and merge must be called equally often on every process, got (whether the "
@@ -267,8 +312,33 @@ class Rounds:
 
     def _exchange(self, *row: float) -> list[list[float]]:
         """Return every process's numbers; always as many, so that all may come from anywhere."""
-        mine = torch.tensor([row], dtype=torch.float64, device=self._weights.vector.device)
+        row = (*row, *[0.0] * (8 - len(row)))
+        mine = torch.tensor([row], dtype=torch.float64, device=exchange_device(self._group))
         rows = mine.repeat(self._processes, 1)
         if self._processes > 1:
             dist.all_gather_into_tensor(rows, mine, group=self._group)
         return rows.tolist()
+
+
+def _merged_names(model: nn.Module, params: str | Iterable[nn.Parameter]) -> set[str] | None:
+    """Return the names of what is merged; None: all."""
+    if isinstance(params, str):
+        require(params in ("trainable", "all"), "params must be trainable or all", params)
+        if params == "all":
+            return None
+        chosen = {id(p) for p in model.parameters() if p.requires_grad}
+    else:
+        chosen = {id(p) for p in params}
+        unknown = chosen - {id(p) for p in model.parameters()}
+        require(not unknown, "params must be parameters of model", f"{len(unknown)} others")
+    names = {name for name, p in model.named_parameters() if id(p) in chosen}
+    for place, module in model.named_modules():
+        own = [*module.parameters(recurse=False)]
+        if not own or any(id(p) in chosen for p in own):  # statistics without weights, too
+            names |= {n for n, _ in module.named_buffers(place, recurse=False)}
+    return names
+
+
+def _digest(what: Any) -> int:
+    """Return a number that tells whether things are the same; a float64 holds it."""
+    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:6], "big")

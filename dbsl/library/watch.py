@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -109,3 +109,16 @@ def _tensors(output: Any, inside: tuple[int, ...] = ()) -> Iterator[Tensor]:
             yield from _tensors([*own.values()], (*inside, id(leaf)))
         elif hasattr(leaf, "__dict__"):
             yield from filter(torch.is_tensor, tree_leaves([*vars(leaf).values()]))
+
+
+def alone(model: nn.Module) -> ExitStack:
+    """Return what keeps every DDP of a model from exchanging gradients and buffers."""
+    inside = ExitStack()
+    for ddp in model.modules():
+        if isinstance(ddp, DistributedDataParallel):
+            inside.enter_context(ddp.no_sync())
+            # Else it gives all the buffers of process 0 before the first forward pass.
+            sync = ddp.require_forward_param_sync
+            inside.callback(setattr, ddp, "require_forward_param_sync", sync)
+            ddp.require_forward_param_sync = False
+    return inside

@@ -216,7 +216,7 @@ def _whole_steps(samples: int, size: int, fewest: int, start: int, drop_last: bo
 
 
 @lru_cache(maxsize=64)  # an epoch's steps have two sizes, and each is split alike
-def _ends_of_parts(samples: int, sizes: tuple[int, ...], least: int) -> tuple[int, ...]:
+def ends_of_parts(samples: int, sizes: tuple[int, ...], least: int) -> tuple[int, ...]:
     """Return where each part of a joint step ends, after a 0 where the first begins."""
     return (0, *np.cumsum(split_batch(samples, sizes, least)).tolist())
 
@@ -228,7 +228,7 @@ def parts_of(
 
     `places` has the worker at each place that a part is made of.
     """
-    ends = _ends_of_parts(len(batch), tuple(sizes), least)
+    ends = ends_of_parts(len(batch), tuple(sizes), least)
     parts = (
         Part(worker, batch[ends[n] : ends[n + 1]], (ends[n + 1] - ends[n]) / len(batch))
         for n, worker in places.items()

@@ -41,10 +41,12 @@ def prepared(rank, interleave, prepare):
     accelerator = Accelerator(cpu=True)
     sampler = dbsl.UnevenBatchSampler(40, local_batch_sizes=[3, 5], interleave=interleave)
     loader = DataLoader(range(40), batch_sampler=sampler)
-    seen = []
-    for batch in accelerator.prepare(loader) if prepare else loader:
-        sampler.scale(len(batch))
-        seen += batch.tolist()
+    seen, loader = [], accelerator.prepare(loader) if prepare else loader
+    for _ in range(2):
+        seen = []
+        for batch in loader:
+            sampler.scale(len(batch))
+            seen += batch.tolist()
     return seen
 
 
@@ -52,9 +54,9 @@ def test_accelerate_deals_out_what_is_in_turn_and_is_refused_what_is_not(run_ran
     first, second = run_ranks(prepared, True, True)
     assert sorted(first + second) == list(range(40))
     for error in run_ranks(prepared, False, True, expect_errors=True):
-        assert "interleave must be True for a loader that goes through accelerator.prepare" in error
+        assert "scale must be called for each batch, got 3 calls for the 5 batches" in error
     for error in run_ranks(prepared, True, False, expect_errors=True):
-        assert "interleave must be False for a loader that does not go through" in error
+        assert "interleave must be False without accelerator.prepare" in error
 
 
 class Slow(nn.Module):
@@ -384,5 +386,6 @@ def test_a_state_is_of_one_process_unless_nothing_in_it_is(run_ranks):
     said = run_ranks(foreign_states)[0]
     refused = [(steps, wire, process) for steps, wire, process, _ in said]
     inside = [(1, wire, process) for wire in ("float32", "int4") for process in ((1, 2), (0, 3))]
-    assert refused == [*inside, (2, "int4", (1, 2))]
+    ends = [(2, "float32", (1, 2)), (2, "int4", (1, 2))]
+    assert refused == [*inside, *ends]
     assert said[0][3] == "a state must be that of process 0 of 2, got that of process 1 of 2"

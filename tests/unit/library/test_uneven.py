@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import dbsl
 from dbsl import PlanRules, Rounds, SettingError, TimeModel, UnevenBatchSampler, split_batch
+from dbsl.library.scales import USED
 from dbsl.library.watch import Watch
 from dbsl.optimizer import first_state
 
@@ -219,7 +220,16 @@ def test_an_iterators_state_is_not_that_of_other_steps(sizes, said):
         ({"global_batch_size": 8, "rank": None}, "given together, .* got rank None"),
         ({"global_batch_size": 8, "balance": "dynamic"}, "num_replicas must be the world size"),
         (lambda: samplers(9, [3])[0].set_epoch(-1), "epoch must be an integer of at least 0, got"),
-        (lambda: next(iter(DataLoader(range(9), sampler=samplers(9, [3])[0]))), "as batch_sampler"),
+        ({"global_batch_size": 10**30}, "global_batch_size must be an integer of at least 2"),
+        ({"global_batch_size": 8, "shuffle": "False"}, "shuffle must be True or False, got"),
+        ({"global_batch_size": 8, "rank": ""}, r"rank in \[0, num_replicas\), got rank "),
+        (lambda: samplers(9, [3])[0].skip(-1), "batches must be an integer of at least 0, got -1"),
+        (lambda: Rounds(3, None), "model must be a torch module, got int"),
+        (lambda: rounds(params="some"), "params must be trainable or all, got some"),
+        (lambda: rounds(params=[nn.Parameter(torch.ones(1))]), "must be parameters of model"),
+        (lambda: split_batch(8, None), "time_models must be one or more"),
+        (lambda: dbsl.measure_step(print, [8], seconds="3"), "seconds must be .* got 3"),
+        (lambda: split_batch(9, []), "time_models must be one or more"),
         (lambda: split_batch(9, [TimeModel(1, -1)]), "intercept of at least 0"),
         (lambda: split_batch(9, [TimeModel(1, 1)] * 2, limits=[0, 9]), "limits must .* at least 1"),
         (lambda: split_batch(9, [TimeModel(1, 1)] * 2, limits=[9, math.inf]), "one integer for"),
@@ -239,7 +249,8 @@ def test_an_iterators_state_is_not_that_of_other_steps(sizes, said):
         (lambda: rounds(every=0), "every must be .* got 0"),
         (lambda: rounds().step(), "must be called inside `with Rounds"),
         (lambda: rounds(outer=(math.inf, 0.9)), "outer must be a finite learning rate above 0"),
-        (lambda: with_more(rounds()), r"must keep its tensors, .* got late \[3\]"),
+        (lambda: with_more(rounds()), "weights that train must be merged: .* got late"),
+        (lambda: with_more(rounds(params="all")), r"must keep its tensors, .* got late \[3\]"),
         (lambda: twice(rounds()), "must be left before it is entered again"),
         (lambda: rounds(model=nn.ReLU()), "one dtype and one device, got none"),
         (lambda: Rounds(nn.Linear(1, 1), []), "optimizer must be one optimizer, got list"),
@@ -423,7 +434,7 @@ def test_a_step_is_measured_after_one_that_failed_and_without_its_pauses():
 
 def test_a_process_group_that_came_later_is_refused(monkeypatch):
     sampler, merging = UnevenBatchSampler(10, 4), rounds()
-    for module in ("uneven", "rounds"):
+    for module in ("sizes", "rounds"):
         monkeypatch.setattr(f"dbsl.library.{module}.world_size", lambda group=None: 2)
     for use in (lambda: iter(sampler), lambda: merging.__enter__()):
         with pytest.raises(SettingError, match="built after the process group, which has 2"):
@@ -445,6 +456,7 @@ def test_scale_twice_for_a_batch_and_for_another_batch_are_errors():
 
 
 def test_what_is_forgotten_is_warned_of():
+    USED.clear()
     sampler = samplers(4000, [1, 2])[0]
     with pytest.warns(UserWarning, match="scale was not called for any batch"):
         list(sampler)
@@ -457,8 +469,16 @@ def test_what_is_forgotten_is_warned_of():
         list(sampler)  # an epoch of few batches
     sampler.scale(1)
     sampler.set_epoch(2)
-    with pytest.warns(UserWarning, match="scale was called for 1 of the 2 batches"):
+    sampler.set_epoch(1)
+    with pytest.raises(SettingError, match="scale must be called for each batch, got 1 calls for"):
         next(iter(sampler))
+
+
+def test_numbers_of_numpy_are_those_of_python():
+    sampler = UnevenBatchSampler(
+        8, local_batch_sizes=[1, 3], rank=np.uint8(1), num_replicas=np.uint8(2)
+    )
+    assert sampler.scale(len(next(iter(sampler)))) == 2 * 3 / 4
 
 
 def resumed(samples, size, epoch=0, steps=None, **options):
@@ -503,11 +523,12 @@ def test_epochs_that_are_left_early_move_no_sizes_and_say_so():
         next(iter(sampler))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_loader_without_order_is_refused():
-    (sampler,) = samplers(20, [4])
-    with pytest.raises(SettingError, match="in_order must be True"):
-        iter(DataLoader(range(20), batch_sampler=sampler, num_workers=1, in_order=False))
+def test_a_look_by_a_loader_that_draws_ahead_trains_on_nothing():
+    _, other = resumed(20, 4, steps=3)
+    loader = DataLoader(range(20), batch_sampler=other, num_workers=1, prefetch_factor=4)
+    next(iter(loader))
+    other.set_epoch(0)
+    assert [other.scale(len(batch)) for batch in loader] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(("steps", "samples"), [(1, 0), (2, 12), (3, 12), (4, 24), (5, 26)])

@@ -1,0 +1,198 @@
+"""Whether a loop's averaged gradient is that of the joint batch, and what is wrong where not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dbsl.base.errors import require
+from dbsl.library.loader import sampler_of
+from dbsl.library.processes import gather
+from dbsl.library.sizes import Sizes
+from dbsl.library.watch import SHARDED, alone
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; of shorter formats 5 %
+
+
+def check(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], loader: Any) -> str:
+    """Return whether processes together have the gradient of the joint batch, in one line.
+
+    Call it once, on every process. Each takes its part of a joint batch, and process 0 the whole
+    one. `loss_fn(model, batch)` returns what the loop calls `backward` on, scale and all. `loader`
+    comes from `uneven`, or has an `UnevenBatchSampler`. Dropout is off meanwhile. Gradients,
+    weights and statistics are as before afterwards.
+
+    The line says "equal", with the relative difference. Or it says that the loss is off by n,
+    divided by the accumulation twice, or scaled twice or not at all; that it is a sum, or a mean
+    over something else than samples; or that the loss of a sample depends on the others
+    (contrastive losses, batch norm), which no scale can mend.
+    """
+    sampler = sampler_of(loader)
+    whole = not any(isinstance(module, SHARDED) for module in model.modules())
+    require(whole, "model must have its parameters whole", "one that FSDP shards")
+    parts, source = sampler.first_parts(), getattr(loader, "fetcher", loader)
+    sizes, n, rank = [len(part) for part in parts], sampler.num_replicas, sampler.rank
+    calls: list[int] = []  # counts that scale was called with
+    factors: list[float] = []  # by which the loss is multiplied besides it
+
+    def gradient_of(indices: list[Any], scale: float) -> list[Tensor | None]:
+        def scaled(count: int) -> float:
+            calls.append(int(count))
+            return scale
+
+        sampler.scale = scaled  # stands before the class's own
+        model.zero_grad()
+        loss = loss_fn(model, source.collate_fn([_seeded(source.dataset, i) for i in indices]))
+        factors.append(_factor(loss) / (scale if calls else 1.0))
+        loss.backward()
+        return [p.grad for p in model.parameters() if p.requires_grad]
+
+    with _put_back(model, sampler):
+        mine = gradient_of(parts[rank], n * sizes[rank] / sum(sizes))
+        said_by_all = gather([calls[:1], factors[0]])
+        joint = gradient_of([i for part in parts for i in part], 1.0) if rank == 0 else mine
+        weights = _hypotheses(sizes)
+        errors, free = _compare(mine, joint, weights, n)
+    for at, (called, _) in enumerate(said_by_all):
+        if called and called[0] != sizes[at]:
+            return (
+                f"scale was given {called[0]} on process {at}, whose part has {sizes[at]} samples: "
+                "the collate function drops some, or the count is of something else"
+            )
+    dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
+    tolerance = _TOLERANCE.get(dtype, 0.05)
+    for said, error in zip(weights, errors, strict=True):
+        if error <= tolerance:
+            if said != "equal":
+                return f"{said}; off by {errors[0]:.1g}"
+            return _constant({f for _, f in said_by_all}, n, sampler.accumulate) or (
+                f"equal ({error:.0e})"
+            )
+    norms = any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
+    if free is not None and free <= max(tolerance, 1e-5):
+        return (
+            "the loss is a mean over something else than samples, such as tokens: multiply it by "
+            f"dbsl.mean_scale(tokens) instead; off by {errors[0]:.1g}"
+        )
+    why = "batch norm has each process's own statistics" if norms else "a contrastive loss, or so"
+    return f"the loss of a sample depends on other samples ({why}); off by {errors[0]:.1g}"
+
+
+def _hypotheses(sizes: list[int]) -> dict[str, list[float]]:
+    """Return by what each process's gradient must be weighted to be right, if this happened."""
+    n, total = len(sizes), sum(sizes)
+    scales = [n * size / total for size in sizes]
+    a_sum = "the loss is a sum over samples: multiply it by n, and leave scale out"
+    return {
+        "equal": [1 / n] * n,
+        "the loss is not multiplied by scale": [size / total for size in sizes],
+        "the loss is multiplied by scale twice": [1 / (n * scale) for scale in scales],
+        a_sum: [1 / scale for scale in scales],
+        f"{a_sum} (it is off by n)": [1.0] * n,
+    }
+
+
+def _constant(factors: set[float], n: int, accumulate: int) -> str:
+    """Return what is wrong if every process multiplies its loss by a number besides the scale."""
+    if len(factors) > 1:  # a mean that is taken by hand has another one on each
+        return ""
+    (factor,) = factors
+    known = {
+        1 / accumulate: f"the loss is divided by the accumulation ({accumulate}) twice",
+        float(accumulate): f"the loss is multiplied by the accumulation ({accumulate})",
+        1 / n: f"the loss is off by n: divided by {n}",
+        float(n): f"the loss is off by n: multiplied by {n}",
+    }
+    known.pop(1.0, None)
+    return next((said for at, said in known.items() if abs(factor / at - 1) < 1e-6), "")
+
+
+def _factor(loss: Tensor) -> float:
+    """Return the product of the numbers that a loss was multiplied with last."""
+    factor, node = 1.0, loss.grad_fn
+    while type(node).__name__ in ("MulBackward0", "DivBackward0"):
+        number = node._saved_other
+        if number is None or number.numel() != 1 or number.requires_grad:
+            break
+        divides = type(node).__name__ == "DivBackward0"
+        factor = factor / number.item() if divides else factor * number.item()
+        node = node.next_functions[0][0]
+    return factor
+
+
+def _compare(
+    mine: list[Tensor | None],
+    joint: list[Tensor | None],
+    weights: dict[str, list[float]],
+    processes: int,
+) -> tuple[list[float], float | None]:
+    """Return the relative error of each weighting, and of the best weights there are."""
+    rows = torch.tensor([*weights.values()], dtype=torch.float64)
+    errors, gram = torch.zeros(len(rows), dtype=torch.float64), 0.0
+    for own, whole in zip(mine, joint, strict=True):
+        none = own is None and whole is None
+        if none and processes == 1:
+            continue
+        like = own if own is not None else whole
+        parts = [torch.zeros_like(like, dtype=torch.float64) for _ in range(processes)]
+        own = parts[0].clone() if own is None else own.double()
+        target = torch.zeros_like(own) if whole is None else whole.double()
+        if processes > 1:
+            dist.all_gather(parts, own)
+            dist.broadcast(target, 0)
+        else:
+            parts = [own]
+        table, target = torch.stack(parts).flatten(1).cpu(), target.flatten().cpu()
+        errors += (rows @ table - target).square().sum(1)
+        both = torch.cat([table, target[None]])
+        gram = gram + both @ both.T
+    size = gram[-1, -1].clamp(min=1e-300)
+    free = torch.linalg.lstsq(gram[:-1, :-1], gram[:-1, -1:]).solution.flatten()
+    residual = (size - free @ gram[:-1, -1]).clamp(min=0)
+    positive = bool((free > 0).all())
+    return (errors / size).sqrt().tolist(), float((residual / size).sqrt()) if positive else None
+
+
+def _seeded(dataset: Any, index: Any) -> Any:
+    """Return a sample, with the same augmentation each time."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 (datasets of others draw from it)
+    return dataset[index]
+
+
+@contextmanager
+def _put_back(model: nn.Module, sampler: Sizes) -> Iterator[None]:
+    """Have no dropout and no exchange between processes inside; leave everything as it was."""
+    gradients = [p.grad for p in model.parameters()]
+    buffers = [b.clone() for b in model.buffers()]
+    modes = {module: module.training for module in model.modules()}
+    streams = random.getstate(), np.random.get_state()  # noqa: NPY002
+    model.eval()
+    for module, trains in modes.items():
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+            module.train(trains)
+    for parameter in model.parameters():
+        parameter.grad = None
+    with torch.random.fork_rng(), alone(model):
+        try:
+            yield
+        finally:
+            sampler.__dict__.pop("scale", None)
+            random.setstate(streams[0])
+            np.random.set_state(streams[1])  # noqa: NPY002
+            for module, trains in modes.items():
+                module.training = trains
+            with torch.no_grad():
+                for buffer, value in zip(model.buffers(), buffers, strict=True):
+                    buffer.copy_(value)
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
