@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 examples/own_loop/accelerate_bert.py
 
-The loader goes through `prepare` as in any Accelerate script; `interleave=True` suits that.
+`prepare` takes the sizes; the loss is multiplied by the loader's scale.
 """
 
 import torch
@@ -11,7 +11,7 @@ from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification
 
-import dbsl
+from dbsl.integrations.accelerate import prepare
 
 TOKENS, LENGTH = 100, 12
 
@@ -44,16 +44,15 @@ def train(local_batch_sizes, epochs=3):
     set_seed(0)
     model = build_model()
     dataset = sentences()
-    sampler = dbsl.UnevenBatchSampler(
-        len(dataset), local_batch_sizes=local_batch_sizes, interleave=True
-    )
-    loader = DataLoader(dataset, batch_sampler=sampler)
+    loader = DataLoader(dataset, batch_size=4, shuffle=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model, optimizer, loader = prepare(
+        accelerator, model, optimizer, loader, local_batch_sizes=local_batch_sizes
+    )
     for epoch in range(epochs):
         for batch in loader:
             loss = model(**batch).loss
-            accelerator.backward(loss * sampler.scale(len(batch["labels"])))
+            accelerator.backward(loss * loader.scale(len(batch["labels"])))
             optimizer.step()
             optimizer.zero_grad()
         accelerator.print(f"epoch {epoch}  loss {loss.item():.3f}")

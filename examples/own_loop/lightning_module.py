@@ -1,8 +1,8 @@
-"""A Lightning module: the sampler in its DataLoader, the scale in `training_step`.
+"""A Lightning module: an uneven loader, and a base class whose `backward` multiplies by the scale.
 
     python examples/own_loop/lightning_module.py
 
-`use_distributed_sampler=False` keeps Lightning from putting its own sampler in the place of ours.
+The loss that `training_step` returns and logs is the process's own mean.
 """
 
 import lightning
@@ -12,9 +12,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import dbsl
+from dbsl.integrations.lightning import Uneven
 
 
-class Classifier(lightning.LightningModule):
+class Classifier(Uneven, lightning.LightningModule):
     """A small classifier, whose loss is scaled to the joint batch."""
 
     def __init__(self, local_batch_sizes):
@@ -26,16 +27,13 @@ class Classifier(lightning.LightningModule):
         """Return the loader; processes and their ranks are known by now."""
         x = torch.randn(400, 8, generator=torch.Generator().manual_seed(0))
         dataset = TensorDataset(x, (x.sum(1) > 0).long())
-        self.sampler = dbsl.UnevenBatchSampler(
-            len(dataset), local_batch_sizes=self.local_batch_sizes
-        )
-        return DataLoader(dataset, batch_sampler=self.sampler)
+        loader = DataLoader(dataset, batch_size=4, shuffle=True)
+        return dbsl.uneven(loader, self.local_batch_sizes)
 
     def training_step(self, batch, batch_idx):
-        """Return this process's mean loss, times its scale."""
+        """Return this process's mean loss."""
         images, labels = batch
-        loss = functional.cross_entropy(self.layers(images), labels)
-        return loss * self.sampler.scale(len(labels))
+        return functional.cross_entropy(self.layers(images), labels)
 
     def configure_optimizers(self):
         """Return the optimizer."""
@@ -51,7 +49,6 @@ def train(local_batch_sizes, epochs=3, **trainer):
         accelerator="auto" if torch.cuda.is_available() else "cpu",
         devices=len(local_batch_sizes),
         strategy="ddp" if len(local_batch_sizes) > 1 else "auto",
-        use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
         **trainer,

@@ -1,36 +1,22 @@
-"""A causal language model with transformers' Trainer: the sampler alone is right.
+"""A causal language model with transformers' Trainer.
 
-    torchrun --nproc_per_node 2 examples/own_loop/trainer_lm.py
-
-Trainer divides a causal language model's loss by the tokens of all processes itself, so that no
-scale is needed. It takes `average_tokens_across_devices=True`, which is the default.
+torchrun --nproc_per_node 2 examples/own_loop/trainer_lm.py
 """
 
 import tempfile
 
 import torch
-from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-import dbsl
+from dbsl.integrations.transformers import UnevenTrainerMixin
 
 TOKENS, LENGTH = 50, 16
 
 
-class UnevenTrainer(Trainer):
+class UnevenTrainer(UnevenTrainerMixin, Trainer):
     """A Trainer whose processes take batches of `local_batch_sizes`."""
 
     local_batch_sizes = (1, 7)
-
-    def get_train_dataloader(self):
-        """Return the loader of the training set."""
-        sampler = dbsl.UnevenBatchSampler(
-            len(self.train_dataset), local_batch_sizes=self.local_batch_sizes, interleave=True
-        )
-        loader = DataLoader(
-            self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator
-        )
-        return self.accelerator.prepare(loader)
 
 
 def sentences(count=300):

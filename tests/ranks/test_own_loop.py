@@ -9,12 +9,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import dbsl
+from dbsl.library.loader import UnevenLoader
 from tests.helpers import place_of, short
 
 OF_TRANSFORMERS = ("accelerate_bert", "plain_lm", "trainer_lm", "trainer_classifier")
 NEEDS = dict.fromkeys(OF_TRANSFORMERS, "transformers") | {"lightning_module": "lightning"}
 NEEDS |= {"fsdp2": None, "plain_ddp": None}
-SCALED = {"plain_ddp", "accelerate_bert", "plain_lm", "lightning_module", "fsdp2"}
+SCALED = {*NEEDS} - {"trainer_lm"}
 
 
 class TenSteps(Exception):
@@ -31,7 +32,8 @@ def ten_steps(rank, file, example, sizes, scaled):
     os.environ.update(place_of(rank, len(sizes), TORCHELASTIC_RUN_ID="one", GROUP_RANK=0))
     torch.set_default_dtype(torch.float64)
     if not scaled:
-        dbsl.UnevenBatchSampler.scale = lambda sampler, count: 1.0
+        for kind in (dbsl.UnevenBatchSampler, UnevenLoader):
+            kind.scale = lambda loader, count: 1.0
     gradients = []
 
     def look(optimizer, *_):

@@ -1,0 +1,1 @@
+"""Uneven batches in other libraries' training loops; each module needs the library of its name."""

@@ -1,0 +1,119 @@
+"""A batch size for each process in transformers' `Trainer`, and in those that are built on it.
+
+    class UnevenTrainer(UnevenTrainerMixin, Trainer):
+        local_batch_sizes = [1, 7]
+
+Everything else stays Trainer's own: its sampler (`group_by_length`), unused columns, workers, the
+way it resumes. Losses that a model divides by the tokens of all processes are right as they are.
+Others, such as a classifier's, are means over a process's own samples; they are multiplied by the
+scale. Stock Trainer (5.23) multiplies those by n, with equal batches too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import find_batch_size, gather
+from torch import nn
+
+from dbsl.base.errors import SettingError
+from dbsl.library.loader import uneven
+
+# Losses of sentence-transformers that compare the samples of a batch with each other.
+_IN_BATCH = ("Ranking", "Contrastive", "GIST", "MegaBatch", "CoSENT", "AnglE", "BatchHard")
+_IN_BATCH += ("BatchAll", "BatchSemiHard", "DenoisingAutoEncoder", "Symmetric")
+
+
+class UnevenTrainerMixin:
+    """Stands before Trainer, SFTTrainer or another among the base classes.
+
+    `local_batch_sizes` are samples of a batch of each process, by rank. With `balance` "dynamic"
+    they follow the measured speed; `balance_every` is as in `dbsl.uneven`, and `lengths` too.
+    """
+
+    local_batch_sizes: Sequence[int] | None = None
+    balance: str | None = None
+    balance_every: int | None = None
+    lengths: Sequence[int] | None = None
+    _divides: bool | None = None  # whether the model divides its loss by the items of all processes
+
+    def get_train_dataloader(self) -> Any:
+        """Return Trainer's own loader, with this process's part of each joint batch."""
+        loss = type(getattr(self, "loss", None)).__name__
+        if any(word in loss for word in _IN_BATCH):
+            raise SettingError(
+                f"loss must be a mean over samples, got {loss}: it compares the samples of a batch "
+                "with each other, which batches of unlike sizes cannot have alike"
+            )
+        args, accelerator = self.args, self.accelerator
+        accelerator.prepare = lambda loader, *_, **__: loader  # it would split the loader
+        try:
+            loader = super().get_train_dataloader()
+        finally:
+            del accelerator.prepare
+        self.uneven_loader = uneven(
+            loader,
+            self.local_batch_sizes,
+            global_batch_size=None if self.local_batch_sizes else self._joint_batch(),
+            balance=self.balance,
+            balance_every=self.balance_every,
+            accumulate=args.gradient_accumulation_steps,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            lengths=self.lengths,
+        )
+        self.uneven_loader.sampler.expects_scale = False  # a language model's loss needs none
+        self.loss_is_scaled_for_ga = True  # the scale has the whole window
+        return self.uneven_loader
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Return the loss whose gradient, averaged over processes, is the joint batch's."""
+        whole = super().compute_loss
+        if not model.training:
+            return whole(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        if self.balance and self._divides is None:
+            self.uneven_loader.watch(model)
+        if self._divides is None:
+            self._divides = self._model_divides(model, inputs, num_items_in_batch)
+        scale = self.uneven_loader.scale(find_batch_size(inputs))
+        if self._divides:
+            return whole(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        found = whole(model, inputs, return_outputs, num_items_in_batch=None)
+        return (found[0] * scale, found[1]) if return_outputs else found * scale
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the samples of an optimizer step, which Trainer prints."""
+        return self._joint_batch() * args.gradient_accumulation_steps
+
+    def _joint_batch(self) -> int:
+        args = self.args
+        return sum(self.local_batch_sizes or [args.train_batch_size] * args.world_size)
+
+    def _model_divides(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> bool:
+        """Return whether the loss is divided by the items of a batch: tried with twice as many."""
+        if items is None or not self.args.average_tokens_across_devices:
+            return False
+        modes = {module: module.training for module in model.modules()}
+        model.eval()  # no dropout
+        with torch.no_grad(), torch.random.fork_rng():
+            losses = [
+                super(UnevenTrainerMixin, self).compute_loss(
+                    model, dict(inputs), num_items_in_batch=items * times
+                )
+                for times in (1, 2)
+            ]
+        for module, trains in modes.items():
+            module.training = trains
+        return bool(torch.isclose(losses[0], 2 * losses[1], rtol=1e-3))
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        # Else the loss that was not logged yet is that of one process.
+        self._tr_loss = gather(self._tr_loss.reshape(1)).mean()
+        return super()._finalize_training(*args, **kwargs)

@@ -1,0 +1,169 @@
+"""Frameworks' own loops with a size for each process: as one process on the joint batch."""
+
+import os
+import tempfile
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.helpers import place_of
+
+STEPS = 6
+
+
+def begin(rank, sizes):
+    warnings.simplefilter("ignore")
+    os.environ.update(place_of(rank, len(sizes), TORCHELASTIC_RUN_ID="one", GROUP_RANK=0))
+    torch.set_default_dtype(torch.float64)
+
+
+def vector(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+
+
+def sentences(count=90):
+    draw = torch.Generator().manual_seed(0)
+    rows = []
+    for _ in range(count):
+        words = torch.randint(
+            1, 100, (int(torch.randint(3, 13, (1,), generator=draw)),), generator=draw
+        )
+        rows.append({"input_ids": words.tolist(), "labels": int(words[0] >= 50)})
+    return rows
+
+
+def trainer(rank, sizes, stop=None):
+    """Train a classifier, grouped by length, with accumulation; or stop, and go on anew."""
+    begin(rank, sizes)
+    from transformers import Trainer, TrainingArguments
+
+    from dbsl.integrations.transformers import UnevenTrainerMixin
+    from examples.own_loop.accelerate_bert import build_model
+
+    class Uneven(UnevenTrainerMixin, Trainer):
+        local_batch_sizes = sizes
+
+    def pad(rows):
+        longest = max(len(row["input_ids"]) for row in rows)
+        ids = torch.tensor([r["input_ids"] + [0] * (longest - len(r["input_ids"])) for r in rows])
+        labels = torch.tensor([row["labels"] for row in rows])
+        return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
+
+    folder, data = stop or tempfile.mkdtemp(), sentences()
+    for steps in (2, STEPS) if stop else (STEPS,):
+        torch.manual_seed(0)
+        arguments = TrainingArguments(
+            folder,
+            max_steps=steps,
+            gradient_accumulation_steps=2,
+            learning_rate=0.1,
+            lr_scheduler_type="constant",
+            optim="sgd",
+            max_grad_norm=0.0,
+            use_cpu=True,
+            report_to="none",
+            save_steps=2,
+            train_sampling_strategy="group_by_length",
+        )
+        model = build_model()
+        own = Uneven(model, arguments, train_dataset=data, data_collator=pad)
+        found = own.train(resume_from_checkpoint=steps == STEPS and stop is not None)
+    return vector(model), found.training_loss
+
+
+def accelerated(rank, sizes, stop=0):
+    """Accelerate's loop with accumulation; it may leave out the batches before `stop`."""
+    begin(rank, sizes)
+    from accelerate import Accelerator, skip_first_batches
+
+    from dbsl.integrations.accelerate import prepare
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    data = torch.randn(43, 4, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(data, 4, shuffle=True)
+    torch.manual_seed(1)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, loader = prepare(
+        accelerator, model, optimizer, loader, local_batch_sizes=sizes
+    )
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        active = skip_first_batches(loader, stop) if stop else loader
+        for batch in active:
+            with accelerator.accumulate(model):
+                loss = model(batch).square().mean() * loader.scale(len(batch))
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    return vector(model), len(loader)
+
+
+def lightning(rank, sizes):
+    """Lightning's loop with accumulation; the loss that is logged is the process's own mean."""
+    begin(rank, sizes)
+    import lightning as pl
+
+    import dbsl
+    from dbsl.integrations.lightning import Uneven
+
+    class Model(Uneven, pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def training_step(self, batch, number):
+            loss = self.layer(batch).square().mean()
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+        def train_dataloader(self):
+            data = torch.randn(43, 4, generator=torch.Generator().manual_seed(0))
+            return dbsl.uneven(DataLoader(data, 4, shuffle=True), sizes, accumulate=2)
+
+    torch.manual_seed(1)
+    model = Model().double()
+    fit = pl.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        devices=len(sizes),
+        strategy="ddp" if len(sizes) > 1 else "auto",
+        accumulate_grad_batches=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    fit.fit(model)
+    return vector(model), 0.0
+
+
+LOOPS = {trainer: "transformers", accelerated: "accelerate", lightning: "lightning"}
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=LOOPS.values())
+def test_a_frameworks_loop_trains_as_one_process_on_the_joint_batch(run_ranks, loop):
+    pytest.importorskip(LOOPS[loop])
+    (joined,) = run_ranks(loop, [8], world_size=1)
+    one, other = run_ranks(loop, [2, 6])
+    assert (one[0] == other[0]).all()
+    assert abs(one[0] - joined[0]).max() < 1e-9
+    assert one[1] == pytest.approx(other[1]) == pytest.approx(joined[1])
+
+
+def test_trainer_goes_on_inside_an_epoch_to_the_same_weights(run_ranks, tmp_path):
+    pytest.importorskip("transformers")
+    whole = run_ranks(trainer, [2, 6])
+    stopped = run_ranks(trainer, [2, 6], str(tmp_path / "run"))
+    assert (stopped[0][0] == whole[0][0]).all()
+
+
+def test_batches_that_accelerates_script_skips_are_counted(run_ranks):
+    (joined,) = run_ranks(accelerated, [8], 2, world_size=1)
+    one, _ = run_ranks(accelerated, [2, 6], 2)
+    assert abs(one[0] - joined[0]).max() < 1e-9
