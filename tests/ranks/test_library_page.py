@@ -32,12 +32,12 @@ def block(words):
 LOOP = block("import dbsl")
 # A snippet that is a part of a loop stands in the page's own loop.
 TOKENS = LOOP.replace(
-    "        (loss * sampler.scale(len(labels))).backward()  # n * b_i / B\n",
-    "        tokens = len(labels)\n" + indent(block("mean_scale"), 8 * " "),
+    " * loader.scale(len(labels))  # n * b_i / B\n        loss.backward()\n",
+    "\n        tokens = len(labels)\n" + indent(block("mean_scale"), 8 * " "),
 )
-README = re.search(r"```python\n(sampler =.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+README = re.search(r"```python\n(loader =.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
 LOOPS = {"readme": "model = DistributedDataParallel(model)\n" + README, "plain": LOOP}
-LOOPS |= {"accelerate": block("accelerator.prepare(model"), "accumulate": block("GradScaler")}
+LOOPS |= {"accelerate": block("import prepare"), "accumulate": block("GradScaler")}
 LOOPS["tokens"] = TOKENS
 
 
@@ -52,7 +52,8 @@ def names_of_a_loop(rank, world_size):
     modules |= {"DataLoader": DataLoader, "DistributedDataParallel": DistributedDataParallel}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     names = {"model": model, "optimizer": optimizer, "criterion": nn.CrossEntropyLoss()}
-    names["dataset"] = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+    names["dataset"] = dataset = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+    names["loader"] = DataLoader(dataset, batch_size=128, shuffle=True)
     return modules | names | {"epochs": 2, "device": "cpu"}
 
 
@@ -85,9 +86,8 @@ def test_a_loop_of_the_page_trains_as_one_process_on_the_joint_batch(run_ranks, 
 
 
 def balance(rank):
-    code = LOOP.replace(LOOP[LOOP.index("sampler =") : LOOP.index("loader =")], "")
-    there = run(rank, block("watch(model)") + code.replace("model = Dist", "wrapped = Dist"))
-    return there["sampler"].local_batch_sizes
+    there = run(rank, block("watch(model)") + LOOP[LOOP.index("\nfor epoch") :])
+    return there["loader"].local_batch_sizes
 
 
 def test_the_snippet_on_balance_runs(run_ranks):
@@ -97,7 +97,7 @@ def test_the_snippet_on_balance_runs(run_ranks):
 
 
 def rounds(rank):
-    setup = LOOP[: LOOP.index("model =")] + "shard = [40, 216][sampler.rank] * [0]\n"
+    setup = "shard = [40, 216][dist.get_rank()] * [0]\n"
     there = run(rank, setup + block("Rounds"))
     return there["rounds"].merges, there["model"][0].weight.tolist()
 
@@ -113,7 +113,7 @@ def plan(rank):
         "one_step = lambda size: criterion(model(torch.ones(size, 4)), torch.ones(size).long())\n"
     )
     there = run(rank, setup + block("measure_step").replace("seconds=20", "seconds=0"))
-    return sum(there["sampler"].local_batch_sizes), len(there["plan"].workers)
+    return sum(there["loader"].local_batch_sizes), len(there["plan"].workers)
 
 
 def test_the_snippet_on_plans_runs(run_ranks, capfd):
@@ -121,12 +121,11 @@ def test_the_snippet_on_plans_runs(run_ranks, capfd):
 
 
 def resume(rank, epochs):
-    saving = LOOP + "sampler.set_epoch(epoch + 1)\n" + block('"sampler": sampler.state_dict()')
-    saving = saving.replace("epochs", "1", 1)
+    saving = LOOP.replace("epochs", "1", 1) + block('"loader": loader.state_dict()')
     again = block("load_state_dict") + LOOP[LOOP.index("    for inputs") :]
-    setup = LOOP[LOOP.index("sampler =") : LOOP.index("model =")]
-    code = saving if epochs == 1 else LOOP
-    return train(rank, code + (setup + again if epochs == 1 else ""), 2)
+    anew = "loader = DataLoader(dataset, batch_size=128, shuffle=True)\n"
+    anew += LOOP[LOOP.index("loader =") : LOOP.index("model =")]
+    return train(rank, saving + anew + again if epochs == 1 else LOOP, 2)
 
 
 def test_the_snippets_on_resuming_train_as_if_never_stopped(run_ranks):
@@ -134,9 +133,20 @@ def test_the_snippets_on_resuming_train_as_if_never_stopped(run_ranks):
     assert all((a == b).all() for a, b in zip(stopped, whole, strict=True))
 
 
+def checking(rank):
+    loss = "loss_of = lambda model, batch: (\n    criterion(model(batch[0]), batch[1])"
+    loss += " * loader.scale(len(batch[1]))\n)\n"
+    code = block("dbsl.check").replace("print(", "said = (")
+    return run(rank, LOOP[: LOOP.index("\nfor epoch")] + loss + code)["said"]
+
+
+def test_the_snippet_that_checks_says_equal(run_ranks):
+    assert all(said.startswith("equal (") for said in run_ranks(checking))
+
+
 @pytest.mark.parametrize(
     ("words", "example"),
-    [("UnevenTrainer(Trainer)", "trainer_lm"), ("def training_step", "lightning_module")],
+    [("UnevenTrainerMixin, Trainer", "trainer_lm"), ("Uneven, lightning", "lightning_module")],
 )
 def test_snippets_of_loops_that_need_a_framework_stand_in_an_example(words, example):
     theirs = (ROOT / f"examples/own_loop/{example}.py").read_text()
@@ -147,5 +157,9 @@ def test_snippets_of_loops_that_need_a_framework_stand_in_an_example(words, exam
 
 def test_every_snippet_is_run():
     text = Path(__file__).read_text()
-    words = [*re.findall(r"""block\(["'](.*?)["']\)""", text), "UnevenTrainer(", "training_step"]
+    words = [
+        *re.findall(r"""block\(["'](.*?)["']\)""", text),
+        "Mixin, Trainer",
+        "Uneven, lightning",
+    ]
     assert {block(w) for w in words if w in PAGE} == {*BLOCKS}
