@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -100,6 +101,10 @@ def _open_store(address: str, port: int, rank: int, timeout_s: float) -> dist.St
     where, patience = f"{address}:{port}", timedelta(seconds=timeout_s)
     # Many tenants: the process group's store has the same server.
     options = {"is_master": serves, "wait_for_workers": False, "multi_tenant": True}
+    said = f"rank {rank} waits for rank 0 at {where}"
+    telling = threading.Timer(_QUIET_S, print, [said], {"file": sys.stderr, "flush": True})
+    telling.daemon = True
+    telling.start()
     try:
         return connect(address, port, timeout=patience, **options)
     except RuntimeError as error:
@@ -109,6 +114,8 @@ def _open_store(address: str, port: int, rank: int, timeout_s: float) -> dist.St
             f"nothing answers at {where}, where rank 0 was to be within {timeout_s:g} s "
             "(--worker-timeout)"
         ) from error
+    finally:
+        telling.cancel()
 
 
 def chosen_backend() -> str | None:

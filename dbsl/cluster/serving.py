@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -311,7 +310,7 @@ class ServingCluster(MemberCluster):
         keepalive = Keepalive(
             *(rank, pair, self._timeout_s),
             asks=False,
-            on_stop=partial(self._heed, rank),
+            on_stop=lambda: self._heed(rank),
             on_lost=lambda keepalive: self._give_up(rank, keepalive, keepalive.failure),
         )
         own, name = (rank, link, keepalive), f"serve-{rank}"

@@ -157,17 +157,6 @@ def test_staleness_counts_global_updates_since_the_pull():
     assert [(kept.worker, kept.staleness) for kept in s.reports] == [(2, 0), (0, 1), (1, 2), (1, 0)]
 
 
-@pytest.mark.parametrize(("bound", "allowed"), [(0, 1), (1, 2), (3, 4), (None, 50)])
-def test_leader_waits_once_it_is_ahead_by_more_than_the_bound(bound, allowed):
-    s = server(ratio, staleness=bound)
-    rounds = 0
-    while s.may_start(0) and rounds < 50:
-        pushes(s, 0)
-        rounds += 1
-    assert rounds == allowed
-    assert s.may_start(1)  # the slowest never waits
-
-
 def refused(worker, round_=0):
     return replace(report(worker, round_=round_), refused=True)
 
