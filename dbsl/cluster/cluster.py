@@ -49,11 +49,10 @@ class Cluster(ABC):
 
     `weights` are this process's model, as one vector, and `workers` its workers, none on a
     dedicated server. `outgoing` is what a push hands over, in the layout of the weights; None: the
-    weights. It travels as `wire`, a format of rounds. In the server's process there is a
-    `server`, and the `planner` may change its mind. Processes that meet agree by `control` on what
-    to do; those of this process's worker are its `island`. Where workers are simulated, `times`
-    gives the seconds that a worker's round takes to compute and to exchange, from (worker, epoch,
-    round). `finish_round` is called before reports are exchanged.
+    weights. In the server's process there is a `server`, and the `planner` may change its mind.
+    Processes that meet agree by `control` on what to do. Where workers are simulated, `times` gives
+    the seconds that a worker's round takes to compute and to exchange, from (worker, epoch, round).
+    `finish_round` is called before reports are exchanged.
     """
 
     holds_weights: bool = True  # whether the model has weights that count between two turns
@@ -76,16 +75,12 @@ class Cluster(ABC):
         epochs: int,
         times: Callable[[int, int, int], tuple[float, float]] | None = None,
         outgoing: Tensor | None = None,
-        wire: str = "float32",
         control: ControlGroup | None = None,
-        island: WorkerGroup | None = None,
         finish_round: Callable[[], object] = lambda: None,
     ) -> None:
-        self._island = island or WorkerGroup()
         self.weights, self.server, self.workers = weights, server, tuple(workers)
         self._finish_round = finish_round
         self.outgoing = weights.vector if outgoing is None else outgoing
-        self.pushes_weights, self.wire = outgoing is None, wire
         self.planner, self.control, self._times = planner, control, times
         self.time_s = 0.0 if times else None  # the virtual clock; None: workers are real
         self._rounds_per_epoch = planner.members.rounds

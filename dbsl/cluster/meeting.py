@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsl.cluster.cluster import Cluster
+from dbsl.cluster.cluster import Cluster, WorkerGroup
 from dbsl.cluster.formats import RoundedSum
 from dbsl.cluster.merges import Delta
 from dbsl.cluster.server import Server
@@ -228,7 +228,7 @@ class BarrierCluster(Cluster):
     the server gets every worker's weights, for a fork's own merge rule, and so do they. A rank
     without the server takes the step of `delta` as the server does.
 
-    Where `wire` is not float32, the change of weights since the pull is rounded to it.
+    Where `wire`, a format of rounds, is not float32, the weights' change since the pull is rounded.
 
     A worker may be an `island` of several processes. Its first process sums with those of other
     workers, and the others get the sum from it. Where workers are `served`, rank 0 has none.
@@ -237,20 +237,24 @@ class BarrierCluster(Cluster):
     def __init__(
         self,
         *both: Any,
+        wire: str = "float32",
+        island: WorkerGroup | None = None,
         delta: Delta | None = None,
         gathers: bool = False,
         served: bool = False,
         **common: Any,
     ) -> None:
         super().__init__(*both, **common)
+        self._island, self._wire = island or WorkerGroup(), wire
+        self._pushes_weights = self.outgoing is self.weights.vector
         self._gathers, self._served, self._has_global = gathers, served, False
         self._at_server = delta is not None and self.server is not None
         self._delta = None if self._at_server else delta
-        rounds = self.wire != "float32"
+        rounds = self._wire != "float32"
         sums, between = rounds and not self._island.place, self._island.between
-        self._rounded = RoundedSum(self.wire, self.weights, between) if sums else None
+        self._rounded = RoundedSum(self._wire, self.weights, between) if sums else None
         # What was pulled, where changes count from it.
-        changes = self.pushes_weights and (rounds or delta is not None)
+        changes = self._pushes_weights and (rounds or delta is not None)
         self._pulled = self.weights.vector.clone() if changes else None
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
@@ -344,11 +348,11 @@ class BarrierCluster(Cluster):
         None: changes are too large to be rounded, and nothing is left of them.
         """
         exact = torch.promote_types(self.outgoing.dtype, torch.float32)
-        own = self.outgoing.to(exact) if self.wire == "float32" else self.outgoing
+        own = self.outgoing.to(exact) if self._wire == "float32" else self.outgoing
         if report is None or report.refused:
             share = torch.zeros_like(own)  # zero times what is not finite would not be
-        elif self.pushes_weights:
-            change = own if self.wire == "float32" else own - self._pulled
+        elif self._pushes_weights:
+            change = own if self._wire == "float32" else own - self._pulled
             share = change * (report.merge_weight / sum(r.merge_weight for r in taken))
         else:
             share = own.clone()
@@ -358,7 +362,7 @@ class BarrierCluster(Cluster):
             dist.all_reduce(summed, group=island.between)
         if island.inside is not None:
             dist.broadcast(summed, group=island.inside, group_src=0)
-        if self.wire == "float32":
+        if self._wire == "float32":
             return summed.to(self.outgoing.dtype)
         if not summed.isfinite().all():
             if self._rounded is not None:
@@ -374,7 +378,7 @@ class BarrierCluster(Cluster):
         self._refused += sum(r.refused for r in reports)
         if self.server is not None:
             self.server.push_joined(summed, reports)
-        self._has_global = self.pushes_weights and summed is not None
+        self._has_global = self._pushes_weights and summed is not None
         if not self._has_global:
             return
         if self._at_server:

@@ -76,8 +76,6 @@ def connect(
         "workers": workers,
         "outgoing": stepper.vector if config.push != "weights" else None,
         "control": control,
-        "island": island,
-        "wire": config.wire,
         "times": SimulatedTimes(plans, model) if alone else None,
         "finish_round": stepper.finish_round,
     }
@@ -88,6 +86,7 @@ def connect(
     elif meets:
         common["delta"] = rule if isinstance(rule, Delta) else None
         common |= {"gathers": merge is not None, "served": config.dedicated_server}
+        common |= {"island": island, "wire": config.wire}
         cluster = BarrierCluster(weights, server, **common)
     else:
         cluster = through_server(weights, server, timeout_s=timeout_s, **common)
