@@ -243,9 +243,10 @@ def as_given(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return ",".join(map(str, value)) or "empty"
+        return ",".join(map(as_given, value)) or "empty"
     text = str(value)
-    return text if text and text.strip() == text else repr(text)  # blanks are not seen
+    seen = text and text.strip() == text and text.isprintable()
+    return text if seen else repr(text)
 
 
 def steadier(lr: float, optimizer: str, precision: str, *, finite_loss: bool) -> str:

@@ -17,6 +17,7 @@ from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Flag, auto
 from functools import lru_cache
+from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
@@ -67,7 +68,7 @@ class Within:
             raise SettingError(f"{name} must have {several} values, got {len(value) or 'none'}")
         if is_list and self.order and not all(map(self.order, value, value[1:])):
             raise SettingError(f"{name} must ascend, got {as_given(value)}")
-        if value == () and self != Within():
+        if is_list and not value and self != Within():
             raise SettingError(f"{name} must have a value, got none")
 
     def _missed(self, value: float) -> str:
@@ -221,14 +222,38 @@ def with_role(cls: type, role: Role) -> tuple[str, ...]:
     return tuple(name for name, own in markers(cls, Role) if own & role)
 
 
+@lru_cache
+def _hints(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in fields(cls)}
+
+
+def _is_of(hint: Any, value: Any) -> bool:
+    """Whether a value is of a type; a text that is blank, or that no file can have, is of none."""
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if origin in _UNIONS:
+        return any(_is_of(arm, value) for arm in inside)
+    if origin is tuple:
+        return isinstance(value, tuple | list) and all(_is_of(inside[0], one) for one in value)
+    if origin is typing.Literal:
+        return isinstance(value, str | int) and value in inside
+    if hint is str:
+        return isinstance(value, str) and bool(value.strip()) and "\0" not in value
+    kind = {int: Integral, float: Real}.get(hint, origin or hint)
+    return isinstance(value, kind) and (hint is bool or not isinstance(value, bool))
+
+
 def check_fields(config: Any) -> None:
     """Refuse the first field that is not as its type says; any number is `Within()`."""
     for name, choice in markers(type(config), Choice):  # before others are held against it
         if (value := getattr(config, name)) is not None:
             choice.numbers(name, value)
     bounds = dict(markers(type(config), Within))
-    for field in fields(config):
-        bounds.get(field.name, Within()).check(field.name, getattr(config, field.name))
+    for name, hint in _hints(type(config)).items():
+        value = getattr(config, name)
+        must = f"{name} must be {described(hint)[0]}"
+        require(_is_of(hint, value), must, repr(value) if isinstance(value, str) else value)
+        bounds.get(name, Within()).check(name, value)
     check_needs(config, new=False)
 
 

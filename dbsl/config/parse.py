@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import difflib
 import inspect
 import os
@@ -364,8 +365,8 @@ def run_folder_of(resume: str, output_dir: str | None) -> Path:
     folder = Path(resume)
     if is_checkpoint(resume):
         folder = (folder if len(folder.parts) > 1 else folder.absolute()).parent.parent
-    if not (folder / "config.yaml").is_file():
-        got = resume if Path(resume).exists() else f"{resume}, which does not exist"
+    if not os.path.isfile(folder / "config.yaml"):  # of a name that is too long, too
+        got = as_given(resume) + ", which does not exist" * (not os.path.exists(resume))
         raise SettingError(f"resume must be auto, a run folder or a checkpoint in one, got {got}")
     if output_dir is not None and Path(output_dir).resolve() != folder.resolve():
         must = f"output_dir must be left out or {folder}, where the run continues"
@@ -380,7 +381,7 @@ def is_checkpoint(resume: str) -> bool:
 
 
 def _read_yaml(path: Path, cls: type | None) -> dict[str, Any]:
-    """Refuse what sets no field of `cls`, and true or false for one that is neither."""
+    """Refuse what sets no field of `cls`, and values that no flag has, such as mappings."""
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: an endless number, say
@@ -395,8 +396,12 @@ def _read_yaml(path: Path, cls: type | None) -> dict[str, Any]:
         own = name if name in known else name.removeprefix("no_")
         if own not in {*known, "base", FOUND} - {"config"}:
             raise _unknown(cls, "config must set what --help lists", name, f" in {path}")
-        if isinstance(value, bool) and hints.get(own) is not bool:
-            why = f"(YAML's yes, no, on or off without quotes; {path} sets {name})"
-            must = f"{name} must be {described(hints.get(own))[0]}"
-            raise SettingError(f"{must}, got {as_given(value)} {why}")
+        hint = hints.get(own)
+        each = value if isinstance(value, list) and _is_list(hint) else [value]
+        kinds = {bool} if hint is bool else {str, int, float, datetime.date, datetime.datetime}
+        if value is not None and own != FOUND and not {*map(type, each)} <= kinds:
+            why = "YAML's yes, no, on or off without quotes; " * isinstance(value, bool)
+            got = as_given(value) if isinstance(value, bool) else repr(value)
+            must = f"{name} must be {described(hint)[0]}"
+            raise SettingError(f"{must}, got {got} ({why}{path} sets {name})")
     return settings

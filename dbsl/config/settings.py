@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from operator import lt
 from typing import Annotated, Any, Literal, NamedTuple
 
-from dbsl.base.errors import SettingError, require
+from dbsl.base.errors import SettingError, as_given, require
 from dbsl.config.fields import (
     NO_FLAG,
     PAIRS,
@@ -102,7 +102,7 @@ class TrainingConfig(ImageConfig):
     # --- workers and their batch sizes
     # workers that one process simulates in turn; unset: 1, or 4 with --small-ratio, --small-workers
     # or --local-batch-sizes. Several processes are the workers themselves
-    workers: Annotated[Count | None, Role.WORKERS] = None
+    workers: Annotated[int | None, Within(1, 65536), Role.WORKERS] = None
     # processes that form one worker, and average their gradients at every step: one number for all
     # workers, one for each (8,8,2), or node (all processes of a machine); unset: 1
     worker_processes: Annotated[
@@ -339,6 +339,7 @@ class RunConfig(MachineConfig, TrainingConfig):
 
     def _check_together(self) -> None:
         """Refuse what does not go together where the fields' types do not say so."""
+        _ = self.model_settings, self.optimizer_settings  # they refuse
         lr, warmup, weights = self.lr or math.inf, self.warmup_epochs or 0, self.initial_checkpoint
         require(self.min_lr <= lr, f"lr_schedule must end at most at lr ({lr:g})", self.min_lr)
         most = f"warmup_epochs must be at most the {self.epochs} epochs of the run"
@@ -381,7 +382,7 @@ def parse_interval(value: int | str) -> tuple[int, float]:
         if text.endswith("m") and 0 < (minutes := float(text.removesuffix("m"))) < math.inf:
             return 0, minutes
     must = "checkpoint_every must be epochs (2) or minutes (10m), at least 0"
-    raise SettingError(f"{must}, got {value}")
+    raise SettingError(f"{must}, got {as_given(value)}")
 
 
 ROUND_WIRES = ("float32", "bf16", "int8", "int4", "int2")

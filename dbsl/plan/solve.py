@@ -14,12 +14,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import get_args
+from typing import Annotated
 
 import numpy as np
 
 from dbsl.base.errors import SettingError, require
-from dbsl.config.fields import in_words
+from dbsl.config.fields import Count, Within, check_fields
 from dbsl.config.settings import Rounding, UpdateFactor
 from dbsl.plan.machines import (
     bounded_split,
@@ -43,28 +43,23 @@ def round_half_up(value: float) -> int:
 
 @dataclass(frozen=True)
 class PlanRules:
-    """What a plan keeps to. At most one of its first two is given; the other follows."""
+    """What a plan keeps to. At most one of its first two is given; neither: k is 1.05."""
 
-    time_ratio: float | None = None  # k: time over all-large, above 1; neither: 1.05
+    time_ratio: Annotated[float | None, Within(1, open_low=True)] = None  # k, over all-large
     small_batch_size: int | None = None  # B_S
-    min_batch_size: int = 1  # smallest B_S that may be solved for
-    rounds: int = 1  # rounds per epoch; a batch must fit into a worker's samples of one round
+    min_batch_size: Count = 1  # smallest B_S that may be solved for
+    rounds: Count = 1  # rounds per epoch; a batch must fit into a worker's samples of one round
     factor: UpdateFactor = "data"  # rule of the model-update factor
     rounding: Rounding = "round"  # as in the journal's tables; truncate: as in the conference's
     clamp: bool = True  # raise a solved B_S below `min_batch_size` to it; else it is no plan
-    least: int = 1  # samples that each worker has in a round, or a step, at least
+    least: Count = 1  # samples that each worker has in a round, or a step, at least
     drop_last: bool = False  # joint steps have whole global batches alone
 
     def __post_init__(self) -> None:
-        for name in ("small_batch_size", "min_batch_size", "rounds", "least"):
-            value, optional = getattr(self, name), name == "small_batch_size"
-            whole = isinstance(value, Integral) or (optional and value is None)
-            require(whole, f"{name} must be an integer", repr(value))
-            low = name not in ("min_batch_size", "least") or value >= 1
-            require(low, f"{name} must be at least 1", value)
-        for name, choices in (("factor", UpdateFactor), ("rounding", Rounding)):
-            value, among = getattr(self, name), get_args(choices)
-            require(value in among, f"{name} must be {in_words(among)}", value)
+        check_fields(self)
+        for name, value in [*vars(self).items()]:
+            if isinstance(value, np.generic):  # of which uint8 overflows at 255
+                object.__setattr__(self, name, value.item())
 
     def to_integer(self, value: float) -> int:
         """Return a size as an integer, rounded as the rules say."""
@@ -105,13 +100,22 @@ def plan_dual_batch(
     `Plan.notes` says so. Of the n workers the first `small_workers`, n_S, are small. B_L, which no
     small batch exceeds, and the time model are one for all or one for each.
     """
+    require(isinstance(rules, PlanRules), "rules must be PlanRules", rules)
+    models = [time_model] if isinstance(time_model, TimeModel) else time_model
+    right = isinstance(models, Sequence) and all(isinstance(one, TimeModel) for one in models)
+    require(right, "time_model must be a TimeModel, or one for each worker", time_model)
     limits = np.atleast_1d(np.asarray(large_batch_size))
     whole = limits.dtype.kind in "iu"
     require(whole, "large_batch_size must be integers", str(large_batch_size))
     given = {"samples": samples, "workers": workers, "small_workers": small_workers}
     for name, count in given.items():
-        require(isinstance(count, Integral), f"{name} must be an integer", repr(count))
-    require(workers >= 1, "workers must be at least 1", workers)
+        whole = isinstance(count, Integral) and not isinstance(count, bool)
+        require(whole, f"{name} must be an integer", repr(count))
+    # Small types of numpy, such as uint8, would overflow.
+    samples, workers, small_workers = map(int, given.values())
+    limits = limits.astype(np.int64)
+    Within(1, 65536).check("workers", workers)
+    Within().check("samples", samples)
     for name, count in (("large_batch_size", len(limits)), ("slope", len(time_model))):
         must = f"{name} must have 1 value or one per worker ({workers})"
         require(count in (1, workers), must, count)
@@ -121,7 +125,6 @@ def plan_dual_batch(
     require(samples >= workers, must, samples)
     must = f"small_workers must be in [0, workers={workers}]"
     require(0 <= small_workers <= workers, must, small_workers)
-    require(rules.rounds >= 1, "rounds_per_epoch must be at least 1", rules.rounds)
     both = rules.time_ratio is not None and rules.small_batch_size is not None
     goals = "time_ratio and small_batch_size"
     must = f"{goals} must not be given together: each follows from the other"
@@ -222,7 +225,6 @@ class _DualBatch:
         speeds = self._speeds(self.limits)
         large_part = float(speeds[self.small_workers :].sum() / speeds.sum())
         ratio = DEFAULT_TIME_RATIO if self.rules.time_ratio is None else self.rules.time_ratio
-        require(math.isfinite(ratio) and ratio > 1, "time_ratio must be above 1", ratio)
         if ratio * large_part >= 1:
             raise SettingError(
                 f"time_ratio must be below {1 / large_part:.4g} (beyond it the large workers take "

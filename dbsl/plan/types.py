@@ -6,13 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import IntEnum
 from itertools import groupby
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, require
+from dbsl.config.fields import Within
 
 Numbers = float | np.ndarray  # one, or one for each of n workers
+_BOUNDS = {"slope": Within(0, open_low=True), "intercept": Within(), "floor": Within(0)}
 
 
 class NoPlanError(SettingError):
@@ -33,13 +36,15 @@ class TimeModel:
 
     def __post_init__(self) -> None:
         for name, values in vars(self).items():
-            if not np.isfinite(values).all():
-                bad = np.ravel(values)[~np.isfinite(np.ravel(values))][0]
-                raise SettingError(f"{name} must be a finite number of seconds, got {bad}")
-        if (floor := np.min(self.floor)) < 0:
-            raise SettingError(f"floor must be at least 0 seconds per step, got {floor}")
-        if (slope := np.min(self.slope)) <= 0:
-            raise SettingError(f"slope must be above 0 seconds per sample, got {slope}")
+            kind = np.asarray(values).dtype.kind if isinstance(values, Real | np.ndarray) else ""
+            must = f"{name} must be a number of seconds, or an array of them"
+            require(kind and kind in "iuf", must, repr(values))
+            _BOUNDS[name].check(name, tuple(np.ravel(values).tolist()))
+            if kind in "iu" and not isinstance(values, int):  # small types of numpy's overflow
+                object.__setattr__(self, name, values.astype(float))
+        sizes = {np.size(values) for values in vars(self).values()}
+        must = "slope, intercept and floor must have one value, or as many as each other"
+        require(len(sizes - {1}) < 2 and 0 not in sizes, must, sorted(sizes))
 
     @staticmethod
     def of(models: TimeModel | Sequence[TimeModel], workers: int) -> TimeModel:

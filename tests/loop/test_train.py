@@ -354,7 +354,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, capsys, arguments, m
     [
         ("lr: yes\n", "lr must be a number, got true (YAML's yes, no, .*; {} sets"),
         ("mixed-precision: no\n", "mixed_precision must be auto, no, .*got false (.*; {} sets"),
-        ("compile: 1\n", "values must follow a flag that takes them, got '1' after --compile"),
+        ("compile: 1\n", "compile must be true or false, got 1"),
         ("lr: abc\n", "--lr must be a number, got 'abc' ({} sets lr"),
         (
             "epochs: 3\nwarmup_epochs: 5\n",

@@ -18,7 +18,7 @@ from train import Config
 BOUNDS = {
     ("at least 0", "-1"): "loader_workers max_bad_images mixup cutmix weight_decay small_workers "
     "small_batch_size staleness warmup_epochs log_every keep_checkpoints max_bad_rounds",
-    ("at least 1", "0"): "train_samples eval_samples workers large_batch_size "
+    ("at least 1", "0"): "train_samples eval_samples large_batch_size "
     "local_batch_sizes global_batch_size micro_batch_size min_batch_size "
     "rounds_per_epoch eval_batch_size eval_every shuffle_block",
     ("above 0", "0"): "clip_grad lr lr_gamma max_minutes cache_gib",
@@ -29,7 +29,7 @@ BOUNDS = {
     ("in (0, 1e+09]", "0 2e+09"): "worker_timeout",
     ("in [1, 1000000]", "0 1000001"): "epochs",
     ("in [1, 1024]", "0 1025"): "cpu_threads",
-    ("in [1, 65536]", "0 65537"): "worker_processes",
+    ("in [1, 65536]", "0 65537"): "workers worker_processes",
     ("in [0, 9223372036854775807]", "-1 9223372036854775808"): "seed",
 }
 

@@ -33,7 +33,7 @@ def test_images_are_held_out_as_they_were_or_none_is(saved, now, refused):
         ({}, set()),
         ({"lr": 0.7, "keep_checkpoints": 7}, {"lr", "keep_checkpoints"}),
         ({"lr_milestones": ()}, {"lr_milestones"}),
-        ({"slope": (0.1, 0.1), "found": ("slope",)}, set()),  # the same, at greater length
+        ({"slope": (0.1, 0.1), "found": {"slope": (0.1,)}}, set()),  # the same, at greater length
         ({"large_batch_size": (24, 32)}, {"large_batch_size"}),
     ],
 )

@@ -297,7 +297,7 @@ def test_measured_model_without_a_plan_falls_back_to_an_eighth_or_the_least_and_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"workers": 0}, "workers must be at least 1, got 0"),
+        ({"workers": 0}, r"workers must be in \[1, 65536\], got 0"),
         ({"small_workers": 5}, r"small_workers must be in \[0, workers=4\], got 5"),
         ({"time_ratio": 1.0}, "time_ratio must be above 1, got 1$"),
         ({"time_ratio": 2.0}, r"be below 1\.333 .*, got 2$"),
@@ -306,7 +306,7 @@ def test_measured_model_without_a_plan_falls_back_to_an_eighth_or_the_least_and_
         ({"large_batch_size": 0}, "large_batch_size must be at least 1, got 0"),
         ({"large_batch_size": 14000}, "large_batch_size must be at most 13125"),
         ({"samples": 3}, "samples must be at least the number of workers"),
-        ({"rounds": 0}, "rounds_per_epoch must be at least 1, got 0"),
+        ({"rounds": 0}, "rounds must be at least 1, got 0"),
         ({"small_batch_size": 501}, r"small_batch_size must be in \[1, large_batch_size=500\]"),
         ({"min_batch_size": 501}, r"min_batch_size must be in \[1, large_batch_size=500\]"),
     ],

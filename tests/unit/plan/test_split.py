@@ -209,5 +209,5 @@ def test_one_model_of_all_workers_gives_each_its_times_and_refuses_what_one_of_t
     assert every.time(sizes, 2).tolist() == [m.time(b, 2) for m, b in pairs]
     assert every.sample_time(sizes).tolist() == [m.sample_time(b) for m, b in pairs]
     assert [*every[[2, 0]]] == [each[2], each[0]]
-    with pytest.raises(ValueError, match="slope must be above 0 seconds per sample, got -1"):
+    with pytest.raises(ValueError, match="slope must be above 0, got -1"):
         TimeModel(np.array([1.0, -1.0]), np.zeros(2))
