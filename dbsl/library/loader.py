@@ -64,18 +64,12 @@ def uneven(
         loader: A torch DataLoader of a dataset with numbered samples.
         local_batch_sizes: Samples of a joint batch that each process takes, by rank; None: equal.
         global_batch_size: Samples of a joint batch, over all processes.
-        balance: "dynamic": sizes follow the measured speed of the processes; needs `watch`.
-        balance_every: Batches between two such moves; None: they happen between epochs alone.
-        accumulate: Batches of each process that make an optimizer step.
-        seed: Of the order, at least 0.
         lengths: Tokens, pixels or another cost of each sample of the dataset. A joint batch is then
             dealt so that samples times the longest of them, over the speed, is alike on all
             processes; a speed is the process's share of `local_batch_sizes`.
-        rank: This process's place among the replicas; None: that of torch.distributed.
-        num_replicas: n, processes with batches of their own; None: the world size.
-        least: Samples that each process has at least in a step, such as 2 for batch norm.
-        limits: Samples of a joint batch that each process can hold, by rank; None: any number.
         kind: Class of the loader; None: `UnevenLoader`.
+
+    The other arguments are those of `UnevenBatchSampler`.
 
     Raises:
         SettingError: Names the argument, its bound and its value, on every process.

@@ -86,7 +86,6 @@ class UnevenBatchSampler(Sizes):
         self._trained: _Epoch | None = None  # of which scale was called last
         # Whether set_epoch chose the epoch that comes next; None: it is the first, or a state's.
         self._chosen: bool | None = None
-        self._asked: int | None = None  # the epoch that set_epoch chose before a state was loaded
         self._skips = 0  # batches that are drawn next, and not trained on
 
     @property
@@ -226,8 +225,7 @@ class UnevenBatchSampler(Sizes):
         """Return how far training is, alike on every process.
 
         A batch counts once `scale` was called for it, and for all others of its window of
-        `accumulate` batches. A loop that does not call it saves between epochs, or with torchdata's
-        StatefulDataLoader, which counts itself.
+        `accumulate` batches. A loop that does not call it saves between epochs.
         """
         number, start, epoch = self.epoch, self._start, self._iterator
         if epoch is not None and epoch.looked_at:
@@ -261,7 +259,6 @@ class UnevenBatchSampler(Sizes):
                 f"epoch {state['epoch']}, got {self.num_replicas}: begin the next epoch instead "
                 f"(in the state, 'epoch' {state['epoch'] + 1} and 'samples' 0)"
             )
-        self._asked = self.epoch if self._chosen else None
         self.epoch, self._start = state["epoch"], state["samples"]
         self._iterator, self._trained, self._chosen = None, None, None
         self._load_sizes(state)
@@ -287,7 +284,7 @@ class UnevenBatchSampler(Sizes):
 
 
 class _Epoch:
-    """The batches of one epoch; its state is what was drawn, the sampler's what was trained on."""
+    """The batches of one epoch."""
 
     def __init__(self, sampler: UnevenBatchSampler, skipped: int) -> None:
         self._of = sampler
@@ -351,29 +348,3 @@ class _Epoch:
                 of._warn_of_no_scale()
         self.exhausted = self.steps_drawn == len(self)
         return part
-
-    def state_dict(self) -> dict[str, Any]:
-        of = self._of
-        sizes = {"global_batch_size": of.global_batch_size, "num_replicas": of.num_replicas}
-        place = {"epoch": self.number, "start": self.start, "drawn": self.drawn}
-        return {**place, **sizes, "over": self.steps_drawn == len(self)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        of = self._of
-        self._open(state["start"])
-        self.number, self.drawn = state["epoch"], state["drawn"]
-        if state["over"]:  # with other sizes it has another length
-            self.drawn = len(self) * (of.num_replicas if of.interleave else 1)
-        if self.drawn and state["over"] and of._asked is not None:
-            # It is over: a loader that loads its state late asks for the next one's.
-            self.exhausted, of._start = True, 0
-            of.epoch, of._chosen, of._asked = of._asked, True, None
-            return
-        # What is drawn is counted in steps; interleaved, in batches of all processes.
-        for name in ("global_batch_size", "num_replicas")[: 1 + of.interleave]:
-            must = f"{name} must be {state[name]}, as in the loader's state inside an epoch"
-            inside, mine = self.drawn and not state["over"], getattr(of, name)
-            require(not inside or state[name] == mine, must, mine)
-        of._begin(self)
-        self.number, self.taken = state["epoch"], self.steps_drawn
-        self.skipped, of._start = self.taken, 0

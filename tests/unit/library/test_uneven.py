@@ -144,38 +144,6 @@ def test_an_epoch_may_be_chosen_after_the_iterator_was_made():
     assert list(batches) == list(early)
 
 
-def test_an_iterators_own_state_is_what_was_drawn():
-    (first, second) = samplers(30, [3, 4]), samplers(30, [3, 4])
-    batches = iter(first[0])
-    drawn = [next(batches) for _ in range(3)]
-    first[0].scale(len(drawn[0]))
-    again = iter(second[0])
-    again.load_state_dict(batches.state_dict())
-    rest = list(batches)
-    for batch in again:
-        assert batch == rest.pop(0)
-        second[0].scale(len(batch))
-    assert not rest
-    assert second[0].state_dict()["samples"] == 30
-
-
-@pytest.mark.parametrize("size", [4, 2])  # between epochs sizes may change
-def test_a_state_of_an_epochs_end_that_is_loaded_late_leaves_the_epoch_that_was_chosen(size):
-    """torchdata loads it when the loop asks for batches, after set_epoch."""
-    ((first,), (second,), (fresh,)) = (samplers(30, [own]) for own in (4, size, size))
-    batches = iter(first)
-    for batch in batches:
-        first.scale(len(batch))
-    second.set_epoch(1)
-    over = iter(second)
-    second.load_state_dict(first.state_dict())
-    over.load_state_dict(batches.state_dict())
-    assert list(over) == []
-    fresh.set_epoch(1)
-    assert list(second) == list(fresh)
-    assert second.epoch == 1
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_loop_without_set_epoch_goes_on_with_whole_epochs(shuffle):
     ((first,), (second,)) = (samplers(40, [8], shuffle=shuffle) for _ in range(2))
@@ -186,17 +154,6 @@ def test_a_loop_without_set_epoch_goes_on_with_whole_epochs(shuffle):
         warnings.simplefilter("ignore")  # that set_epoch was not called
         found = [len([second.scale(len(batch)) for batch in second]) for _ in range(3)]
     assert found == [0, 5, 5]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "said"), [([8], "global_batch_size must be 4"), ([2, 2], "num_replicas must be 1")]
-)
-def test_an_iterators_state_is_not_that_of_other_steps(sizes, said):
-    ((first, *_), (second, *_)) = (samplers(40, own, interleave=True) for own in ([4], sizes))
-    batches = iter(first)
-    next(batches)
-    with pytest.raises(SettingError, match=f"{said}.*in the loader's state inside an epoch"):
-        iter(second).load_state_dict(batches.state_dict())
 
 
 @pytest.mark.parametrize(
