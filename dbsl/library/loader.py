@@ -34,7 +34,7 @@ _KEPT = (
 _BUILT = itertools.count()  # loaders of this process: each has a name of its own
 
 
-def uneven(
+def uneven(  # noqa: D417 (UnevenBatchSampler describes the others)
     loader: DataLoader,
     local_batch_sizes: Sequence[int] | None = None,
     *,
