@@ -190,7 +190,8 @@ def _read_flags(cls: type, flags: Sequence[str], prog: str = "") -> dict[str, An
                 raise _unknown(cls, "flag must be one that --help lists", _flag(_name(given)))
             switch = hints[name] is bool
             if switch and equals:
-                raise SettingError(f"{_flag(name)} must have no value, got {value!r}")
+                off = _flag(f"no_{name}")
+                raise SettingError(f"{_flag(name)} must have no value ({off}: off), got {value!r}")
             found.setdefault(name, []).append(on if switch else [value] * bool(equals))
             taker, last = (positional if switch else name), flag
         # Values may stand behind no flag: one value, or all up to the next flag, are the flag's.

@@ -142,9 +142,8 @@ class ImageLoader(Source):
             if errors:
                 note_bad(self.bad, errors, self._max_bad, self._split)
             if errors and not len(samples):
-                raise SettingError(
-                    f"a batch must have an image that can be decoded, got {len(wanted)} bad"
-                )
+                text = f"none of the {len(wanted)} images of a batch can be decoded"
+                raise SettingError(f"{text}: repair or remove them")
             if len(samples) == 1 < len(wanted):  # batch norm needs two
                 samples, images = samples.repeat(2), images.repeat(2, 1, 1, 1)
             images = images.to(self.device, non_blocking=True)
@@ -165,9 +164,9 @@ def note_bad(known: dict[int, str], found: BadRows, most: int, split: ImageSplit
         row, reason = next(reversed(known.items()))
         rows = ", ".join(map(str, sorted(known)[:20])) + (", ..." if len(known) > 20 else "")
         raise SettingError(
-            f"max_bad_images must be at least the images that cannot be decoded, got {most} and "
-            f"{len(known)} such in split {split.name!r} so far (rows {rows}; "
-            f"{split.describe_bad(row, reason)})"
+            f"{len(known)} images or more of split {split.name!r} cannot be decoded (rows {rows}; "
+            f"{split.describe_bad(row, reason)}): repair or remove them, or raise max_bad_images "
+            f"({most})"
         )
     for row, reason in new.items():
         logger.warning("left out: %s", split.describe_bad(row, reason))

@@ -165,7 +165,8 @@ def open_shards(config: ImageConfig, cache: GroupCache) -> Splits:
         files = _find_files(dataset)
         train_name = next(iter(files)) if len(files) == 1 else "train"
         if train_name not in files:
-            raise SettingError(f"there is no split 'train', but {', '.join(files)}")
+            shown = f"{dataset} has no split train, but {', '.join(files)}"
+            raise SettingError(f"{shown}: name the shards to train on train")
         wanted = [name for name in (train_name, *EVAL_SPLITS) if name in files]
         features = {}
         for name in dict.fromkeys(wanted):
@@ -224,7 +225,7 @@ def _find_files(dataset: str) -> dict[str, list[File]]:
         files |= {str(name): [s for s in shards if ".parquet" in Path(s[0]).suffixes]}
     files = {name: shards for name, shards in files.items() if shards}
     if not files:
-        raise SettingError("it has no parquet files")
+        raise SettingError(f"{dataset} has no parquet files: leave out --cache-gib")
     return files
 
 

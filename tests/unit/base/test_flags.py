@@ -72,7 +72,7 @@ def test_values_without_a_flag_may_stand_anywhere():
         (["--epochs", "unset"], "--epochs must be a whole number, got 'unset'"),
         (["--epochs", "None"], "--epochs must be a whole number, got 'None'"),
         (["--note", "a", "b"], "--note must be a text, got 'a b'"),
-        (["--save-best=yes"], "--save-best must have no value, got 'yes'"),
+        (["--save-best=yes"], r"--save-best must have no value \(--no-save-best: off\), got 'yes'"),
         (["--lr", "1"], "--epochs must be given"),
     ],
 )
