@@ -19,6 +19,7 @@ from torch import nn
 os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported: tests use no network
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import dbsl.data.dataset
+from dbsl.base.machine import STOP_SIGNALS
 from dbsl.config.hooks import found_extras
 from dbsl.config.image_settings import ImageConfig
 from dbsl.run.folder import read_code
@@ -179,7 +180,7 @@ def launcher():
 def usual_signals():
     """Signals as in a terminal: the parent of pytest (nohup, a script) may ignore some of them."""
     usual = {signal.SIGINT: signal.default_int_handler}
-    usual |= dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
+    usual |= dict.fromkeys(set(STOP_SIGNALS) - {signal.SIGINT}, signal.SIG_DFL)
     before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
     for number, handler in before.items():

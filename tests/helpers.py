@@ -26,6 +26,7 @@ from torch.utils.data import TensorDataset
 import train
 from dbsl import runs
 from dbsl.base.errors import RunStopped, one_line_errors
+from dbsl.base.machine import STOP_SIGNALS
 from dbsl.checkpoint.checkpoint import Checkpoint
 from dbsl.config.parse import parse_config, yaml_to_argv
 from dbsl.data.transforms import Transform
@@ -277,7 +278,7 @@ class Forked:
                 for file, number in zip(self._files, (1, 2), strict=True):
                     os.dup2(file.fileno(), number)
                 sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1) for n in (1, 2))
-                for number in (signal.SIGTERM, signal.SIGHUP):
+                for number in STOP_SIGNALS:
                     signal.signal(number, signal.SIG_DFL)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 AcceleratorState._reset_state(True)

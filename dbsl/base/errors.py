@@ -72,8 +72,16 @@ class RunStopped(Exception):
 
 def quiet_interrupts() -> None:
     """Have Ctrl-C end the process without a traceback until `one_line_errors` is entered."""
+    _open_outputs()  # before other files get their numbers
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job ignores it
         signal.signal(signal.SIGINT, _end_at_once)
+
+
+def _open_outputs() -> None:
+    """Give a process without outputs (`>&-`) such that drop what is written."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def _end_at_once(*_: object) -> None:
@@ -91,6 +99,7 @@ def one_line_errors() -> Iterator[None]:
     keeps its traceback, and the status is 1. A process among several ends at once either way. On
     its way out it would otherwise wait for the others, and they for it.
     """
+    _open_outputs()
     if signal.getsignal(signal.SIGINT) is _end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -123,6 +132,8 @@ def one_line_errors() -> Iterator[None]:
 
 def _is_unread() -> bool:
     """Return whether standard output is a pipe that nobody reads any longer."""
+    if not hasattr(select, "poll"):  # Windows
+        return False
     poll = select.poll()
     poll.register(1, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

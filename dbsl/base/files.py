@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import hashlib
 import io
 import os
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dbsl.base.errors import require
+
+_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}  # some network disks, WSL
+_WINDOWS = os.name == "nt"  # where a folder cannot be opened, and what only reads not be synced
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,10 +92,15 @@ def put_in_place(temporary: Path, path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Wait until what was written to a file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    """Wait until what was written to a file or folder is on the disk, if its system can tell."""
+    if _WINDOWS and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDWR if _WINDOWS else os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
     finally:
         os.close(handle)
 

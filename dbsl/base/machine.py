@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,8 +19,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import Store, TCPStore
 
+# They ask a run to stop. Slurm's --signal=USR1@120 is common; Windows has two of them.
+_NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+STOP_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 STORE_PATIENCE = timedelta(seconds=20)
 _THREADS = "OMP_NUM_THREADS"
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # set by torchrun, accelerate
@@ -53,7 +59,14 @@ def check_installed() -> None:
 
 
 datasets, huggingface_hub = lazy_import("datasets"), lazy_import("huggingface_hub")
-dist = lazy_import("torch.distributed")
+dist, accelerator = lazy_import("torch.distributed"), lazy_import("torch.accelerator")
+
+
+def clock(device: torch.device) -> float:
+    """Return the seconds of time.perf_counter() once a device has done what it was given."""
+    if device.type != "cpu":
+        accelerator.synchronize(device)
+    return time.perf_counter()
 
 
 def local_processes() -> int:

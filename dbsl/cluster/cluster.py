@@ -59,6 +59,7 @@ class Cluster(ABC):
     # Whether a checkpoint has all that workers have, to go on at their steps; else it is the
     # server's state alone.
     saves_workers: bool = True
+    queues_ends: bool = True  # whether the server keeps ends of epochs until they are told
     # Called where the run is to stop while this process waits.
     on_stop: Callable[[], object] = staticmethod(lambda: None)
     # Called by a process that takes no steps while others do, where it may save: at a barrier once
@@ -89,8 +90,9 @@ class Cluster(ABC):
         self._waited_s = 0.0  # since the last report
         self._refused = 0
         self._reports: deque[RoundReport] = deque()  # where there is no server
-        self._interrupted = False  # the run is to stop
+        self.interrupted = False  # the run is to stop
         self.finished_early = False  # whether `finish` ended the run before its last epoch
+        self._untold = False  # the epoch's end that it is at is to be told again
         self._losses: deque[LostWorker] = deque()  # not yet logged
         self._exits = ExitStack()
 
@@ -153,12 +155,14 @@ class Cluster(ABC):
             "refused": self.refused,
             "time_s": self.time_s,
             "waited_s": self._waited_s,
+            "untold": self._untold,
             "server": self.server and self.server.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._clock, self._refused = state["clock"], state["refused"]
         self.time_s, self._waited_s = state["time_s"], state["waited_s"]
+        self._untold = state.get("untold", False)
         if self.server is not None:
             self.server.load_state_dict(state["server"])
 
@@ -192,7 +196,7 @@ class Cluster(ABC):
 
     def agree(self, action: Action, *, round_over: bool) -> Action:
         """Return what this process does after a step: what it would, or what all agree on."""
-        return Action.STOP if self._interrupted else action
+        return Action.STOP if self.interrupted else action
 
     def leave(self) -> None:  # noqa: B027
         """Stop taking turns, and have the others do so."""
@@ -213,9 +217,22 @@ class Cluster(ABC):
         """
         self.finished_early, self._rounds = True, 0
 
+    def _untold_end(self) -> Iterator[EpochEnd]:
+        if self._untold:
+            self._untold = False  # before it is told: it may be put back
+            epoch = self._clock // self._rounds_per_epoch - 1
+            yield EpochEnd(epoch, self.weights.vector, time.perf_counter())
+
+    def put_back(self, end: EpochEnd) -> None:
+        """Have an epoch's end told again by the resumed run: its evaluation is broken off."""
+        if self.queues_ends:
+            self.server.finished.appendleft(end)
+        else:
+            self._untold = True
+
     def interrupt(self) -> None:
         """Stop after this step, and wait for nobody: the run is to stop."""
-        self._interrupted = True
+        self.interrupted = True
 
     def held(self) -> AbstractContextManager:
         """Hold up whatever else changes the state for as long as this is open."""

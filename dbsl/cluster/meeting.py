@@ -41,6 +41,8 @@ class JointCluster(Cluster):
     reports.
     """
 
+    queues_ends = False
+
     def __init__(self, weights: FlatWeights, **common: Any) -> None:
         super().__init__(weights, **common)
         self._start: Tensor | None = None  # weights at the start of the round, inside one
@@ -49,6 +51,7 @@ class JointCluster(Cluster):
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield rounds and the ends of epochs, the same in every process."""
+        yield from self._untold_end()
         while self._clock < self._rounds:
             turn = Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
             self._began, self._spent_s = time.perf_counter() - self._spent_s, 0.0
@@ -234,6 +237,8 @@ class BarrierCluster(Cluster):
     workers, and the others get the sum from it. Where workers are `served`, rank 0 has none.
     """
 
+    queues_ends = False
+
     def __init__(
         self,
         *both: Any,
@@ -259,6 +264,7 @@ class BarrierCluster(Cluster):
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield this worker's rounds in order and, on every rank, the end of each epoch."""
+        yield from self._untold_end()
         while self._clock < self._rounds:
             turn = Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
             if self.workers:

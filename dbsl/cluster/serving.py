@@ -82,7 +82,7 @@ class MemberCluster(Cluster):
             self.finish()
             raise NothingLeft
         if answer == Answer.STOPPED:
-            self._interrupted = True
+            self.interrupted = True
             self.on_stop()
 
 
@@ -209,10 +209,10 @@ class ServingCluster(MemberCluster):
             with self._changed:
                 if not self.server.finished and self.server.members.slowest() >= self._rounds:
                     return
-                self._wait_for(lambda: self._interrupted or self.server.finished, _LOOK_S)
+                self._wait_for(lambda: self.interrupted or self.server.finished, _LOOK_S)
                 waits = not self.server.finished
             if waits:  # there are no steps after which this process could save or stop: it may here
-                (self.on_stop if self._interrupted else self.idle)()
+                (self.on_stop if self.interrupted else self.idle)()
 
     def _ends(self) -> Iterator[EpochEnd]:
         while True:
@@ -262,13 +262,13 @@ class ServingCluster(MemberCluster):
         """Wait, with the lock held, until a worker may begin; False: the run is to stop."""
         self._wait_for(
             lambda: (
-                self._interrupted
+                self.interrupted
                 or worker not in self.server.members.active
                 or self.server.may_start(worker)
             )
         )
         self._check_there(worker)
-        return not self._interrupted
+        return not self.interrupted
 
     def _check_there(self, worker: int) -> None:
         """Refuse what comes of a worker that was lost."""
@@ -298,7 +298,7 @@ class ServingCluster(MemberCluster):
     def interrupt(self) -> None:
         """End this process's waits: the run is to stop."""
         with self._changed:
-            self._interrupted = True
+            self.interrupted = True
             self._changed.notify_all()
 
     # --- workers of other processes
@@ -422,12 +422,12 @@ class ServingCluster(MemberCluster):
         self._stop_serving()
         self.close()
         super().finish()
-        self._interrupted = False
+        self.interrupted = False
         self.server.finished.clear()
 
     def _stop_serving(self) -> None:
         with self._changed:
-            self._stopping = self._interrupted = True
+            self._stopping = self.interrupted = True
             self._changed.notify_all()
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from dbsl.base.errors import require
+from dbsl.base.machine import clock
 from dbsl.cluster.formats import DTYPES, LowRank
 from dbsl.cluster.weights import FlatWeights, uncompiled
 from dbsl.config.hooks import Machine
@@ -39,8 +40,8 @@ class ComputeTimer:
     """Adds up what each worker computes, and makes slowed workers as slow as they are meant to be.
 
     Waiting for other workers is left out. On CUDA the moments are events in the stream, so that
-    measuring waits for nothing until the times are read; elsewhere they are the host's, whose calls
-    return when the work is done. Where `machine` has a factor above 1 the process sleeps.
+    measuring waits for nothing until the times are read; elsewhere they are the host's, once the
+    device has done its work. Where `machine` has a factor above 1 the process sleeps.
     """
 
     def __init__(self, device: torch.device, machine: Machine | None = None) -> None:
@@ -96,7 +97,7 @@ class ComputeTimer:
 
     def _now(self):
         if not self._cuda:
-            return time.perf_counter()
+            return clock(self._device)
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event

@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,11 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
-from dbsl.base.errors import SettingError, words_of
+from dbsl.base.errors import ReadError, SettingError, words_of
 from dbsl.base.files import write_with
-from dbsl.base.machine import lazy_import
+from dbsl.base.machine import STOP_SIGNALS, lazy_import
 from dbsl.data.sources import Batch, Source, TensorSource
 from dbsl.data.transforms import Transform, as_rgb, cut, to_device, upright
 from dbsl.plan.sampler import Order
@@ -46,8 +47,11 @@ _CHUNK = 1024  # images read from a table at a time
 _CACHE_FORMAT = 2
 _IMPORTS = [__name__, "datasets", "torchvision.transforms.v2"]  # what loader processes import
 _TELLS_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS: there signals end loader processes
-# They ask a run to stop.
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if _TELLS_SENDER else ()
+_FORKS = "forkserver" in multiprocessing.get_all_start_methods()  # not on Windows
+_CONTEXT = "forkserver" if _FORKS else "spawn"
+_LOOK_S = 2  # how often a wait for a batch is looked at
+_SHARED = Path("/dev/shm")  # batches come through it
+_AHEAD = 2  # batches that each loader process makes before they are asked for
 
 BadRows = Mapping[int, str]  # rows of images that could not be decoded, and why
 Request = tuple[np.ndarray, Transform, int]  # samples, transform, epoch: one batch
@@ -83,6 +87,9 @@ class ImageLoader(Source):
 
     blocks: Order | None = None  # draws the order of an epoch; None: any is as good as another
     _Requests: type[list[Request]] = list  # loader processes get what it iterates over
+    # Called every few seconds in a wait for a batch; what it raises ends the wait.
+    while_waiting: Callable[[], object] = staticmethod(lambda: None)
+    _told = False  # that shared memory is too small
 
     def __init__(
         self,
@@ -101,9 +108,10 @@ class ImageLoader(Source):
             batch_size=None,  # a request is a whole batch, of any size
             sampler=self._requests,
             num_workers=loader_workers,
-            multiprocessing_context="forkserver" if loader_workers else None,
+            multiprocessing_context=_CONTEXT if loader_workers else None,
             worker_init_fn=_end_with_parent,
             persistent_workers=loader_workers > 0,
+            prefetch_factor=_AHEAD if loader_workers else None,
             pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # else each call would advance torch's own
         )
@@ -128,9 +136,45 @@ class ImageLoader(Source):
         self._calls += 1
         requests = [(samples, transform, epoch) for samples in index_batches]
         self._requests[:] = requests
-        if self._loader.num_workers:
-            _start_server()
-        return self._read(self._calls, requests, iter(self._loader))
+        if not self._loader.num_workers:
+            return self._read(self._calls, requests, iter(self._loader))
+        _start_server()
+        need, free = self._shared_bytes(requests)
+        if need > free and not self._told:
+            self._told = True
+            logger.warning("%s", _too_small(need, free))
+        loaded = iter(self._loader)  # a new epoch of one and the same iterator
+        return self._read(self._calls, requests, self._awaited(requests, loaded))
+
+    def _shared_bytes(self, requests: Sequence[Request]) -> tuple[int, int]:
+        """Return the bytes of shared memory that loader processes may take, and what is free."""
+        if not (requests and _SHARED.is_dir()):
+            return 0, 0
+        at_once = min(len(requests), _AHEAD * self._loader.num_workers)
+        batch = max(3 * len(own) * how.resolution**2 for own, how, _ in requests)
+        return at_once * batch, shutil.disk_usage(_SHARED).free
+
+    def _awaited(self, requests: Sequence[Request], loaded: Iterator[Loaded]) -> Iterator[Loaded]:
+        """Yield what loader processes bring; a wait for it ends if they cannot go on."""
+        while True:
+            loaded._timeout = _LOOK_S  # not DataLoader's own, within which processes must start
+            try:
+                batch = next(loaded, None)
+            except RuntimeError as error:
+                if "timed out" in (said := str(error)):
+                    self.while_waiting()
+                    continue
+                if "exited unexpectedly" in said:
+                    why = "a loader process died: memory may be short; lower --loader-workers"
+                    raise ReadError(f"{why} ({words_of(error)})") from None
+                if "shared memory" in said:
+                    raise ReadError(_too_small(*self._shared_bytes(requests))) from None
+                raise
+            finally:
+                loaded._timeout = 0
+            if batch is None:
+                return
+            yield batch
 
     def _read(
         self, call: int, requests: Sequence[Request], loaded: Iterator[Loaded]
@@ -154,6 +198,14 @@ class ImageLoader(Source):
 
     def _received(self, number: int) -> None:
         """Take note that a batch of the latest call has been decoded."""
+
+
+def _too_small(need: int, free: int) -> str:
+    """Return what to do where shared memory does not hold the batches under way."""
+    mib = -(-need // 2**20)
+    must = f"{_SHARED} must have {mib} MiB for the batches of loader processes"
+    remedy = f"docker run --shm-size {mib + 64}m, or lower --loader-workers (0: none)"
+    return f"{must}, got {free / 2**20:.0f} MiB free: {remedy}"
 
 
 def note_bad(known: dict[int, str], found: BadRows, most: int, split: ImageSplit) -> None:
@@ -250,7 +302,10 @@ class ImageSplit:
                 pixels[len(places)] = image
                 places.append(place)
         images = torch.from_numpy(pixels[: len(places)]).permute(0, 3, 1, 2)
-        return images, torch.tensor(places, dtype=torch.int64), errors
+        decoded = torch.tensor(places, dtype=torch.int64)
+        if get_worker_info():  # now, where an error reaches the trainer; else a thread would do it
+            images, decoded = images.share_memory_(), decoded.share_memory_()
+        return images, decoded, errors
 
     def _values(self, samples: np.ndarray) -> list[Stored]:
         return self.table[self.rows[samples]][self.image_column]
@@ -344,12 +399,14 @@ def _start_server() -> None:
 
     It inherits that the signals are blocked, and so do the processes that it makes.
     """
-    multiprocessing.set_forkserver_preload(_IMPORTS)  # once, for all loader processes
+    if _FORKS:
+        multiprocessing.set_forkserver_preload(_IMPORTS)  # once, for all loader processes
     if not _TELLS_SENDER:
         return
-    resource_tracker.ensure_running()  # else the server starts it, which unblocks the signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
+        resource_tracker.ensure_running()  # else the server starts it; it unblocks some signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -368,7 +425,7 @@ def _end_with_parent(_: int) -> None:
 
     def obey() -> None:
         while True:
-            if signal.sigwaitinfo(_SIGNALS).si_pid == parent.pid:
+            if signal.sigwaitinfo(STOP_SIGNALS).si_pid == parent.pid:
                 os._exit(1)
 
     for watch in (wait, obey) if _TELLS_SENDER else (wait,):

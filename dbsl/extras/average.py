@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dbsl.base.errors import RunStopped
 from dbsl.base.seeds import generator, stream_seed
 from dbsl.cluster.weights import uncompiled
 from dbsl.config.fields import Within
@@ -60,7 +61,7 @@ class Average(Extra):
         if self.vector is None:
             self.vector = weights.clone()
         else:
-            self.vector.lerp_(weights, 1 - self.decay)
+            self.vector = self.vector.lerp(weights, 1 - self.decay)
 
     def begin(self, workers: Workers, state: Mapping[str, Any], *, same: bool) -> None:
         if (vector := state.get("vector")) is not None:
@@ -70,14 +71,18 @@ class Average(Extra):
         self, run: Any, end: Any, metrics: Metrics, evaluate: Callable[[], Mapping[str, Any]]
     ) -> Metrics:
         """Take in the merged weights, and evaluate the average, too."""
-        weights = run.workers.cluster.weights
+        weights, before = run.workers.cluster.weights, self.vector
         self.add(weights.vector)
         if metrics is None:
             return None
         with weights.kept():
             weights.load(self.vector)
             recompute_statistics(run.workers)
-            found = evaluate()
+            try:
+                found = evaluate()
+            except RunStopped:  # a resumed run takes the weights in again
+                self.vector = before
+                raise
             run.save_model(EMA)  # the run may end here: that is known later
         own = found.keys() - {"samples", "top5_accuracy", "time_s"}
         return {**metrics, **{f"ema_{name}": found[name] for name in sorted(own)}}

@@ -7,7 +7,6 @@ takes no communication hook.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from dbsl.base.errors import SettingError
+from dbsl.base.machine import clock
 
+CPU = torch.device("cpu")
 SHARDED = FSDPModule, FullyShardedDataParallel
 
 
@@ -39,7 +40,9 @@ class Watch:
             )
         self.samples = 0  # of the batch under way; set by whoever knows them
         self.called = False  # whether the model was ever called with gradients on
-        self._cuda = any(parameter.is_cuda for parameter in inner.parameters())
+        parameters = inner.parameters()
+        self._device = next((p.device for p in parameters if p.device.type != "cpu"), CPU)
+        self._cuda = self._device.type == "cuda"
         self._began: Any = None
         self._ending = False
         self._pauses: list[tuple[Any, Any]] = []  # of the step under way
@@ -89,7 +92,7 @@ class Watch:
 
     def _now(self) -> Any:
         if not self._cuda:
-            return time.perf_counter()
+            return clock(self._device)
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

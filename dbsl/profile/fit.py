@@ -27,21 +27,22 @@ def measure_step_times(
     and is left out, then steps for about a quarter of the longest step's time. It ends when the
     standard error of every median is small enough, or when time is up, after 2 turns at least.
     """
-    from torch.utils.benchmark import Timer, timer  # imports compilers
+    from torch.utils.benchmark import Timer  # imports compilers
 
     timers = [
         Timer(
             "step(batch_size)",
             globals={"step": step, "batch_size": size},
+            timer=_clock,
             num_threads=torch.get_num_threads(),  # Timer's own default is 1
         )
         for size in batch_sizes
     ]
     began = time.perf_counter()
     step(max(batch_sizes))  # the first one compiles, or tries cuDNN's algorithms
-    second = timer()  # which waits for the device
+    second = _clock()  # which waits for the device
     step(max(batch_sizes))
-    block_s = max(0.25 * (timer() - second), 1e-3)
+    block_s = max(0.25 * (_clock() - second), 1e-3)
     samples: list[list[float]] = [[] for _ in timers]
     for turn in itertools.count(1):
         for each, taken in zip(timers, samples, strict=True):
@@ -51,6 +52,12 @@ def measure_step_times(
         errors = [_median_error(taken) for taken in samples]
         if max(errors) < _SURE_ENOUGH or time.perf_counter() - began > seconds:
             return [statistics.median(taken) for taken in samples], errors
+
+
+def _clock() -> float:
+    if torch.accelerator.is_available():  # torch's own timer does not know all of them
+        torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 def _median_error(times_s: Sequence[float]) -> float:

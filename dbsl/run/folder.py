@@ -153,7 +153,8 @@ class LockedFolder(AbstractContextManager):
                 f"{holder_of(self.path)}"
             ) from None
         started = time.strftime("%Y-%m-%d %H:%M:%S")
-        lock.write_text(f"process {os.getpid()} on {socket.gethostname()} since {started}\n")
+        with suppress(PermissionError):  # Windows lets nobody write to what is locked
+            lock.write_text(f"process {os.getpid()} on {socket.gethostname()} since {started}\n")
 
 
 def holder_of(path: Path) -> str | None:

@@ -227,6 +227,7 @@ def gradient_square(gradients: Sequence[Tensor]) -> Tensor:
     """
     if not gradients:  # of a step whose batch the loop has left out
         return torch.zeros(())
-    dtype = None if gradients[0].device.type == "mps" else torch.float64  # mps has no float64
+    exact = gradients[0].device.type in ("cpu", "cuda")  # mps has no float64, nor all of xpu
+    dtype = torch.float64 if exact else None
     norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients]
     return torch.stack(norms).square().sum()

@@ -1,8 +1,9 @@
 """When a run is to stop, by a signal or a limit on its time; and the seconds that it took.
 
-A first SIGTERM, SIGINT or SIGHUP (the terminal is closed) asks the run to finish its step, save and
-end; a second one ends it at once, as if nothing had been set up. A signal that the parent process
-has it ignore stays ignored: SIGHUP under nohup, SIGINT in the background job of a script.
+A first SIGTERM, SIGINT, SIGUSR1, SIGUSR2 or SIGHUP (the terminal is closed) asks the run to finish
+its step, save and end; a second one ends it at once, as if nothing had been set up. A signal that
+the parent process has it ignore stays ignored: SIGHUP under nohup, SIGINT in the background job of
+a script.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TextIO
 
-from dbsl.base.machine import remember
+from dbsl.base.machine import STOP_SIGNALS, remember
 
 # A fork's signals are not its parent's.
-os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 def deadline_of(max_minutes: float | None) -> float | None:
@@ -52,7 +54,7 @@ class Stopping:
 
     def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python sets none
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            for number in STOP_SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._note)
             # The main thread may wait outside Python, where it runs no handler: Python writes each
@@ -159,8 +161,10 @@ class Stopwatch:
     def evaluating(self, *, pauses: bool) -> Iterator[Callable[[], float]]:
         """Give what tells the seconds so far; if training `pauses`, it does not count them."""
         began = time.perf_counter()
-        yield lambda: time.perf_counter() - began
-        self.paused_s += pauses * (time.perf_counter() - began)
+        try:
+            yield lambda: time.perf_counter() - began
+        finally:
+            self.paused_s += pauses * (time.perf_counter() - began)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` goes on from."""

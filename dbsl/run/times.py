@@ -356,9 +356,11 @@ class Measurements:
         accelerator = self.accelerator
         if accelerator.num_processes == 1:
             return values
-        here = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
+        # As whole numbers: not every device has float64.
+        here = torch.tensor(values, dtype=torch.float64).view(torch.int64).to(accelerator.device)
         rows = accelerator.gather(here.transpose(0, 1).contiguous())
         # A dedicated server, rank 0, has no worker.
+        rows = rows.cpu().view(torch.float64)
         return rows[int(self.config.dedicated_server) :].transpose(0, 1).tolist()
 
 

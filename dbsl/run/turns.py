@@ -211,7 +211,9 @@ class TurnStep:
         """
         stepper, batch = self._workers.stepper, ()
         for part in self._step.batches:
+            self._workers.is_between_steps = not self._added  # while it waits for data
             images, labels = batch = next(self._batches)
+            self._workers.is_between_steps = False
             with stepper.micro_batch(self._step, part) as (weight, syncs):
                 self._open = len(labels)
                 yield images, labels, WorkerPart(part.worker, weight, syncs)

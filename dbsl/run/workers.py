@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from dbsl.base.errors import require
+from dbsl.base.errors import ReadError, RunStopped, require
 from dbsl.cluster.merges import MergeRule
 from dbsl.cluster.weights import uncompiled
 from dbsl.config.settings import FLOAT32, RunConfig, meets_at_server
@@ -80,6 +80,8 @@ class Workers:
         # Whether all processes evaluate at a time, each its part of the images.
         together = not meets_at_server(config.sync)
         self.shares_evaluation = accelerator.num_processes > 1 and together
+        self._evaluates = False  # at an epoch's end
+        self.is_between_steps = False
         self._random: Mapping[str, Any] | None = None  # to go on with in the middle of a round
         self._turn: WorkerTurn | None = None  # pulled and not pushed
 
@@ -99,7 +101,9 @@ class Workers:
         sources = [self.data.train] * bool(self.cluster.workers)
         evaluates = self.accelerator.is_main_process or self.shares_evaluation
         for source in sources + [self.data.evaluation] * evaluates:
-            if start := getattr(source, "start", None):  # your own data may not know of it
+            if hasattr(source, "while_waiting"):  # your own data may not know of it
+                source.while_waiting = self._without_data
+            if start := getattr(source, "start", None):
                 start()
         if self.cluster.control is not None:  # they would wait for each other on the clock
             self.cluster.control.highest(0)
@@ -109,6 +113,16 @@ class Workers:
         if kind is None:
             self.cluster.close()
         return self.cluster.__exit__(kind, *error)
+
+    def _without_data(self) -> None:
+        """End a wait for data if the run is to stop; save, where no process waits for this one."""
+        if not self.cluster.interrupted:
+            return
+        if self.cluster.control is None and self._evaluates:
+            raise RunStopped
+        if self.cluster.control is None and self.is_between_steps:
+            self.cluster.on_stop()
+        raise ReadError("asked to stop while no data came; the last checkpoint counts")
 
     def turns(self) -> Iterator[WorkerTurn | EpochEnd]:
         """Yield the rounds of this process's workers, and each epoch's end when it comes.
@@ -194,17 +208,26 @@ class Workers:
         """Have the merged weights of an epoch in the model; gives what tells the seconds so far.
 
         A compiled model runs uncompiled: graphs of an evaluation's few batches would never pay.
-        Its modules are in the same modes afterwards: a round may go on.
+        Its modules are in the same modes afterwards: a round may go on. A signal breaks it off: it
+        is saved, and a resumed run evaluates anew.
         """
         self.train_time_s = self.stopwatch.train_s(end.ended_at)
         pauses = self.accelerator.num_processes == 1 or self.shares_evaluation  # nobody trains
-        with (
-            self.stopwatch.evaluating(pauses=pauses) as spent,
-            uncompiled(self.raw_model),
-            kept_modes(self.raw_model),
-        ):
-            self.cluster.load(end)
-            yield spent
+        self._evaluates = True
+        try:
+            with (
+                self.stopwatch.evaluating(pauses=pauses) as spent,
+                uncompiled(self.raw_model),
+                kept_modes(self.raw_model),
+            ):
+                self.cluster.load(end)
+                yield spent
+        except RunStopped:  # by `evaluation_batches`, in all processes that evaluate
+            self.cluster.put_back(end)
+            self.cluster.on_stop()
+            raise
+        finally:
+            self._evaluates = False
 
     def evaluation_batches(self, source: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches of images [B, 3, R, R] and labels [B], nothing at random in them.
@@ -218,7 +241,15 @@ class Workers:
         own = ranks if self.shares_evaluation else ()
         parts = evaluation_batches(len(source), self.plans.evaluation_batch, *own)
         transform = self.data.transform(self.side, "none", self.config.seed)
-        yield from source.batches(parts, transform)
+        for batch in source.batches(parts, transform):
+            yield batch
+            if self._evaluates and self.cluster.interrupted:
+                break
+        stops = self._evaluates and self.cluster.interrupted
+        if self._evaluates and self.shares_evaluation:
+            (stops,) = self.cluster.highest(stops)
+        if stops:
+            raise RunStopped
 
     def sum_of_processes(self, totals: Tensor) -> Tensor:
         """Return totals summed over the processes that evaluate together."""

@@ -3,11 +3,12 @@ import json
 import multiprocessing.forkserver
 import re
 import shutil
-import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock, Mock
 
 import datasets
 import huggingface_hub
@@ -20,8 +21,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import dbsl.data.dataset
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import ReadError, RunStopped, SettingError
+from dbsl.base.machine import STOP_SIGNALS
 from dbsl.config.image_settings import ImageConfig
+from dbsl.data import images
 from dbsl.data.dataset import load_data, stratified_subset
 from dbsl.data.images import ImageLoader, ImageSplit, PixelStore
 from dbsl.data.tables import choose_columns
@@ -587,13 +590,45 @@ def test_signals_that_ask_all_processes_to_stop_leave_loaders_to_the_run(uneven)
     loaders = helped._loader._iterator._workers
     server = multiprocessing.forkserver._forkserver._forkserver_pid
     for pid in (server, *(loader.pid for loader in loaders)):
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in STOP_SIGNALS:
             subprocess.run(["kill", f"-{number}", str(pid)], check=True)  # from another process
     assert len(list(batches)) == 6
     assert len(list(helped.batches(np.arange(24).reshape(6, 4), plain(8)))) == 6
     loaders[0].terminate()
     loaders[0].join(10)
     assert loaders[0].exitcode is not None
+
+
+class Endless:
+    resolution, augment = 8, "none"
+
+    def boxes(self, *_):
+        time.sleep(60)
+
+
+def test_a_loader_process_that_died_or_never_brings_a_batch_ends_the_wait(uneven):
+    helped = load(uneven, loader_workers=1).train
+    helped.start()
+    helped.while_waiting = Mock(side_effect=[None, RunStopped])  # a signal comes meanwhile
+    with pytest.raises(RunStopped):
+        next(helped.batches([np.arange(4)], Endless()))
+    (loader,) = helped._loader._iterator._workers
+    loader.kill()
+    with pytest.raises(ReadError, match="a loader process died: memory may be short; lower --l"):
+        next(helped._awaited([], helped._loader._iterator))
+
+
+def test_too_small_a_shared_memory_is_named_with_the_size_needed(uneven, monkeypatch, caplog):
+    helped = load(uneven, loader_workers=2).train
+    monkeypatch.setattr(images.shutil, "disk_usage", lambda path: Mock(free=2**20))
+    numbers = np.arange(24).reshape(3, 8)
+    must = "/dev/shm must have 9 MiB for the batches of loader processes, got 1 MiB free: docker"
+    assert len(list(helped.batches(numbers, plain(350)))) == 3  # they were taken in time
+    assert must in caplog.text
+    full = Mock(side_effect=RuntimeError("unable to allocate shared memory(shm) for file <x>"))
+    waits = helped._awaited([(numbers[0], plain(350), 0)] * 3, MagicMock(__next__=full))
+    with pytest.raises(ReadError, match=r"^/dev/shm must have 9 MiB"):
+        next(waits)
 
 
 def test_image_loader_new_call_ends_the_one_under_way(uneven):

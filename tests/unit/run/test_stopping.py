@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dbsl.base.errors import EXIT_STOPPED
+from dbsl.base.machine import STOP_SIGNALS
 from dbsl.run.stopping import Stopping, Stopwatch
 
 pytestmark = pytest.mark.usefixtures("usual_signals")
@@ -24,7 +25,7 @@ with Stopping() as stopping:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_the_first_signal_is_noted_and_the_second_does_what_it_did_before(number, capfd):
     before = signal.getsignal(number)
     with Stopping() as stopping:
