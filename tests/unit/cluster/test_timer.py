@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dbsl.base import machine
 from dbsl.cluster import steps as module
 from dbsl.cluster.steps import ComputeTimer
 from dbsl.extras.emulate import Emulation
@@ -26,6 +27,7 @@ class Time:
 @pytest.fixture
 def time(monkeypatch):
     monkeypatch.setattr(module, "time", passing := Time())
+    monkeypatch.setattr(machine, "time", passing)
     return passing
 
 
