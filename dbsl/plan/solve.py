@@ -104,32 +104,34 @@ def plan_dual_batch(
     models = [time_model] if isinstance(time_model, TimeModel) else time_model
     right = isinstance(models, Sequence) and all(isinstance(one, TimeModel) for one in models)
     require(right, "time_model must be a TimeModel, or one for each worker", time_model)
-    limits = np.atleast_1d(np.asarray(large_batch_size))
-    whole = limits.dtype.kind in "iu"
+    limits = np.atleast_1d(np.array(large_batch_size, object)).tolist()
+    whole = limits and all(isinstance(n, Integral) and not isinstance(n, bool) for n in limits)
     require(whole, "large_batch_size must be integers", str(large_batch_size))
+    limits = [int(limit) for limit in limits]
+    Within(1).check("large_batch_size", limits)
     given = {"samples": samples, "workers": workers, "small_workers": small_workers}
     for name, count in given.items():
         whole = isinstance(count, Integral) and not isinstance(count, bool)
         require(whole, f"{name} must be an integer", repr(count))
     # Small types of numpy, such as uint8, would overflow.
     samples, workers, small_workers = map(int, given.values())
-    limits = limits.astype(np.int64)
     Within(1, 65536).check("workers", workers)
     Within().check("samples", samples)
     for name, count in (("large_batch_size", len(limits)), ("slope", len(time_model))):
         must = f"{name} must have 1 value or one per worker ({workers})"
         require(count in (1, workers), must, count)
-    lowest = limits.min()
-    require(lowest >= 1, "large_batch_size must be at least 1", lowest)
     must = f"samples must be at least the number of workers ({workers})"
     require(samples >= workers, must, samples)
+    require(
+        rules.rounds <= samples, f"rounds must be at most the samples ({samples})", rules.rounds
+    )
     must = f"small_workers must be in [0, workers={workers}]"
     require(0 <= small_workers <= workers, must, small_workers)
     both = rules.time_ratio is not None and rules.small_batch_size is not None
     goals = "time_ratio and small_batch_size"
     must = f"{goals} must not be given together: each follows from the other"
     require(not both, must, goals)
-    model, limits = TimeModel.of(time_model, workers), np.broadcast_to(limits, workers)
+    model, limits = TimeModel.of(time_model, workers), np.broadcast_to(np.array(limits), workers)
     return _DualBatch(model, limits, samples, small_workers, rules).plan()
 
 

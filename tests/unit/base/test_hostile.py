@@ -21,7 +21,18 @@ FLAGS = ["", " ", "nan", "-inf", "-1", "1e400", "9" * 30, "true", "\0", "a\nb", 
 NO_FLAGS = ["{}", "{a: 1}", "[[1]]", "[true]", "[null]", "!!binary aGk=", "!!set {a}", '"\\0"']
 YAMLS = [*NO_FLAGS, "[]", "'false'", "'no'", "''", ".nan", "1e999"]
 VALUES = [None, "", "3", "False", b"3", True, 1j, math.nan, -math.inf, -1, 0, 2.5, 10**400, 1e300]
-VALUES += [[], {}, object(), [None], np.uint8(200), np.float64("nan"), np.array([]), np.array("1")]
+VALUES += [
+    [[1], [1, 2]],
+    10**9,
+    [],
+    {},
+    object(),
+    [None],
+    np.uint8(200),
+    np.float64("nan"),
+    np.array([]),
+    np.array("1"),
+]
 NAMES = [field.name for field in fields(Config) if field.metadata.get("flag", True)]
 SINGLE = SimpleNamespace(num_processes=1)
 GOOD = dbsl.TimeModel(0.001, 0.01)
