@@ -285,10 +285,10 @@ class Rounds:
         count, width = len(self._weights.vector), self._weights.vector.element_size()
         if self._rounded is None:
             return count * width
-        matrices = count - self._weights.rest
+        matrices, rest = map(len, self._weights.split(self._weights.vector))
         bits = {"bf16": 16, "int8": 8, "int4": 4, "int2": 2}[self._wire]
         scales = 0 if self._wire == "bf16" else matrices // BLOCK * 4
-        return matrices * bits // 8 + scales + self._weights.rest * width
+        return matrices * bits // 8 + scales + rest * width
 
     def _check_inside(self) -> None:
         if self._inside is None:
