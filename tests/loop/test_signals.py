@@ -33,6 +33,7 @@ MOMENTS = [
     ("evaluation 1", USR1, 2, "bsp"),
     ("evaluation 1", TERM, 2, "step"),
     ("evaluation 1", TERM, 2, "asp"),
+    ("wait", TERM, 1, "bsp"),
     ("save", USR1, 1, "step"),
     ("save", TERM, 2, "bsp"),
 ]
@@ -60,7 +61,18 @@ def signals(patch, moment, number):
             come(due=count[-1] and sum(count) == int(moment[-1]))
             yield batch
 
-    if moment == "start-up":
+    def waits(self, index_batches, transform, epoch=0):
+        for batch in batches(self, index_batches, transform, epoch):
+            count.append(batch)
+            if len(count) == 9:
+                come()
+                helpers.wait_until(self.while_waiting)  # as for loader processes
+            yield batch
+
+    if moment == "wait":
+        patch.setattr(PixelStore, "batches", waits)
+        patch.setattr(PixelStore, "while_waiting", None, raising=False)
+    elif moment == "start-up":
         before(train, "build_model")
     elif moment == "profiling":
         before(timing, "measure_step_times")
