@@ -69,21 +69,24 @@ def check(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], loader:
             )
     dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
     tolerance = _TOLERANCE.get(dtype, 0.05)
-    for said, error in zip(weights, errors, strict=True):
-        if error <= tolerance:
-            if said != "equal":
-                return f"{said}; off by {errors[0]:.1g}"
-            return _constant({f for _, f in said_by_all}, n, sampler.accumulate) or (
-                f"equal ({error:.0e})"
-            )
+    right = (said for said, error in zip(weights, errors, strict=True) if error <= tolerance)
+    said = next(right, None)
+    if said == "equal":
+        constant = _constant({factor for _, factor in said_by_all}, n, sampler.accumulate)
+        return constant or f"equal ({errors[0]:.0e})"
+    return f"{said or _other_reason(model, free, tolerance)}; off by {errors[0]:.1g}"
+
+
+def _other_reason(model: nn.Module, free: float | None, tolerance: float) -> str:
+    """Return why no weights of this library's are right, by how far the best ones are off."""
     norms = any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
     if free is not None and free <= max(tolerance, 1e-5):
         return (
             "the loss is a mean over something else than samples, such as tokens: multiply it by "
-            f"dbsl.mean_scale(tokens) instead; off by {errors[0]:.1g}"
+            "dbsl.mean_scale(tokens) instead"
         )
     why = "batch norm has each process's own statistics" if norms else "a contrastive loss, or so"
-    return f"the loss of a sample depends on other samples ({why}); off by {errors[0]:.1g}"
+    return f"the loss of a sample depends on other samples ({why})"
 
 
 def _hypotheses(sizes: list[int]) -> dict[str, list[float]]:

@@ -74,21 +74,14 @@ def uneven(  # noqa: D417 (UnevenBatchSampler describes the others)
     Raises:
         SettingError: Names the argument, its bound and its value, on every process.
     """
-    if not isinstance(loader, DataLoader):
-        raise SettingError(f"loader must be a torch DataLoader, got {type(loader).__name__}")
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        what = "IterableDataset" if isinstance(loader.dataset, IterableDataset) else "no batch size"
-        raise SettingError(
-            f"loader must give batches of numbered samples, got {what}: give each process's loader "
-            "its own batch size, and multiply the loss by dbsl.mean_scale(samples)"
-        )
+    _refuse_others(loader)
     cut = type(loader.batch_sampler) is BatchSampler
     order = loader.sampler if cut else loader.batch_sampler
     _refuse_split(order)
-    if cut and global_batch_size is None and local_batch_sizes is None:
-        global_batch_size = loader.batch_size * (num_replicas or world_size())
-    if not cut and global_batch_size is None and local_batch_sizes is None:
-        global_batch_size = getattr(order, "batch_size", None)
+    if global_batch_size is None and local_batch_sizes is None:
+        each = num_replicas or world_size() if cut else 1
+        size = getattr(order if not cut else loader, "batch_size", None)
+        global_batch_size = size and size * each
     sampler = _Joint(
         loader,
         lengths,
@@ -333,6 +326,18 @@ def _seeded(seed: int, generators: Iterable[torch.Generator]) -> Iterator[None]:
             np.random.set_state(numbers)  # noqa: NPY002
             for generator, state in zip(generators, before[1], strict=True):
                 generator.set_state(state)
+
+
+def _refuse_others(loader: Any) -> None:
+    """Refuse what gives no batches of numbered samples."""
+    if not isinstance(loader, DataLoader):
+        raise SettingError(f"loader must be a torch DataLoader, got {type(loader).__name__}")
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+        what = "IterableDataset" if isinstance(loader.dataset, IterableDataset) else "no batch size"
+        raise SettingError(
+            f"loader must give batches of numbered samples, got {what}: give each process's loader "
+            "its own batch size, and multiply the loss by dbsl.mean_scale(samples)"
+        )
 
 
 def _refuse_split(order: Any) -> None:
