@@ -23,6 +23,7 @@ ELSEWHERE = {  # what other tests or .ci/run execute
     "git apply": "tests/loop/test_forks.py",
     "mkdir": "no command of ours",
     "tar": "no command of ours",
+    "python -c": "no command of ours",
     "sbatch": "tests/unit/run/test_scripts.py",
     "python -m examples.ray_train": "needs Ray",
     "python -m experiments.benchmarks.gpu": "experiments/tests/test_gpu.py",

@@ -147,8 +147,8 @@ def check_nodes(tmp_path, said):
         assert sorted(np.concatenate(of_ranks)) == list(range(TINY["train_samples"]))
         assert np.abs(np.subtract([len(own) for own in of_ranks], planned)).max() <= 2
     assert "4 workers in 4 processes on 2 nodes (3 + 1)" in said
-    table = [line.split()[:2] for line in said.splitlines() if re.match(r" {5,}\d", line)]
-    assert table == [["0-2", "0"], ["3", "1"]]
+    table = [line.split()[0] for line in said.splitlines() if re.match(r" {5,}\d", line)]
+    assert table == ["0-2", "3"]
 
 
 @slow
