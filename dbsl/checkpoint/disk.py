@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from dbsl.model import FINAL
 
 FORMAT = 3
 MANIFEST = "manifest.json"
+_FILE_NAME = re.compile(r"rank-\d{5}\.(json|safetensors)|model(_best)?\.safetensors|config\.json")
 MODEL_FILE = f"{FINAL}.safetensors"  # only checkpoints of an epoch's end hold it
 _ABANDONED = ".old"
 _TENSOR, _TUPLE, _PAIRS, _DTYPE = "__tensor__", "__tuple__", "__pairs__", "__dtype__"
@@ -159,6 +161,13 @@ def read_manifest(folder: Path) -> Manifest:
                 f"it must be of format {FORMAT}, which this version reads, got {body['format']}"
             )
         manifest = Manifest(**body)
+        for known in fields(Manifest):  # a stranger may have signed
+            value, kind = getattr(manifest, known.name), known.type.partition("[")[0]
+            if type(value).__name__ != kind:
+                raise TypeError(f"{known.name} must be of type {kind}, got {value!r}")
+        # A path would lead out of the folder.
+        if strange := [name for name in manifest.files if not _FILE_NAME.fullmatch(name)]:
+            raise ValueError(f"it must hold a checkpoint's files only, got {strange[0]!r}")
     except FileNotFoundError:
         why = "is incomplete: it has no manifest" if folder.is_dir() else "does not exist"
         raise CheckpointError(f"{folder} {why}") from None

@@ -182,9 +182,9 @@ def of_manifests(scratch: Path, rng: random.Random) -> Iterator[Callable[[], obj
             (folder / "manifest.json").write_bytes(corrupt(good.encode(), rng))
         else:
             body = corrupt_tree(json.loads(good)["manifest"], rng)
-            # Its checksum stays: what is signed anew is believed.
-            changed = {"manifest": body, "sha256": json.loads(good)["sha256"]}
-            (folder / "manifest.json").write_text(json.dumps(changed))
+            text = json.dumps(body, indent=2)
+            signed = {"manifest": body, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+            (folder / "manifest.json").write_text(json.dumps(signed))
 
         def case() -> None:
             newest(scratch)
