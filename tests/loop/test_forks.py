@@ -58,7 +58,6 @@ MODES = {
     "bsp": {**ROUNDS, "workers": 2, "small_workers": 1, "ema_decay": 0.5},
     "asp": {
         **ROUNDS,
-        "large_batch_size": (7,),  # of 60 samples in two rounds of four workers
         "sync": "asp",
         "seed": 2**63 - 1,
         "emulate": ("noise=0.1",),
@@ -172,7 +171,8 @@ def test_a_fork_trains_does_what_it_says_and_goes_on_to_the_same_bits(
     pytest.importorskip({"wandb_images": "wandb", "albumentations": name}.get(name, "torch"))
     monkeypatch.setenv("WANDB_MODE", "offline")
     own, check = CASES[name]
-    settings = {**(COMMON if name in OWN_DATA else TINY), **MODES[mode], **own}
+    more = {"train_samples": 120} if mode == "asp" else {}  # of which two rounds have whole batches
+    settings = {**(COMMON if name in OWN_DATA else TINY | more), **MODES[mode], **own}
     settings = {n: v(tmp_path) if callable(v) else v for n, v in settings.items()}
     module, folder, killed = fork(name), tmp_path / "whole", tmp_path / "killed"
     with copied_at_step(2 if name == "early_stop" else 5, folder, killed):
@@ -253,7 +253,7 @@ def distillation(module, folder, settings):
 @case(epochs=4, lr=0.1)
 def second_head(module, folder, settings):
     seconds = [row["second"] for row in rows(folder, "times")]
-    assert seconds[-1] < 0.95 * seconds[0]
+    assert seconds[-1] < 0.9 * seconds[0]
     net = module.build_model(module.Config(**settings), 10, (16,))
     net.load_state_dict(load_file(folder / "model.safetensors"))
     images = torch.randn(4, 3, 16, 16)

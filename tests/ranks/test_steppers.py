@@ -621,5 +621,4 @@ def test_a_barrier_of_gradients_goes_on_without_a_lost_worker(monkeypatch, lost)
 @pytest.mark.parametrize("staleness", [None, 1])
 def test_gradients_without_a_barrier_are_pushed_and_stepped_on(train_ranks, tiny_model, staleness):
     found, _ = train_ranks(tiny_model, Case("gradients", staleness=staleness))
-    # How stale gradients are depends on what else the machine does; they do not diverge.
-    assert 0.01 < (found - vector_of(tiny_model)).norm() < 100
+    assert 0.01 < (found - vector_of(tiny_model)).norm() < 10
