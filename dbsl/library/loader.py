@@ -79,9 +79,7 @@ def uneven(  # noqa: D417 (UnevenBatchSampler describes the others)
     order = loader.sampler if cut else loader.batch_sampler
     _refuse_split(order)
     if global_batch_size is None and local_batch_sizes is None:
-        each = num_replicas or world_size() if cut else 1
-        size = getattr(order if not cut else loader, "batch_size", None)
-        global_batch_size = size and size * each
+        global_batch_size = _usual_size(loader, cut, num_replicas)
     sampler = _Joint(
         loader,
         lengths,
@@ -326,6 +324,16 @@ def _seeded(seed: int, generators: Iterable[torch.Generator]) -> Iterator[None]:
             np.random.set_state(numbers)  # noqa: NPY002
             for generator, state in zip(generators, before[1], strict=True):
                 generator.set_state(state)
+
+
+def _usual_size(loader: DataLoader, cut: bool, replicas: int | None) -> int | None:
+    """Return the joint batch of a loader without sizes: its own on each process, or its sampler's.
+
+    None: its batch sampler does not say.
+    """
+    if cut:
+        return loader.batch_size * (replicas or world_size())
+    return getattr(loader.batch_sampler, "batch_size", None)
 
 
 def _refuse_others(loader: Any) -> None:
