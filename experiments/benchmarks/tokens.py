@@ -5,12 +5,15 @@
 A small Llama with random weights, on sequences as long as instructions are (log-normal, 32 to
 1,024 tokens, padded to the longest of a process's batch). Arms, in turns: equal shuffled batches;
 transformers' `group_by_length`; `dbsl.uneven` without and with ``lengths=``, shuffled and grouped;
-and the first process alone, whose speed times the sum of all speeds is the limit.
+and the first process alone on its part of each batch, whose speed times the sum of all speeds is
+the limit. Each arm is timed over one epoch, so all have the same tokens. Processes keep the memory
+that they free, as a GPU's allocator does.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -37,7 +40,8 @@ MODULE = "experiments.benchmarks.tokens"
 ARMS = ("equal", "grouped", "uneven", "uneven lengths", "uneven grouped", "lengths grouped")
 ALONE = "alone"
 MACHINES = {"1:1": (1.0, 1.0), "2:1": (1.0, 0.5), "4:1": (1.0, 0.25)}
-SAMPLES, BATCH, VOCABULARY, WARM = 1024, 32, 1000, 2
+SAMPLES, BATCH, VOCABULARY, WARM = 512, 32, 1000, 3
+KEEP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "68719476736"}
 
 
 def lengths_of(seed: int) -> list[int]:
@@ -48,7 +52,7 @@ def lengths_of(seed: int) -> list[int]:
 
 def loader_of(arm: str, lengths: list[int], parts: Sequence[float]) -> Any:
     """Return what an arm's process loops over: batches [b, L] of one process."""
-    from transformers.trainer_pt_utils import LengthGroupedSampler
+    from transformers.trainer_pt_utils import get_length_grouped_indices
 
     draw = torch.Generator().manual_seed(0)
     data = [torch.randint(VOCABULARY, (length,), generator=draw) for length in lengths]
@@ -58,7 +62,8 @@ def loader_of(arm: str, lengths: list[int], parts: Sequence[float]) -> Any:
         counts = torch.tensor([len(each) for each in samples])
         return pad_sequence(samples, batch_first=True), counts
 
-    grouped = LengthGroupedSampler(BATCH, lengths=lengths, generator=draw)
+    # One group of 50 batches or fewer, as in data that are larger than this.
+    grouped = get_length_grouped_indices(lengths, BATCH, SAMPLES // BATCH, generator=draw)
     if arm == "equal":
         sampler = DistributedSampler(data, seed=0)
         return DataLoader(data, BATCH // world, sampler=sampler, collate_fn=collate)
@@ -67,18 +72,14 @@ def loader_of(arm: str, lengths: list[int], parts: Sequence[float]) -> Any:
         mine = BatchSamplerShard(batches, world, dist.get_rank())
         return DataLoader(data, batch_sampler=mine, collate_fn=collate)
     order = {"sampler": grouped} if arm.endswith("grouped") or arm == ALONE else {"shuffle": True}
-    loader = DataLoader(data, BATCH, collate_fn=collate, **order)
-    sizes = None
-    if world > 1:
-        model = [dbsl.TimeModel(1 / part, 0.01) for part in parts]
-        sizes = dbsl.split_batch(BATCH, model).local_batch_sizes
-    return dbsl.uneven(
-        loader, sizes or [BATCH], lengths=lengths if "lengths" in arm else None, seed=0
-    )
+    model = [dbsl.TimeModel(1 / part, 0.01) for part in parts]
+    sizes = dbsl.split_batch(BATCH, model).local_batch_sizes[:world]
+    loader = DataLoader(data, sum(sizes), collate_fn=collate, **order)
+    return dbsl.uneven(loader, sizes, lengths=lengths if "lengths" in arm else None, seed=0)
 
 
-def train(arm: str, parts: Sequence[float], seed: int, steps: int) -> dict[str, float]:
-    """Return tokens a second over all processes, and the mean loss of the last steps."""
+def train(arm: str, parts: Sequence[float], seed: int) -> dict[str, float]:
+    """Return tokens a second of all processes over an epoch, and the loss of its last steps."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.set_num_threads(1)
@@ -88,13 +89,9 @@ def train(arm: str, parts: Sequence[float], seed: int, steps: int) -> dict[str, 
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=4, **config))
     model = DistributedDataParallel(model) if dist.get_world_size() > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader, tokens, losses, began = loader_of(arm, lengths_of(seed), parts), 0, [], 0.0
-    for number, (inputs, counts) in enumerate(loader):
-        if number == WARM + steps:
-            break
-        if number == WARM:
-            dist.barrier()
-            tokens, began = 0, time.perf_counter()
+    lengths = lengths_of(seed)
+
+    def step(inputs: torch.Tensor, counts: torch.Tensor) -> float:
         mask = torch.arange(inputs.shape[1])[None] < counts[:, None]
         labels = inputs.masked_fill(~mask, -100)
         scored = int(counts.sum()) - len(counts)
@@ -102,21 +99,31 @@ def train(arm: str, parts: Sequence[float], seed: int, steps: int) -> dict[str, 
         (loss * dbsl.mean_scale(scored)).backward()
         optimizer.step()
         optimizer.zero_grad()
+        return loss.item()
+
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    for batch in itertools.islice(loader_of(arm, lengths, parts), WARM):
+        step(*batch)
+    model.load_state_dict(start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader, tokens, losses = loader_of(arm, lengths, parts), 0, []
+    dist.barrier()
+    began = time.perf_counter()
+    for inputs, counts in loader:
+        losses.append(step(inputs, counts))
         tokens += int(counts.sum())
-        losses.append(loss.item())
     dist.barrier()
     seconds = time.perf_counter() - began
     total = torch.tensor([float(tokens)])
     dist.all_reduce(total)
     dist.destroy_process_group()
-    return {"tokens_per_s": total.item() / seconds, "loss": float(np.mean(losses[-5:]))}
+    return {"tokens_per_s": total.item() / seconds, "loss": float(np.mean(losses[-4:]))}
 
 
-def measure(arm: str, parts: Sequence[float], seed: int, steps: int) -> dict[str, float]:
+def measure(arm: str, parts: Sequence[float], seed: int) -> dict[str, float]:
     """Return what an arm does with processes that have these parts of a core."""
-    parts = parts[:1] if arm == ALONE else parts
-    text = json.dumps([arm, [*parts], seed, steps])
-    with quotas(parts, range(len(parts))) as prefixes:
+    text, there = json.dumps([arm, [*parts], seed]), parts[:1] if arm == ALONE else parts
+    with quotas(there, range(len(there))) as prefixes:
         said = run_ranks([sys.executable, "-m", MODULE, "--child", text], prefixes, "127.0.0.1")
     return json.loads(said.splitlines()[-1])
 
@@ -127,20 +134,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--machines", nargs="+", choices=list(MACHINES), default=list(MACHINES))
     parser.add_argument("--folder", type=Path, default=Path("experiments/results/own_loop"))
     arguments = parser.parse_args(argv)
     if arguments.child:
         print(json.dumps(train(*json.loads(arguments.child))), flush=True)
         return
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.update(KEEP, HF_HUB_OFFLINE="1")
     table = Table(arguments.folder / "tokens.csv", ("arm", "machine", "turn"), MODULE)
     for turn in range(arguments.turns):
         for name in arguments.machines:
             for arm in (*ARMS, ALONE):
                 if not table.has(arm, name, turn):
-                    found = measure(arm, MACHINES[name], turn, arguments.steps)
+                    found = measure(arm, MACHINES[name], turn)
                     table.add(arm, name, turn, found)
 
 
