@@ -187,7 +187,8 @@ class Stepper:
 
         It gives the factor on its mean loss, and whether DDP sums gradients in it.
         """
-        self._put_in_place(lambda place: place)
+        if self._places:
+            self._put_in_place(lambda place: place)
         several = self._together or not (part.first and part.last)
         if several and self._mean is None:
             self._start, self._mean = self._buffers.clone(), torch.zeros_like(self._buffers)
@@ -206,7 +207,8 @@ class Stepper:
 
     def complete(self, step: Step) -> float:
         """Have gradients be those of the whole step; return the weight of the loss behind them."""
-        self._put_in_place(torch.Tensor.zero_)
+        if self._places:
+            self._put_in_place(torch.Tensor.zero_)
         if self._together:
             self._end_passes()
             if self._dtype is not None:

@@ -109,11 +109,13 @@ class StepMeter:
         more = self._taken.steps + 1, self._taken.samples + samples
         self._taken = TakenSteps(*more, self._turn.epoch, learning_rate, worker)
 
-    @torch.no_grad()
     def look(self, weight: float) -> None:
         """Measure the gradients, of the mean loss times `weight`, if a line is due."""
-        if not self._due:
-            return
+        if self._due:
+            self._measure(weight)
+
+    @torch.no_grad()
+    def _measure(self, weight: float) -> None:
         square = gradient_square([p.grad for p in self._parameters if p.grad is not None])
         scale = torch.full_like(square, weight)
         if self._scaler is not None:
