@@ -71,7 +71,7 @@ class RunFolder(AbstractContextManager):
     def __init__(self, given: RunConfig, accelerator: Accelerator) -> None:
         self._began = time.perf_counter()
         self._given, self._accelerator, self._code = given, accelerator, read_code()
-        self.stopping = Stopping(deadline_of(given.max_minutes))
+        self._deadline, self._stopping = deadline_of(given.max_minutes), None
         self.log: RunLog | None = None  # metrics, lines, trackers
 
     def __enter__(self) -> RunFolder:
@@ -121,7 +121,8 @@ class RunFolder(AbstractContextManager):
         """
         self.workers, self._checkpoint, found = workers, checkpoint, self.found
         accelerator, plans, resumed = self._accelerator, workers.plans, checkpoint.resumed
-        self._exits.enter_context(self.stopping)
+        stopping = Stopping(self._deadline, on_signal=workers.cluster.interrupt)
+        self._stopping = self._exits.enter_context(stopping)
         # First of all: a folder without settings cannot be resumed.
         found_out = self.complete(plans.config).found
         self._locked.write_settings(self._given, found_out, plans.first)
@@ -138,6 +139,11 @@ class RunFolder(AbstractContextManager):
         self._exits.enter_context(self.log)
         self._exits.push(self._sum_up)
         self.log.started(workers.stopwatch.start_training(self._began))
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run is to stop, or None."""
+        return self._stopping and self._stopping.reason
 
     def complete(self, config: RunConfig) -> RunConfig:
         """Return a run's settings with what was found out, by name, beside what was given."""

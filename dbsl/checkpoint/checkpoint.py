@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -48,7 +47,6 @@ from dbsl.config.settings import CHECKPOINTS, RunConfig, parse_interval
 from dbsl.model import BEST, save_model
 from dbsl.optimizer import load_optimizer
 from dbsl.plan.types import Action, EpochEnd, Handover
-from dbsl.run.stopping import Stopping
 from dbsl.run.turns import WorkerTurn, random_state, refuse_order
 from dbsl.run.workers import Workers
 
@@ -80,8 +78,8 @@ class RunPlace(Protocol):
 
     folder: Path
     found: Found | None  # what is to be resumed
-    stopping: Stopping
     log: Any  # None: there is none
+    stop_reason: str | None  # why the run is to stop now
 
     def complete(self, config: RunConfig) -> RunConfig:
         """Return the settings with what was found out, by name."""
@@ -93,10 +91,10 @@ class RunPlace(Protocol):
 class PlainFolder:
     """A folder that has nothing but checkpoints; the newest of them is gone on from."""
 
-    log = None
+    log = stop_reason = None
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.stopping, self.found = folder, Stopping(), newest(folder)
+        self.folder, self.found = folder, newest(folder)
 
     def complete(self, config: RunConfig) -> RunConfig:
         """Return the settings as they are."""
@@ -120,7 +118,7 @@ class Checkpoint:
         self._run, self._workers, self._states = run, workers, states
         self._config = config = run.complete(workers.config)
         self._cluster, self._accelerator = workers.cluster, workers.accelerator
-        self._progress, self._stopping = workers.progress, run.stopping
+        self._progress = workers.progress
         self._rank = workers.accelerator.process_index
         self._every, self._minutes = parse_interval(config.checkpoint_every)
         self.resumed = resumed = run.found and read_resumed(run.found, workers, config)
@@ -139,22 +137,18 @@ class Checkpoint:
             workers.plans.extras.begin(workers, {}, same=True)
 
     def __enter__(self) -> Checkpoint:
-        self._stopping.on_signal = self._cluster.interrupt
-        self._cluster.on_stop = self._stop
-        self._cluster.idle = partial(self._after_step, round_over=True)  # it takes no steps
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        """Save the end of a run that has come to it, or that nobody is left of."""
-        try:
-            if over := kind is None or issubclass(kind, NothingLeft):
-                self._finish()
-        finally:
-            self._stopping.on_signal = lambda: None
+        """Save a run that is to stop, or has come to its end, or that nobody is left of."""
+        if kind is not None and issubclass(kind, RunStopped):
+            self._stop()
+        if over := kind is None or issubclass(kind, NothingLeft):
+            self._finish()
         return over
 
     def after_step(self, turn: WorkerTurn) -> None:
-        """Save if it is time to; if the run is to stop, save and raise `RunStopped`."""
+        """Save if it is time to; raise `RunStopped` if the run is to stop, which saves it."""
         self._is_asked = True
         self._run.rounds()  # of others, too: at once, not at the end of a long round
         self._after_step(round_over=turn.is_over)
@@ -166,7 +160,7 @@ class Checkpoint:
         if action == Action.SAVE:
             self._save()
         elif action == Action.STOP:
-            self._stop()
+            raise RunStopped
 
     def after_epoch(self, end: EpochEnd) -> None:
         """Save after this epoch if it is time to, and end the run with it if it is to finish.
@@ -227,7 +221,7 @@ class Checkpoint:
             )
 
     def _due(self) -> Action:
-        if self._stopping.reason:
+        if self._run.stop_reason:
             return Action.STOP
         due = self._minutes and time.monotonic() - self._saved_at >= 60 * self._minutes
         wanted = due and self._rank == SERVER_RANK  # whose clock counts
@@ -291,7 +285,8 @@ class Checkpoint:
         write_manifest(target, manifest)
 
     def _stop(self) -> None:
-        why = self._stopping.reason or "another process was asked to stop"
+        """Save, and raise `RunStopped` with what there is to say."""
+        why = self._run.stop_reason or "another process was asked to stop"
         resume = f"to go on: --resume {self._run.folder}"
         self._cluster.leave()
         if self._served:

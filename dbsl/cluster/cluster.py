@@ -60,11 +60,6 @@ class Cluster(ABC):
     # server's state alone.
     saves_workers: bool = True
     queues_ends: bool = True  # whether the server keeps ends of epochs until they are told
-    # Called where the run is to stop while this process waits.
-    on_stop: Callable[[], object] = staticmethod(lambda: None)
-    # Called by a process that takes no steps while others do, where it may save: at a barrier once
-    # a round's steps are taken, else from time to time.
-    idle: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -111,7 +106,11 @@ class Cluster(ABC):
 
     @abstractmethod
     def turns(self) -> Iterator[Turn | EpochEnd]:
-        """Yield the rounds of this process's workers, and each epoch's end when it comes."""
+        """Yield the rounds of this process's workers, and each epoch's end when it comes.
+
+        A process that has no step to take while others do has turns of no worker, in which it may
+        save. `RunStopped`: the run is to stop while this process waits.
+        """
 
     def plan(self, turn: Turn) -> Plan:
         """Decide on the plan of a turn, unless that is done (a collective where processes meet).
@@ -132,9 +131,10 @@ class Cluster(ABC):
 
     def push(self, reports: Sequence[RoundReport]) -> bool:
         """Hand over what a round came to; True: it was refused, being not finite."""
-        (report,) = reports
         waited_s, self._waited_s = self._waited_s, 0.0  # what it waits from now on is the next's
-        report = replace(report, compute_time_s=report.time_s, wait_time_s=waited_s)
+        report = None
+        for own in reports:  # one; none in a turn of no worker
+            report = replace(own, compute_time_s=own.time_s, wait_time_s=waited_s)
         self._finish_round()
         with self._waiting():
             return self._hand_over(report)

@@ -266,14 +266,9 @@ class BarrierCluster(Cluster):
         """Yield this worker's rounds in order and, on every rank, the end of each epoch."""
         yield from self._untold_end()
         while self._clock < self._rounds:
+            # Without a worker, too: a dedicated server takes part in every collective.
             turn = Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
-            if self.workers:
-                yield turn
-            else:  # a dedicated server takes part in every collective
-                self.plan(turn)
-                self._receive()
-                self.idle()
-                self._hand_over(None)
+            yield turn
             self._clock += 1
             if self._clock % self._rounds_per_epoch == 0:
                 self._receive()

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsl.base.errors import NothingLeft, SyncError, is_lost_peer
+from dbsl.base.errors import NothingLeft, RunStopped, SyncError, is_lost_peer
 from dbsl.cluster.alive import Keepalive, end_later
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.server import Server
@@ -83,7 +83,7 @@ class MemberCluster(Cluster):
             raise NothingLeft
         if answer == Answer.STOPPED:
             self.interrupted = True
-            self.on_stop()
+            raise RunStopped
 
 
 class ServedCluster(MemberCluster):
@@ -211,8 +211,11 @@ class ServingCluster(MemberCluster):
                     return
                 self._wait_for(lambda: self.interrupted or self.server.finished, _LOOK_S)
                 waits = not self.server.finished
-            if waits:  # there are no steps after which this process could save or stop: it may here
-                (self.on_stop if self.interrupted else self.idle)()
+                last = min(self.server.members.slowest(), self._rounds - 1)
+            if waits and self.interrupted:
+                raise RunStopped
+            if waits:
+                yield Turn((), *divmod(last, self._rounds_per_epoch))
 
     def _ends(self) -> Iterator[EpochEnd]:
         while True:
@@ -224,10 +227,14 @@ class ServingCluster(MemberCluster):
             yield end
 
     def plan(self, turn: Turn) -> Plan:
+        if not turn.workers:
+            return self.planner.plans.of_epoch(turn.epoch)[-1]
         with self._waiting():
             return self._begin(*turn.workers)
 
     def pull(self, turn: Turn) -> None:
+        if not turn.workers:
+            return
         with self._waiting():
             weights = self._pull(*turn.workers)
             if weights is not None:
@@ -235,7 +242,9 @@ class ServingCluster(MemberCluster):
         if weights is None:
             self._end(self._ending)
 
-    def _hand_over(self, report: RoundReport) -> bool:
+    def _hand_over(self, report: RoundReport | None) -> bool:
+        if report is None:
+            return False
         self._merge(self.outgoing.cpu(), report)  # where the server has its weights
         return report.refused
 

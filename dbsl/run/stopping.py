@@ -38,17 +38,19 @@ def deadline_of(max_minutes: float | None) -> float | None:
 class Stopping:
     """Watches for signals and for a deadline, by time.monotonic(); None: never.
 
-    `then` says what the process does after the first signal, for the line that says so.
+    `on_signal` is called in another thread after the first signal; `then` says what the process
+    does after it, for the line that says so.
     """
 
     def __init__(
-        self, deadline: float | None = None, then: str = "finishing the step and saving"
+        self,
+        deadline: float | None = None,
+        then: str = "finishing the step and saving",
+        on_signal: Callable[[], object] = lambda: None,
     ) -> None:
         self.deadline = deadline
-        self._then = then
+        self._then, self._on_signal = then, on_signal
         self.signal: str | None = None
-        # Called in another thread after the first signal.
-        self.on_signal: Callable[[], object] = lambda: None
         self._told: socket.socket | None = None
         self._before: dict[int, object] = {}
 
@@ -69,7 +71,6 @@ class Stopping:
     def __exit__(self, *_: object) -> None:
         while self._before:
             signal.signal(*self._before.popitem())
-        self.on_signal = lambda: None
         if self._told is not None:
             signal.set_wakeup_fd(self._wakeup_fd)
             self._told.shutdown(socket.SHUT_RDWR)  # forks may have it, too
@@ -100,7 +101,7 @@ class Stopping:
             while number := hears.recv(1):  # none: it is over
                 if number[0] in own and not told:
                     told = True
-                    self.on_signal()
+                    self._on_signal()
 
 
 class _BestEffort:

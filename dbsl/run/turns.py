@@ -98,12 +98,13 @@ class WorkerTurn:
         plans, self._all_workers = workers.plans, workers
         self.place, self.plan = turn, workers.cluster.plan(turn)
         self.epoch, self.round, self.workers = turn.epoch, turn.round, turn.workers
-        self.worker = turn.workers[0]  # whose optimizer steps
+        # Whose optimizer steps; -1: nobody's, in a turn without steps of a process without workers.
+        self.worker = next(iter(turn.workers), -1)
         self.stage = plans.stage_at(turn.epoch)
         plan, draw = self.plan, plans.sampler.batches_of
-        self._steps = draw(plan, turn.workers, turn.epoch, turn.round)
+        self._steps = draw(plan, turn.workers, turn.epoch, turn.round) if turn.workers else []
         self.lr_factor = 1.0  # by the worker's batch (`--lr-scaling`); joint steps have one for all
-        if plan.global_batch_size is None:
+        if plan.global_batch_size is None and turn.workers:
             sizes = [worker.local_batch_size for worker in plan.workers]
             share = sizes[self.worker] / (plan.large_batch_size or max(sizes))
             # linear: Goyal et al., arXiv 1706.02677
@@ -125,6 +126,8 @@ class WorkerTurn:
         """Return the steps that are left, with batches of a source; loader processes begin here."""
         workers = self._all_workers
         left = self._steps[workers.progress.steps :]
+        if not left:
+            return iter(())
         flat = [batch for step in left for batch in step.batches]
         batches = source.batches([batch.indices for batch in flat], transform, self.epoch)
         if workers.mixing:

@@ -118,10 +118,8 @@ class Workers:
         """End a wait for data if the run is to stop; save, where no process waits for this one."""
         if not self.cluster.interrupted:
             return
-        if self.cluster.control is None and self._evaluates:
+        if self.cluster.control is None and (self._evaluates or self.is_between_steps):
             raise RunStopped
-        if self.cluster.control is None and self.is_between_steps:
-            self.cluster.on_stop()
         raise ReadError("asked to stop while no data came; the last checkpoint counts")
 
     def turns(self) -> Iterator[WorkerTurn | EpochEnd]:
@@ -224,7 +222,6 @@ class Workers:
                 yield spent
         except RunStopped:  # by `evaluation_batches`, in all processes that evaluate
             self.cluster.put_back(end)
-            self.cluster.on_stop()
             raise
         finally:
             self._evaluates = False

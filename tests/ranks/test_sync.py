@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dbsl.base.errors import SyncError
+from dbsl.base.errors import RunStopped, SyncError
 from dbsl.cluster import alive, wire
 from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.meeting import BarrierCluster
@@ -68,18 +68,21 @@ def make(
     return weights, cluster, plan
 
 
-def train(cluster, plan, inside=lambda turn: None, ended=lambda end: None):
-    """Take all rounds, calling `inside` before each push, and `ended` at each epoch's end."""
+def train(cluster, plan, inside=lambda turn: None, ended=lambda end: None, idle=lambda: None):
+    """Take all rounds, calling `inside` before each push, and `ended` at each epoch's end.
+
+    `idle` is called in turns of no worker.
+    """
     for turn in cluster.turns():
         if isinstance(turn, EpochEnd):
             ended(turn)
             continue
         cluster.plan(turn)
         cluster.pull(turn)
-        inside(turn)
-        (worker,) = turn.workers
-        weight = plan.workers[worker].merge_weight
-        cluster.push([RoundReport(worker, turn.epoch, turn.round, 8, 1, 1, 1, 0.0, 0.5, weight)])
+        inside(turn) if turn.workers else idle()
+        place = turn.epoch, turn.round, 8, 1, 1, 1, 0.0, 0.5
+        weights = [(worker, plan.workers[worker].merge_weight) for worker in turn.workers]
+        cluster.push([RoundReport(worker, *place, weight) for worker, weight in weights])
     cluster.close()
 
 
@@ -126,13 +129,12 @@ def test_barrier_sets_everyone_to_the_weighted_mean(run_ranks, processes, server
 def long_round_rank(rank):
     _, cluster, plan = make(rank, "bsp", 2, timeout_s=1.0, server_only=True, served=True)
     ask = partial(cluster.agree, Action.GO_ON, round_over=True)  # as the checkpointer does
-    cluster.idle = ask
 
     def inside(turn):
         time.sleep(1.5)
         ask()
 
-    train(cluster, plan, inside)
+    train(cluster, plan, inside, idle=ask)
     return len([*cluster.reports()])
 
 
@@ -205,20 +207,18 @@ def test_an_error_of_a_merge_rule_ends_the_run_as_itself_and_costs_no_worker(run
 def asked_to_stop_rank(rank, stopped):
     _, cluster, plan = make(rank, "ssp", 3, staleness=0, server_only=True)
 
-    def stop():
-        cluster.leave()
-        stopped.set()
-        raise KeyboardInterrupt
-
     def inside(turn):
         if rank == 1:  # the next pull waits for rank 2
             threading.Timer(0.3, cluster.interrupt).start()
         else:
             assert stopped.wait(10)
 
-    cluster.on_stop = stop
-    with contextlib.suppress(KeyboardInterrupt):
-        train(cluster, plan, inside)
+    with contextlib.suppress(RunStopped):
+        try:
+            train(cluster, plan, inside)
+        finally:
+            cluster.leave()
+            stopped.set()
 
 
 def test_a_worker_that_waits_for_others_stops_the_run_at_once(run_ranks):

@@ -38,8 +38,7 @@ def test_the_first_signal_is_noted_and_the_second_does_what_it_did_before(number
 
 def test_a_signal_is_heard_while_the_main_thread_waits_outside_python():
     answer = torch.futures.Future()  # as one waits for another process
-    with Stopping() as stopping:
-        stopping.on_signal = lambda: answer.set_result("stop")
+    with Stopping(on_signal=lambda: answer.set_result("stop")) as stopping:
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
         late = threading.Timer(5, lambda: answer.done() or answer.set_result("late"))
         late.start()
@@ -51,8 +50,7 @@ def test_a_signal_is_heard_while_the_main_thread_waits_outside_python():
 def test_signals_after_the_first_one_are_taken_without_a_word(capfd):
     heard = threading.Semaphore(0)
     before = signal.signal(signal.SIGCHLD, lambda *_: None)  # as torch's loaders have it
-    with Stopping() as stopping:
-        stopping.on_signal = heard.release
+    with Stopping(on_signal=heard.release):
         os.kill(os.getpid(), signal.SIGTERM)
         assert heard.acquire(timeout=5)
         time.sleep(0.1)  # whoever told of it may be gone
@@ -65,8 +63,7 @@ def test_signals_after_the_first_one_are_taken_without_a_word(capfd):
 
 def test_a_signal_to_a_fork_is_no_signal_to_this_process():
     heard = []
-    with Stopping() as stopping:
-        stopping.on_signal = lambda: heard.append(1)
+    with Stopping(on_signal=lambda: heard.append(1)) as stopping:
         child = os.fork()
         if not child:
             os.kill(os.getpid(), signal.SIGTERM)
