@@ -129,13 +129,13 @@ class RunFolder(AbstractContextManager):
         self._locked.keep_script(self._code)
         if found:
             resume.take_over_folder(found, plans.config, accelerator)
-        state, handover = None, resumed and resumed.handover
+        state = None
         if resumed and resumed.state["log"]:
             state = {**resumed.state["log"], "stages": resumed.state["stages"]}
         done = min(found.manifest.epoch if found else 0, plans.config.epochs - 1)
         shown = (plans, workers.data, workers.raw_model, accelerator, self.folder)
         print_run(*shown, begin=done, unset=self._unset)
-        self.log = RunLog(self.folder, workers, state, handover)
+        self.log = RunLog(self.folder, workers, state)
         self._exits.enter_context(self.log)
         self._exits.push(self._sum_up)
         self.log.started(workers.stopwatch.start_training(self._began))

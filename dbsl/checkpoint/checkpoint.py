@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -45,8 +45,7 @@ from dbsl.checkpoint.resume import Resumed, read_resumed
 from dbsl.cluster.wire import SERVER_RANK
 from dbsl.config.settings import CHECKPOINTS, RunConfig, parse_interval
 from dbsl.model import BEST, save_model
-from dbsl.optimizer import load_optimizer
-from dbsl.plan.types import Action, EpochEnd, Handover
+from dbsl.plan.types import Action, EpochEnd
 from dbsl.run.turns import WorkerTurn, random_state, refuse_order
 from dbsl.run.workers import Workers
 
@@ -352,7 +351,7 @@ class Checkpoint:
         error = None
         try:
             with reading_checkpoint(resumed.found.folder):
-                self._load(resumed.state, resumed.handover)
+                self._load(resumed)
         except SettingError as reason:
             error = reason
         failed = torch.tensor(int(error is not None), device=self._accelerator.device)
@@ -361,43 +360,27 @@ class Checkpoint:
                 f"{self._last_good} does not fit this run: another process could not read its shard"
             )
 
-    def _load(self, state: Mapping[str, Any], handover: Handover | None) -> None:
+    def _load(self, resumed: Resumed) -> None:
+        """Take back what `_copy` has packed."""
         workers, weights, plans = self._workers, self._cluster.weights, self._workers.plans
-        if handover:  # other workers: the global weights, and what is left of the epoch
-            self._cluster.take_over(handover)
-            plans.planner.take_over(handover)
-            for optimizer in workers.optimizers.values() if handover.optimizer else ():
-                load_optimizer(optimizer, handover.optimizer)
-            self._progress.steps = self._progress.counted = handover.steps
-            self._progress.learning_rate = handover.learning_rate  # no step may be left
-            workers.meter.count_on(state["meter"], handover.steps)
-        else:
-            self._cluster.load_state_dict(state["cluster"])
-            plans.planner.load_state_dict(state["planner"])
-            if self._cluster.saves_workers:
-                self._load_workers(state)
-            else:
-                workers.meter.count_on(state["meter"])
+        state = resumed.state
+        self._cluster.load_state_dict(state["cluster"])
+        plans.planner.load_state_dict(state["planner"])
+        workers.stepper.load_state_dict(state["stepper"])
+        workers.stepper.timer.load_state_dict(state["timer"])
+        if state["progress"] is not None:
+            self._progress.load(state["progress"], weights.vector.device)
+            workers.go_on_with(state["random"])
+        workers.meter.load_state_dict(state["meter"])
         if self._accelerator.scaler and state["scaler"]:
             self._accelerator.scaler.load_state_dict(state["scaler"])
-        vector = handover.weights if handover else state["model"]["weights"]
-        if vector is not None:  # else the next pull brings them
+        if (vector := state["model"]["weights"]) is not None:  # else the next pull brings them
             weights.load(vector)
         for counter, saved in zip(weights.counters, state["model"]["counters"], strict=True):
             counter.copy_(saved)
-        same = self._cluster.saves_workers and not handover
-        plans.extras.begin(workers, state["extras"], same=same)
+        plans.extras.begin(workers, state["extras"], same=resumed.same)
         for name, own in self._states.items():
             text = "resume must be of a run that saved the same states"
             require(name in state["states"], text, f"none of {name}")
             own.load_state_dict(state["states"][name])
         workers.stopwatch.load_state_dict(state)
-
-    def _load_workers(self, state: Mapping[str, Any]) -> None:
-        """Take back what `_of_workers` returned, and the windows of their steps."""
-        self._workers.stepper.load_state_dict(state["stepper"])
-        self._workers.stepper.timer.load_state_dict(state["timer"])
-        if state["progress"] is not None:
-            self._progress.load(state["progress"], self._cluster.weights.vector.device)
-            self._workers.go_on_with(state["random"])
-        self._workers.meter.load_state_dict(state["meter"])

@@ -1,15 +1,17 @@
-"""What other workers, or other plans, take over: weights, and the rest of an epoch."""
+"""What other workers, or other plans, take over: weights, and the rest of an epoch.
+
+It is made into a state of the new workers, which is loaded as any that was saved.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from dbsl.base.errors import as_given, px, require
 from dbsl.config.settings import meets_at_server, steps_of_push, takes_joint_steps
 from dbsl.plan.members import EpochPlans, Members
-from dbsl.plan.types import Handover
 from dbsl.run.workers import Workers
 
 
@@ -88,33 +90,68 @@ class Saved:
         return self.plans.under_way(members, self.settings["epochs"] * self.rounds)
 
 
-def make_handover(saved: Saved, workers: Workers) -> Handover:
-    """Return what a run takes over from an open one; all that is not in it begins anew."""
-    state, cluster, plans = saved.state, saved.state["cluster"], workers.plans
+def for_others(saved: Saved, workers: Workers) -> dict[str, Any]:
+    """Return an open run's state as it is for other workers; each process has one of its own.
+
+    They take over the weights, the place in the epoch, the optimizer that all shared (of joint
+    steps, or the server's) and that of `merge` delta. All else begins anew.
+    """
+    state, before, plans = saved.state, saved.state["cluster"], workers.plans
+    cluster, planner, log = workers.cluster.state_dict(), plans.planner.state_dict(), state["log"]
     epoch, round_, steps = saved.place
-    server = cluster["server"] or {"weights": state["model"]["weights"], "outer": None}
-    # One that all workers shared; those of each worker are not handed over.
-    shared = state["stepper"]["optimizers"].values() if saved.joint else ()
-    handover = Handover(
-        weights=server["weights"],
-        refused=cluster["refused"],
-        clock=epoch * plans.rounds + round_,
-        time_s=cluster["time_s"] or 0.0,
-        outer=server["outer"],
-        optimizer=next(iter(shared), server.get("optimizer")),
-    )
-    if not saved.joint:
+    first, count = plans.first[plans.stage_at(epoch).resolution], workers.config.workers
+    server = before["server"] or {"weights": state["model"]["weights"], "outer": None}
+    weights, clock = server["weights"], epoch * plans.rounds + round_
+    moment = {"clock": clock, "refused": before["refused"], "time_s": before["time_s"] or 0.0}
+    kept = {"outer": server["outer"], "optimizer": server.get("optimizer")}
+    if saved.joint:
+        kept["optimizer"] = next(iter(state["stepper"]["optimizers"].values()), None)
+    kept = {name: value for name, value in kept.items() if value is not None}
+    owner = {"weights": weights, "refused": before["refused"], "clocks": [clock] * count, **kept}
+    cluster |= {**moment, "server": (cluster["server"] or {}) | owner}
+    cluster |= {"before": steps, "start": weights if steps else None}  # of joint steps
+    cluster |= {"ended": [moment["time_s"]] * count}  # of simulated workers
+    if "outer" in kept:
+        cluster["delta"] = kept["outer"]  # of a barrier
+    if round_ and first.global_batch_size is None:  # a joint step has the same samples in any plan
         sampler = replace(plans.sampler, rounds=saved.rounds)
-        taken = sampler.taken_before(saved.plans.at(epoch, round_), round_) if round_ else 0
-        return replace(handover, taken=taken)
-    if not steps:
-        return handover
-    plan, progress = plans.first[plans.stage_at(epoch).resolution], state["progress"]
-    ahead = plans.sampler.steps(plan, range(workers.config.workers), epoch, round_)
-    ahead = ahead[progress["counted"] : steps]
-    samples = sum(len(part.indices) for step in ahead for part in step.parts)
-    rate = progress["learning_rate"]
-    return replace(handover, steps=steps, learning_rate=rate, samples=samples)
+        taken = sampler.taken_before(saved.plans.at(epoch, round_), round_)
+        rest = replace(first, first_round=round_, taken=taken)
+        planner |= {"epochs": {epoch: [asdict(rest)]}, "decided": {epoch: plans.rounds}}
+    if steps and log:
+        ahead = plans.sampler.steps(first, range(count), epoch, round_)
+        ahead = ahead[state["progress"]["counted"] : steps]
+        log = {**log, "taken": sum(len(part.indices) for step in ahead for part in step.parts)}
+    state = {**state, "cluster": cluster, "planner": planner, "log": log, "stages": []}
+    state["model"] = {**state["model"], "weights": weights}
+    return without_workers(state, workers, kept.get("optimizer"), steps)
+
+
+def without_workers(
+    state: Mapping[str, Any], workers: Workers, shared: Any = None, steps: int = 0
+) -> dict[str, Any]:
+    """Return a state in which this process's workers begin a round, of which `steps` are taken.
+
+    Their optimizers have the `shared` state, or begin anew. Each worker goes on counting from the
+    steps that it has pushed, a new one from where the furthest is.
+    """
+    heard = state["meter"]["heard"]
+    most = max(heard.values(), default=0)
+    heard = {worker: heard.get(worker, most) for worker in range(workers.config.workers)}
+    windows = {worker: {"steps": heard[worker] + steps} for worker in workers.cluster.workers}
+    optimizers = {} if shared is None else dict.fromkeys(workers.optimizers, shared)
+    progress = None
+    if steps:
+        rate = state["progress"]["learning_rate"]  # no step may be left
+        progress = {"steps": steps, "counted": steps, "learning_rate": rate}
+    return {
+        **state,
+        "stepper": {**workers.stepper.state_dict(), "optimizers": optimizers},
+        "timer": {},
+        "progress": progress,
+        "random": None,
+        "meter": {"figures": None, "kept": [], "heard": heard, "windows": windows},
+    }
 
 
 def check_epochs_under_way(

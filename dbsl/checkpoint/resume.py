@@ -26,9 +26,10 @@ from dbsl.checkpoint.disk import (
 from dbsl.checkpoint.handover import (
     Saved,
     check_epochs_under_way,
-    make_handover,
+    for_others,
     must_stay,
     with_lost_workers,
+    without_workers,
 )
 from dbsl.cluster.weights import vector_length
 from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_text
@@ -45,7 +46,6 @@ from dbsl.config.settings import (
 from dbsl.data.sources import TrainingData
 from dbsl.model import BEST, EMA
 from dbsl.optimizer import optimizer_class
-from dbsl.plan.types import Handover
 from dbsl.run.workers import Workers
 
 Changes = dict[str, tuple[Any, Any]]  # settings that are not what they were: before, now
@@ -57,9 +57,8 @@ class Resumed:
     """A checkpoint, read."""
 
     found: Found
-    # This process's shard; rank 0's with a handover, and where the server's state was saved alone.
     state: Mapping[str, Any]
-    handover: Handover | None  # None: workers and plans are what they were
+    same: bool  # this process's workers go on at their steps; else they begin from rank 0's state
 
 
 # --- which checkpoint
@@ -199,7 +198,7 @@ def read_resumed(found: Found, workers: Workers, config: RunConfig) -> Resumed:
     say, data, rank = workers.accelerator.print, workers.data, workers.accelerator.process_index
     manifest, changed = found.manifest, changed_settings(found.manifest.config, config)
     with reading_checkpoint(found.folder):
-        state, handover = found.shard(SERVER_RANK), None
+        state = found.shard(SERVER_RANK)
         settings = complete_settings(manifest.config, config)
         saved = Saved(state, settings, manifest.samples, workers)
         _check_state(found, changed, state, workers)
@@ -216,15 +215,17 @@ def read_resumed(found: Found, workers: Workers, config: RunConfig) -> Resumed:
         orders = _draw_another_order(changed, type(config))
         check_epochs_under_way(saved, orders, workers, epochs, others=bool(others))
         check_held_out(manifest.held_out, data, config.dataset)
+        same = not (others or saved.server_alone)
         if others:
-            handover = make_handover(saved, workers)
+            state = for_others(saved, workers)
         elif saved.server_alone:
             state = with_lost_workers(state, workers, settings["epochs"])
+            state = without_workers(state, workers)
         elif rank:
             state = found.shard(rank)
-    if (others or saved.server_alone) and not (saved.joint or saved.pushes):
+    if not (same or saved.joint or saved.pushes):
         say("optimizer states begin empty, as do remainders of rounding")
-    return Resumed(found, state, handover)
+    return Resumed(found, state, same)
 
 
 def _new_to_workers(changed: Changes, manifest: Manifest, workers: Workers) -> Changes:

@@ -24,7 +24,6 @@ from dbsl.plan.follow import Planner
 from dbsl.plan.types import (
     Action,
     EpochEnd,
-    Handover,
     LostWorker,
     Plan,
     RoundReport,
@@ -161,18 +160,11 @@ class Cluster(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._clock, self._refused = state["clock"], state["refused"]
-        self.time_s, self._waited_s = state["time_s"], state["waited_s"]
+        self.time_s = state["time_s"] if self._times else None
+        self._waited_s = state["waited_s"]
         self._untold = state.get("untold", False)
         if self.server is not None:
             self.server.load_state_dict(state["server"])
-
-    def take_over(self, start: Handover) -> None:
-        """Go on where other workers, or workers with other plans, stopped."""
-        self._clock, self._refused = start.clock, start.refused
-        if self.time_s is not None:
-            self.time_s = start.time_s
-        if self.server is not None:
-            self.server.take_over(start)
 
     def _place(self, worker: int) -> tuple[int, int]:
         """Return the epoch and the round that a worker is in (in the server's process)."""

@@ -27,7 +27,6 @@ from dbsl.plan.types import (
     NO_FAULT,
     Action,
     EpochEnd,
-    Handover,
     RoundReport,
     Turn,
     join_reports,
@@ -122,11 +121,6 @@ class JointCluster(Cluster):
         start = state["start"]
         self._start = None if start is None else start.to(self.weights.vector.device)
 
-    def take_over(self, start: Handover) -> None:
-        super().take_over(start)
-        self._before = start.steps
-        self._start = start.weights.to(self.weights.vector.device) if start.steps else None
-
 
 class SimulatedCluster(Cluster):
     """Workers that take turns on one model; `Server` decides as it does for real processes.
@@ -198,10 +192,6 @@ class SimulatedCluster(Cluster):
         self._pulled = {worker: w.to(device) for worker, w in state["pulled"].items()}
         self._spent, self._ended = dict(state["spent"]), list(state["ended"])
         self._queue = [(time_s, worker) for time_s, worker in state["queue"]]
-
-    def take_over(self, start: Handover) -> None:
-        super().take_over(start)
-        self._ended = [start.time_s] * len(self._ended)
 
     def _start_rounds(self) -> None:
         """Begin the rounds of all workers that are in none and may start one, in order."""
@@ -310,11 +300,6 @@ class BarrierCluster(Cluster):
             self._rounded.load_state_dict(state["rounded"])
         if self._delta is not None:
             self._delta.load_state_dict(state["delta"])
-
-    def take_over(self, start: Handover) -> None:
-        super().take_over(start)
-        if self._delta is not None and start.outer is not None:
-            self._delta.load_state_dict(start.outer)
 
     @torch.no_grad()
     def _hand_over(self, report: RoundReport | None) -> bool:

@@ -22,7 +22,7 @@ from dbsl.cluster.steps import begin_thawed, take_step
 from dbsl.cluster.weights import FlatWeights
 from dbsl.optimizer import BuildOptimizer, Clip, keep_whole, load_optimizer
 from dbsl.plan.members import Members
-from dbsl.plan.types import EpochEnd, Handover, RoundReport, report_from_plain
+from dbsl.plan.types import EpochEnd, RoundReport, report_from_plain
 
 
 class Server:
@@ -153,21 +153,11 @@ class Server:
         self.reports = deque(map(report_from_plain, state["reports"]))
         if self.rounded is not None and state["rounded"] is not None:
             self.rounded.load_state_dict(state["rounded"])
-        self._load_rule(state["outer"])
-
-    def take_over(self, start: Handover) -> None:
-        """Go on with the weights of other workers, all workers at the same clock."""
-        self._replace_weights(start.weights)
-        self.refused = start.refused
-        self.members.clocks = [start.clock] * len(self.clocks)
-        self._load_rule(start.outer)
+        if hasattr(self._rule, "load_state_dict") and state["outer"] is not None:
+            self._rule.load_state_dict(state["outer"])
 
     def _replace_weights(self, weights: Tensor) -> None:
         self._weights = weights.to(self._weights, copy=True)
-
-    def _load_rule(self, state: Mapping[str, Any] | None) -> None:
-        if hasattr(self._rule, "load_state_dict") and state is not None:
-            self._rule.load_state_dict(state)
 
     def _keep(self, pushed: Tensor) -> None:
         if self._kept is None:
@@ -262,11 +252,6 @@ class GradientServer(Server):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         load_optimizer(self._optimizer, state["optimizer"])
-
-    def take_over(self, start: Handover) -> None:
-        super().take_over(start)
-        if start.optimizer is not None:
-            load_optimizer(self._optimizer, start.optimizer)
 
     def _replace_weights(self, weights: Tensor) -> None:
         self._weights.copy_(weights)

@@ -30,7 +30,6 @@ from dbsl.log import lines, rows
 from dbsl.model import has_batch_norm
 from dbsl.plan.types import (
     NO_FAULT,
-    Handover,
     Plan,
     RoundReport,
     StepLine,
@@ -75,7 +74,8 @@ class RunLog:
     """Writes a run's files, moves its progress bar and prints its epochs; extras get every row.
 
     `state` is what `state_dict` of the run that goes on here returned: metrics.jsonl loses what was
-    written later. `handover` is of other workers or plans, if they were others.
+    written later. Of it, `taken` are samples of joint steps of the round under way that other
+    workers took: no report has them.
     """
 
     def __init__(
@@ -83,7 +83,6 @@ class RunLog:
         folder: Path,
         workers: Workers,
         state: Mapping[str, Any] | None = None,
-        handover: Handover | None = None,
     ) -> None:
         self._workers, self._plans, self._config = workers, workers.plans, workers.plans.config
         self.folder, self.enabled = folder, workers.accelerator.is_main_process
@@ -111,21 +110,20 @@ class RunLog:
         os.truncate(path, state["metrics_bytes"] if state else 0)
         self._display = self._begin_display()
         self._say = self._display.print
-        self._state, self._handover = state, handover
+        self._state = state
 
     def __enter__(self) -> RunLog:
         if not self.enabled:
             return self
-        state, handover, done = self._state, self._handover, self._so_far.epochs
+        state, done = self._state, self._so_far.epochs
         before = rows.read_metrics(self.folder / "metrics.jsonl")
         self._tell = self._exits.enter_context(self._plans.extras.report(self.folder, before))
-        if handover is not None and handover.samples:
-            # Joint steps that other workers took of the round under way: no report has them.
-            self._so_far.samples += handover.samples
-            self._so_far.unreported += handover.samples
-            self.write("restart", {"epoch": done, "samples": handover.samples})
+        if samples := state and state.get("taken", 0):
+            self._so_far.samples += samples
+            self._so_far.unreported += samples
+            self.write("restart", {"epoch": done, "samples": samples})
         for stage in self._plans.stages:  # a resumed run's that are not over and are new
-            known = state and handover is None and asdict(stage) in state["stages"]
+            known = state and asdict(stage) in state["stages"]
             if not known and (state is None or stage.end_epoch > done):
                 row = rows.plan_row(stage, self._told[stage.resolution])
                 self.write("plan", row | ({"from_epoch": done} if state else {}))

@@ -23,7 +23,7 @@ from dbsl.plan.batches import TurnSampler
 from dbsl.plan.machines import SpeedEstimate
 from dbsl.plan.members import EpochPlans, Members
 from dbsl.plan.spec import PlanSpec, make_plan, resize_plan
-from dbsl.plan.types import Handover, Plan, RoundReport, TimeModel
+from dbsl.plan.types import Plan, RoundReport, TimeModel
 
 DEAD_BAND = 0.05  # relative gain in time below which a plan stays
 REFINE = 0.01  # the gain that is enough whenever the number of measurements has doubled
@@ -155,17 +155,6 @@ class Planner:
                 plans.set(epoch, rounds, replace(plan, first_round=kept, taken=taken))
         self._begin_with(stop, others)
         return lost
-
-    def take_over(self, start: Handover) -> None:
-        """Keep the first plan for what other workers' rounds have left of the epoch under way.
-
-        A joint step has the same samples with any plan.
-        """
-        epoch, round_ = divmod(start.clock, self._rounds)
-        plan = self.plans.first[self._resolution_at(epoch)] if round_ else None
-        if plan and plan.global_batch_size is None:
-            rest = replace(plan, first_round=round_, taken=start.taken)
-            self.plans.set(epoch, self._rounds, rest)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plans and estimates in plain values."""

@@ -289,24 +289,6 @@ class EpochEnd:
 
 
 @dataclass(frozen=True)
-class Handover:
-    """State that other workers, or workers with other plans, take over from those before."""
-
-    weights: Any = field(repr=False)  # the global weights: a tensor
-    clock: int  # rounds that every worker starts with behind it
-    taken: int = 0  # samples of the epoch under way that its rounds have taken
-    steps: int = 0  # joint steps of the round under way that were taken
-    samples: int = 0  # of these steps, as far as no log has counted them
-    learning_rate: float = 0.0  # in the last of these steps
-    # State of the optimizer that all workers shared: of joint steps, or the server's.
-    optimizer: Mapping[str, Any] | None = field(default=None, repr=False)
-    time_s: float = 0.0  # the virtual clock
-    # State of the server's outer optimizer, where `merge` is delta.
-    outer: Mapping[str, Any] | None = field(default=None, repr=False)
-    refused: int = 0  # rounds that were not finite so far
-
-
-@dataclass(frozen=True)
 class LostWorker:
     """A worker that the others go on without."""
 

@@ -165,17 +165,6 @@ class StepMeter:
         self._kept = [StepLine(*line) for line in state["kept"]]
         self._heard.update(state["heard"])
 
-    def count_on(self, state: Mapping[str, Any], taken: int = 0) -> None:
-        """Go on from the main process's state: each worker from the steps that it has pushed.
-
-        A new one begins where the furthest is. Of the round under way so many steps are `taken`.
-        """
-        heard = state["heard"]
-        most = max(heard.values(), default=0)
-        self._heard = defaultdict(lambda: most, heard)
-        for worker, window in self._windows.items():
-            window.steps = self._heard[worker] + taken
-
     def _count_time(self) -> None:
         if self._began is None:
             return

@@ -12,8 +12,8 @@ import numpy as np
 
 from dbsl.base.errors import SyncError
 from dbsl.checkpoint.disk import pack, unpack
-from dbsl.checkpoint.handover import Saved, make_handover, with_lost_workers
-from dbsl.plan.types import EpochEnd, Handover, Plan, RoundReport, Turn
+from dbsl.checkpoint.handover import Saved, for_others, with_lost_workers
+from dbsl.plan.types import EpochEnd, Plan, RoundReport, Turn
 from dbsl.run.workers import Workers
 from experiments.benchmarks.coverage.cases import Case, Stop
 from experiments.benchmarks.coverage.prepare import prepare
@@ -153,7 +153,7 @@ class _Player:
     def _state(self) -> dict[str, Any]:
         cluster, planner = self._cluster.state_dict(), self._run.plans.planner.state_dict()
         weights = {"weights": self._cluster.weights.vector}
-        own = {"progress": None, "stepper": {"optimizers": {}}}
+        own = {"progress": None, "stepper": {"optimizers": {}}, "meter": {"heard": {}}, "log": None}
         return {"cluster": cluster, "planner": planner, "model": weights, **own}
 
     def _saved(self, state: dict[str, Any], run: Workers) -> Saved:
@@ -170,14 +170,16 @@ class _Player:
         if resized is None:
             self._resume(state)
         else:
-            self._restart(*resized)
+            played.resized += 1
+            self._case, run, state = resized
+            self._load(run, state)
         self._losses[:] = [c for c in self._losses if c.worker < self._workers]
 
     @property
     def _workers(self) -> int:
         return self._case.options["workers"]
 
-    def _resized(self, workers: int | None, state: Any) -> tuple[Case, Workers, Handover] | None:
+    def _resized(self, workers: int | None, state: Any) -> tuple[Case, Workers, Any] | None:
         """Return how the run goes on with so many workers; None: it does with those it has."""
         if workers in (None, self._workers):
             return None
@@ -186,25 +188,21 @@ class _Player:
             run = prepare(case)
         except ValueError:  # there is no plan for them
             return None
-        return case, run, make_handover(self._saved(state, run), run)
+        return case, run, for_others(self._saved(state, run), run)
 
     def _resume(self, state: Any) -> None:
         """Go on with the same workers, lost ones back."""
-        self._connect(prepare(self._case))
-        if self._cluster.server is not None:
+        run = prepare(self._case)
+        if run.cluster.server is not None:
             there, inside = state["cluster"]["server"]["active"], state["cluster"]["queue"]
             state["cluster"]["queue"] = [(time_s, w) for time_s, w in inside if w in there]
-            state = with_lost_workers(state, self._run, self._run.config.epochs)
-        self._run.plans.planner.load_state_dict(state["planner"])
-        self._cluster.load_state_dict(state["cluster"])
+            state = with_lost_workers(state, run, run.config.epochs)
+        self._load(run, state)
 
-    def _restart(self, case: Case, run: Workers, start: Handover) -> None:
-        """Go on with other workers."""
-        self.played.resized += 1
-        self._case = case
+    def _load(self, run: Workers, state: Any) -> None:
         self._connect(run)
-        self._cluster.take_over(start)
-        run.plans.planner.take_over(start)
+        run.plans.planner.load_state_dict(state["planner"])
+        self._cluster.load_state_dict(state["cluster"])
 
     def _result(self) -> Played:
         plans, played, counts = self._run.plans, self.played, self._counts

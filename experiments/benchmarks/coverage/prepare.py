@@ -74,7 +74,8 @@ def prepare(case: Case) -> SimpleNamespace:
         data=SimpleNamespace(train=range(case.samples)),
     )
     with patch("dbsl.run.connect.SimulatedCluster", LosingCluster):
-        workers.cluster, _ = connect(
+        workers.cluster, workers.stepper = connect(
             workers, lambda module: create_optimizer("momentum", module, 1.0, 0.0, 0.0)
         )
+    workers.optimizers = workers.stepper.optimizers
     return workers

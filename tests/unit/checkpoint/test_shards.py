@@ -9,8 +9,9 @@ import pytest
 from dbsl.checkpoint.handover import (
     Saved,
     check_epochs_under_way,
-    make_handover,
+    for_others,
     with_lost_workers,
+    without_workers,
 )
 from dbsl.plan.batches import TurnSampler
 from dbsl.plan.follow import Planner
@@ -37,9 +38,12 @@ def state_of(clocks, plan=None, *, active=None, **server):
     return {
         "cluster": {"clock": 0, "refused": 0, "time_s": None, "waited_s": 0.5, "server": server},
         "planner": plans.state_dict(),
+        "model": {"weights": None},
         "stepper": {"optimizers": {0: "own"}},
         "progress": {"steps": 4},
         "timer": {0: 0.3},
+        "meter": {"heard": {0: 20}},
+        "log": None,
     }
 
 
@@ -47,8 +51,11 @@ def run_of(config, rounds=1, **more):
     """Return as much of a new run of 60 samples as a restart asks for."""
     data, stage_at = Bag(train=range(60)), lambda epoch: Bag(resolution=8)
     sampler = TurnSampler(config, 60, rounds, 1)
-    plans = Bag(rounds=rounds, stage_at=stage_at, sampler=sampler, **more)
-    return Bag(config=config, data=data, plans=plans)
+    how = {"planner": Bag(state_dict=dict), "first": {8: dual(2, rounds)}} | more
+    plans = Bag(rounds=rounds, stage_at=stage_at, sampler=sampler, **how)
+    cluster = Bag(workers=(1,), state_dict=lambda: {"server": {"version": 0}})
+    own = {"cluster": cluster, "optimizers": {1: "new"}, "stepper": Bag(state_dict=dict)}
+    return Bag(config=config, data=data, plans=plans, **own)
 
 
 def saved_as(state, config, run=None, **before):
@@ -135,10 +142,15 @@ def test_others_go_on_with_what_the_rounds_of_an_epoch_have_left(clock):
     config = Config(seed=3, workers=2, sync="asp", rounds_per_epoch=2)
     run = run_of(config, rounds=2)
     state = state_of([clock] * 3, plan)
-    start = make_handover(saved_as(state, config, run, workers=3), run)
+    start = for_others(saved_as(state, config, run, workers=3), run)
     sampler = run.plans.sampler.sampler(plan)
-    taken = sum(len(sampler.indices(w, 2, 0)) for w in range(3)) if clock == 5 else 0
-    assert (start.clock, start.taken) == (clock, taken)
+    taken = sum(len(sampler.indices(w, 2, 0)) for w in range(3))
+    assert start["cluster"]["clock"] == clock
+    assert start["cluster"]["server"]["clocks"] == [clock] * 2
+    rest = [
+        plan["taken"] for plans in start["planner"].get("epochs", {}).values() for plan in plans
+    ]
+    assert rest == [taken] * (clock == 5)
 
 
 SIX_STEPS = plan_steps(60, np.array([5, 5]), [FAST] * 2)
@@ -156,7 +168,7 @@ def test_pushes_of_more_batches_begin_where_an_epoch_does(clock, expected):
         with pytest.raises(ValueError, match="push must stay gradients:2 inside an epoch, got"):
             check_epochs_under_way(saved, (), run, range(1, 2), others=True)
     else:
-        assert make_handover(saved, run).clock == expected
+        assert for_others(saved, run)["cluster"]["clock"] == expected
 
 
 @pytest.mark.parametrize(
@@ -167,8 +179,18 @@ def test_an_optimizer_goes_on_where_all_workers_shared_it(before, expected):
     shared = {"optimizer": "of all"} if "push" in before else {}
     state = state_of([1, 1], SIX_STEPS if before else None, **shared)
     state["cluster"] |= {"clock": 1}
-    state |= {"progress": None, "model": {"weights": None}}
+    state["progress"] = None
     if "sync" in before:
         state["cluster"]["server"] = None
     config = Config(workers=2)
-    assert make_handover(saved_as(state, config, **before), run_of(config)).optimizer == expected
+    found = for_others(saved_as(state, config, **before), run_of(config))
+    assert found["cluster"]["server"].get("optimizer") == expected
+    assert found["stepper"]["optimizers"] == ({1: expected} if expected else {})
+
+
+def test_workers_count_on_from_what_they_pushed_and_new_ones_from_the_furthest():
+    config = Config(workers=2)
+    state = state_of([2, 2]) | {"progress": {"steps": 4, "counted": 0, "learning_rate": 0.1}}
+    meter = without_workers(state, run_of(config), steps=4)["meter"]
+    assert meter["heard"] == {0: 20, 1: 20}
+    assert meter["windows"] == {1: {"steps": 24}}  # in the round that is under way

@@ -13,7 +13,7 @@ from dbsl.cluster.serving import ServingCluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.config.settings import RunConfig
 from dbsl.plan.members import Members
-from dbsl.plan.types import Handover, RoundReport, Turn
+from dbsl.plan.types import RoundReport, Turn
 
 
 def report(worker, merge_weight=1.0, round_=0, epoch=0):
@@ -90,7 +90,7 @@ def test_delta_is_a_nesterov_step_on_what_the_workers_changed(a_forkers):
         elif round_ == 3:  # and where workers of another number go on
             state = s.state_dict()
             s = new()
-            s.take_over(Handover(state["weights"], 3, outer=state["outer"]))
+            s.load_state_dict(s.state_dict() | {n: state[n] for n in ("weights", "outer")})
         for worker, (pushed, factor) in enumerate(pushes):
             s.push(torch.tensor(pushed), report(worker, factor))
         mean = (torch.tensor([3.0, 2.0, 1.0]) + 0.5 * torch.tensor([0.0, 5.0, 4.0])) / 1.5
@@ -222,7 +222,7 @@ def test_state_goes_through_json_and_goes_on_alike():
 
 def test_other_workers_take_over_at_one_clock():
     s = server(ratio, workers=3, rounds_per_epoch=2)
-    s.take_over(Handover(torch.tensor([7.0, 8.0]), clock=5))
+    s.load_state_dict(s.state_dict() | {"weights": torch.tensor([7.0, 8.0]), "clocks": [5] * 3})
     assert s.snapshot().tolist() == [7.0, 8.0]
     assert s.clocks == [5, 5, 5]
     pushes(s, *range(3))

@@ -22,7 +22,7 @@ from dbsl.plan.follow import Planner
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.solve import TimeModel, plan_dual_batch
 from dbsl.plan.stages import make_stages, stage_at
-from dbsl.plan.types import Handover, LostWorker, RoundReport, StepLine, Turn
+from dbsl.plan.types import LostWorker, RoundReport, StepLine, Turn
 from dbsl.run.meter import StepMeter, TakenSteps
 from dbsl.run.turns import Progress
 from train import Config
@@ -62,7 +62,6 @@ def make_log(tmp_path, accelerator):
         normalises=False,
         extras=None,
         state=None,
-        restart=None,
         **settings,
     ):
         planned = SimpleNamespace(
@@ -87,7 +86,7 @@ def make_log(tmp_path, accelerator):
         )
         if state:
             state = {"stages": [asdict(stage) for stage in STAGES], **state}
-        return RunLog(tmp_path, workers, state, restart)
+        return RunLog(tmp_path, workers, state)
 
     return make
 
@@ -408,8 +407,7 @@ def test_joint_steps_that_other_workers_took_count_as_samples_of_their_epoch(mak
     with make_log() as log:
         log.round(report_of(0, 0))
         state = unpack(*pack(log.state_dict()))
-    start = Handover(weights=None, clock=1, steps=3, samples=25)
-    with make_log(state=state, restart=start) as log:
+    with make_log(state=state | {"taken": 25, "stages": []}) as log:
         log.round(report_of(1, 0))
         log.epoch_end(0, EVALUATION, train_time_s=1.0)
         assert log.results()["samples_seen"] == 45

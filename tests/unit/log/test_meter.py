@@ -1,6 +1,4 @@
 import math
-from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,11 +18,11 @@ CPU = SimpleNamespace(device=torch.device("cpu"), scaler=None)
 WORKERS, ROUNDS, STEPS, BATCH = 2, 3, 5, 4
 
 
-def make_meter(lines, every=3, state=None, load=StepMeter.load_state_dict):
+def make_meter(lines, every=3, state=None):
     model = nn.Linear(2, 1, bias=False)
     meter = StepMeter(every, range(WORKERS), model, CPU)
     if state is not None:
-        load(meter, state)
+        meter.load_state_dict(state)
     return meter, model, lines
 
 
@@ -129,20 +127,6 @@ def test_a_gradient_norm_does_not_depend_on_where_memory_lies():
 
 def test_a_step_whose_batch_was_left_out_has_no_gradient():
     assert gradient_square([]) == 0
-
-
-def test_workers_count_on_from_what_they_pushed_and_new_ones_from_the_furthest():
-    server, lines = StepMeter(3, (), nn.Linear(2, 1), CPU), []
-    report = RoundReport(0, 0, 0, 8, BATCH, 20, steps=STEPS, time_s=1.0, loss=1.0, merge_weight=1.0)
-    server.hear(report)
-    server.hear(replace(report, round=1))
-    state = unpack(*pack(server.state_dict()))
-    train(*make_meter(lines, state=state, load=StepMeter.count_on), [(0, 2), (1, 2)], Progress())
-    assert [(line.worker, line.step) for line in lines] == [(0, 12), (0, 15), (1, 12), (1, 15)]
-    lines.clear()
-    load = partial(StepMeter.count_on, taken=4)  # in the round that is under way
-    train(*make_meter(lines, state=state, load=load), [(0, 2)], Progress())
-    assert [line.step for line in lines] == [15, 18]
 
 
 def test_steps_without_a_line_add_no_operator():

@@ -8,7 +8,7 @@ import pytest
 from dbsl.cluster.serving import ServedCluster
 from dbsl.cluster.wire import encode
 from dbsl.extras.emulate import Emulation
-from dbsl.plan.types import Handover, TimeModel, Turn
+from dbsl.plan.types import TimeModel, Turn
 from experiments.benchmarks.coverage.cases import Case, Loss, Stop
 from experiments.benchmarks.coverage.check import check
 from experiments.benchmarks.coverage.prepare import prepare
@@ -89,7 +89,7 @@ def test_what_other_workers_left_of_an_epoch_is_trained_on_once_after_a_loss_and
 def test_a_loss_in_what_other_workers_left_of_an_epoch_leaves_its_first_rounds_alone():
     run = prepare(case(rounds=3))
     planner = run.plans.planner
-    planner.take_over(Handover(None, 4, taken=30))
+    planner.plans.set(1, 3, replace(planner.plans.first[8], first_round=1, taken=30))
     know(planner, 5, 4, 4, inside=(0, 1))
     assert planner.drop(2, 24) == 20  # of the rounds that were begun: both that are left
     planner.members.leave(2)
