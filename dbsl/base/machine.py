@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # They ask a run to stop. Slurm's --signal=USR1@120 is common; Windows has two of them.
 _NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 STOP_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
-STORE_PATIENCE = timedelta(seconds=20)
+_STORE_PATIENCE = timedelta(seconds=20)
 _THREADS = "OMP_NUM_THREADS"
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # set by torchrun, accelerate
 _ANSWER_S = 3.0  # for an answer of a server, of any kind
@@ -170,22 +170,15 @@ def recall(key: str) -> str | None:
 def connect_store() -> Store | None:
     """Return a new connection to the launcher's store; None: there is no launcher."""
     # torchrun itself serves the store, also where it has started one process.
-    where = launcher_address(1 if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 2)
-    if where is None:
-        return None
-    store = connect(*where, is_master=False, timeout=STORE_PATIENCE)
-    return dist.PrefixStore("dbsl/launch", store)
-
-
-def launcher_address(least: int = 2) -> tuple[str, int] | None:
-    """Return the host and the port of the store of a launcher of at least so many processes."""
+    least = 1 if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 2
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not address or not port or int(os.environ.get("WORLD_SIZE", "1")) < least:
         return None
-    return address, int(port)
+    store = _connect(address, int(port))
+    return dist.PrefixStore("dbsl/launch", store)
 
 
-def connect(address: str, port: int, *, timeout: timedelta, **options: Any) -> TCPStore:
+def _connect(address: str, port: int) -> TCPStore:
     """Return a connection with a store, or raise ``RuntimeError`` soon after the timeout.
 
     torch (2.15) itself waits without end where a connection is taken and nobody answers on it, as
@@ -195,13 +188,13 @@ def connect(address: str, port: int, *, timeout: timedelta, **options: Any) -> T
 
     def try_it() -> None:
         try:
-            made.append(dist.TCPStore(address, port, timeout=timeout, **options))
+            made.append(dist.TCPStore(address, port, is_master=False, timeout=_STORE_PATIENCE))
         except RuntimeError as error:
             made.append(error)
 
     thread = threading.Thread(target=try_it, name="store", daemon=True)
     thread.start()
-    thread.join(timeout.total_seconds() + _CONNECT_S)
+    thread.join(_STORE_PATIENCE.total_seconds() + _CONNECT_S)
     store = made[0] if made else RuntimeError(f"timed out: nobody answers at {address}:{port}")
     if isinstance(store, RuntimeError):
         raise store

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, patch_environment, reduce
 
-from dbsl.base.errors import SettingError, require
+from dbsl.base.errors import SettingError, SyncError, require, words_of
 from dbsl.base.machine import launched_precision
-from dbsl.cluster.launch import chosen_backend, group_timeout, join_processes
+from dbsl.cluster.launch import chosen_backend, group_timeout, prepare_group
 from dbsl.cluster.wire import wait_for_all
 from dbsl.config.settings import Precision
 
@@ -79,12 +80,16 @@ def start_accelerator(
     exchange.
     """
     cpu = _set_up_process()
-    meeting_point = join_processes(timeout_s, cpu=cpu)
     timeout = group_timeout(timeout_s, cpu=cpu)
     group = InitProcessGroupKwargs(backend=chosen_backend(), timeout=timeout)
     # Where OMP_NUM_THREADS is unset, Accelerate would give torch other threads on a CPU.
     with patch_environment(omp_num_threads=torch.get_num_threads()):
-        state = PartialState(cpu, **group.to_kwargs())
+        try:
+            prepare_group(timeout_s, cpu=cpu)
+            state = PartialState(cpu, **group.to_kwargs())
+        except dist.DistError as error:  # torch says how many have come
+            limit = f"within {timeout.total_seconds():g} s (--worker-timeout)"
+            raise SyncError(f"not all processes have met {limit}: {words_of(error)}") from error
         check(state)
         if precision == "auto" and (launched := launched_precision()):
             precision = launched
@@ -94,7 +99,6 @@ def start_accelerator(
         text = "mixed_precision must be no or bf16 on a CPU, where Accelerate leaves fp16 out"
         require(precision != "fp16" or state.device.type != "cpu", text, precision)
         accelerator = PlainAccelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=[group])
-    del meeting_point  # the group has it now
     if accelerator.num_processes == 1 and (warning := _others_expected()):
         print(f"warning: {warning}", file=sys.stderr)
     return accelerator

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -22,7 +22,7 @@ import dbsl.run.accelerator
 from dbsl.base import machine
 from dbsl.base.errors import EXIT_INTERRUPTED, SyncError, one_line_errors
 from dbsl.base.machine import lazy_import, remember
-from dbsl.cluster.launch import chosen_backend, join_processes
+from dbsl.cluster.launch import chosen_backend, prepare_group
 from dbsl.config.parse import parse_config
 from dbsl.run.accelerator import check_launcher, common_threads, first_on_node, start_accelerator
 from tests.helpers import ROOT, Forked, free_port, run, start_ranks, to_flags, wait_all
@@ -172,7 +172,6 @@ def rank_on_node(rank, threads, local_ranks):
     os.environ |= {"LOCAL_RANK": str(local_ranks[rank]), "LOCAL_WORLD_SIZE": "1"}
     os.environ.pop("OMP_NUM_THREADS", None)
     dbsl.run.accelerator.computes_bf16 = lambda device: rank != 1
-    dbsl.run.accelerator.join_processes = lambda timeout_s, cpu: None
     torch.set_num_threads(threads[rank])
     accelerator = start_accelerator("auto", 20.0)
     assert accelerator.mixed_precision == "no"  # one process decides for all
@@ -194,7 +193,7 @@ def test_a_launch_for_the_cpu_leaves_the_gpu_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # accelerate launch --cpu
     joined, starting = [], dbsl.run.accelerator
-    monkeypatch.setattr(starting, "join_processes", lambda timeout_s, cpu: joined.append(cpu))
+    monkeypatch.setattr(starting, "prepare_group", lambda timeout_s, cpu: joined.append(cpu))
     assert start_accelerator("auto", 20.0).device.type == "cpu"
     assert joined == [True]
 
@@ -286,70 +285,22 @@ def test_torchrun_has_the_traceback_of_a_bug_and_the_line_of_what_is_known(
     assert ("Traceback" in process.stderr) == ("in failing" in report) == (status == 1)
 
 
-def coming_rank(rank, port, missing):
-    """Come to a launch of three, unless missing; return what is said."""
-    dist.barrier()  # one that ends before the test's own group is made would break it
-    if rank in missing:
-        return None
-    os.environ |= NOWHERE | {"RANK": str(rank), "MASTER_PORT": str(port)}
-    time.sleep(0.5 * (rank == 1))  # the last to end is another one than rank 0
-    try:  # where all come, a busy machine has time
-        met = join_processes(1.5 if missing else 60, cpu=True)
-    except SyncError as error:
-        return str(error)
-    dist.barrier()  # rank 0 keeps the store until all have seen that all came, as a group does
-    return met is not None
-
-
-LATE = "within 1.5 s (--worker-timeout)"
-ENDED = "rank 0 or the launcher ended while 2 of 3 processes had connected"
-NOBODY = f"nothing answers at 127.0.0.1:{{port}}, where rank 0 was to be {LATE}"
+LATE = r"error: not all processes have met within 1\.5 s \(--worker-timeout\): "
 
 
 @pytest.mark.parametrize(
-    ("missing", "said"),
-    [
-        ((), ["True"] * 3),
-        ((2,), [f"2 of 3 processes have connected {LATE}", ENDED, "None"]),
-        ((0, 1), ["None", "None", NOBODY]),
-    ],
+    ("ranks", "status", "said"),
+    [((0, 1, 2), 0, ""), ((0, 1), 2, f"{LATE}.*2/3 clients"), ((2,), 2, f"{LATE}.*127.0.0.1, ")],
 )
-def test_processes_that_do_not_come_are_counted_in_one_line(run_ranks, missing, said):
-    port = free_port()
-    found = run_ranks(coming_rank, port, missing, world_size=3)
-    assert [str(f) for f in found] == [s.format(port=port) for s in said]
-
-
-class Asked:
-    """A store that counts what it is asked."""
-
-    def __init__(self):
-        self._store, self.questions = dist.HashStore(), 0
-
-    def __getattr__(self, name):
-        self.questions += 1
-        return getattr(self._store, name)
-
-
-def test_a_process_that_waits_for_many_asks_the_store_one_question_a_look(monkeypatch, environ):
-    store = Asked()
-    monkeypatch.setattr(dbsl.cluster.launch, "_open_store", lambda *where: store)
-    environ(**NOWHERE | {"RANK": 3, "WORLD_SIZE": 256})
-    for _ in range(2):  # as where it is launched again
-        with pytest.raises(SyncError, match=r"^1 of 256 processes have connected within 0\.2 s"):
-            join_processes(0.2, cpu=True)
-    assert store.questions < 15  # in six looks
-
-
-def test_a_process_that_is_started_again_while_the_others_train_is_refused(monkeypatch, environ):
-    store = dist.HashStore()
-    monkeypatch.setattr(dbsl.cluster.launch, "_open_store", lambda *where: store)
-    for rank in (1, 0):
-        environ(**NOWHERE | {"RANK": rank, "WORLD_SIZE": 2})
-        with suppress(SyncError):  # rank 1 is there first, and sees nobody
-            join_processes(0.2, cpu=True)
-    with pytest.raises(SyncError, match=r"^rank 0 was started again, and the others have begun; "):
-        join_processes(0.2, cpu=True)
+def test_processes_that_do_not_come_are_told_of_in_one_line(ranks, status, said):
+    timeout_s, port = (1.5 if said else 60.0), str(free_port())
+    where = NOWHERE | {"MASTER_PORT": port, "LOCAL_WORLD_SIZE": "3"}
+    started = [
+        Forked(partial(start_accelerator, "no", timeout_s), **where, RANK=str(r), LOCAL_RANK=str(r))
+        for r in ranks
+    ]
+    assert [process.wait() for process in started] == [status] * len(ranks)
+    assert re.search(said, started[0].stderr)
 
 
 def dying_early(rank):
@@ -380,13 +331,13 @@ def test_the_chosen_backend_is_that_of_a_launchers_processes_with_a_gpu(monkeypa
         given.append((backend, timeout.total_seconds()))
 
     monkeypatch.setattr(launch, "restarts", lambda: 1)
-    monkeypatch.setattr(launch, "_meet", lambda timeout_s: dist.HashStore())
+    monkeypatch.setattr(launch, "connect_store", dist.HashStore)
     monkeypatch.setattr(launch, "_bind_to_launcher", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(launch.dist, "init_process_group", start)
     for backend in ("gloo", None):
         environ(DBSL_BACKEND=backend, LOCAL_RANK=0, RANK=2, WORLD_SIZE=2)
-        join_processes(1.0, cpu=False)
+        prepare_group(1.0, cpu=False)
     # NCCL's watchdog ends a process without naming the rank: a watch decides before.
     assert given == [("gloo", 61.0), ("nccl", 61.0)]
 
