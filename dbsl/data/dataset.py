@@ -6,21 +6,21 @@ import hashlib
 import logging
 import math
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, get_args
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 
 from dbsl.base.errors import require
 from dbsl.base.machine import cores_of_process, lazy_import
 from dbsl.base.seeds import generator
 from dbsl.config.hooks import Extra, Extras
 from dbsl.config.image_settings import Augment, ImageConfig, Interpolation
-from dbsl.data.images import ImageLoader, ImageSplit, PixelStore, decode_cached
-from dbsl.data.sources import Batch, image_batch
+from dbsl.data.images import ImageLoader, ImageSplit, decode_cached
+from dbsl.data.sources import Batch, TensorSource, image_batch
 from dbsl.data.tables import listed, open_labelled
 from dbsl.data.transforms import EVAL_CROP, Means, Transform
 from dbsl.plan.solve import largest_remainder
@@ -42,24 +42,18 @@ class Statistics(NamedTuple):
     std: Means
     source: str
 
-    def unless_given(self, config: ImageConfig) -> Statistics:
-        """Return those that the settings give, else these."""
-        given = {n: v for n, v in config.preprocessing.items() if n in ("mean", "std")}
-        if not given:
-            return self
-        rest = f", the rest {self.source}" if len(given) == 1 else ""
-        return self._replace(source=f"by --preprocess {' and '.join(given)}{rest}", **given)
-
 
 @dataclass(frozen=True)
 class Data:
     """The images that `load_data` found."""
 
     config: ImageConfig
-    train: PixelStore | ImageLoader
-    evaluation: PixelStore | ImageLoader
+    train: TensorSource | ImageLoader
+    evaluation: TensorSource | ImageLoader
     class_names: tuple[str, ...]
-    statistics: Statistics  # what images are normalised by
+    mean: Means  # images are normalised by
+    std: Means
+    source: str  # whose these are, in words
     mirror: bool  # whether a mirrored image keeps its class
     # Side of the images in pixels if all are squares of one size, else None. Where images are not
     # stored, 64 of each split were looked at.
@@ -67,27 +61,13 @@ class Data:
     eval_split: str  # name of the split that `evaluation` comes from, or how it was cut off
     held_out: str  # what tells which training images the seed drew for it; empty: none
     crop_pct: float  # side of the centre crop of evaluation images over their shorter side
+    interpolation: Interpolation  # how evaluation images are resized
     unit: ClassVar[str] = "image"
 
     @property
     def num_classes(self) -> int:
         """Labels lie in [0, num_classes)."""
         return len(self.class_names)
-
-    @property
-    def mean(self) -> Means:
-        """Channel means."""
-        return self.statistics.mean
-
-    @property
-    def std(self) -> Means:
-        """Channel standard deviations."""
-        return self.statistics.std
-
-    @property
-    def interpolation(self) -> Interpolation:
-        """How evaluation images are resized."""
-        return self.config.preprocessing.get("interpolation", "bilinear")
 
     @property
     def resolutions(self) -> tuple[int, ...]:
@@ -102,33 +82,36 @@ class Data:
     def normalised_for(self, model: Any) -> Data:
         """Return the data normalised as a model's pretrained weights want it, if it has some."""
         statistics = getattr(model, "input_statistics", None)
-        return self.normalised_as(statistics) if statistics else self
+        return self.prepared_as(statistics) if statistics else self
 
-    def normalised_as(self, statistics: Statistics) -> Data:
-        """Return the data normalised as weights want it, but for what the settings give."""
-        return replace(self, statistics=statistics.unless_given(self.config))
+    def prepared_as(self, statistics: Statistics, **how: Any) -> Data:
+        """Return the data prepared as weights want it, but for what the settings give.
 
-    def resized_as(self, crop_pct: float, interpolation: str) -> Data:
-        """Return the data resized as weights want it, but for what the settings give.
-
-        A crop of more than the image is the whole image; what is no interpolation here is left out.
+        `how` may have `crop_pct` and `interpolation`.
         """
-        config, given = self.config, self.config.preprocessing
-        if "interpolation" not in given and interpolation in get_args(Interpolation):
-            pairs = (*config.preprocess, f"interpolation={interpolation}")
-            config = replace(config, preprocess=pairs)
-        return replace(self, crop_pct=given.get("crop_pct", min(crop_pct, 1.0)), config=config)
+        given = self.config.preprocessing
+        how = {name: value for name, value in how.items() if name not in given}
+        return replace(self, **_but_for(given, statistics)._asdict(), **how)
 
     @property
     def normalisation(self) -> str:
         """By what images are normalised, in words."""
         shown = ([f"{value:.3f}" for value in values] for values in (self.mean, self.std))
         mean, std = (", ".join(v[:1] if len({*v}) == 1 else v) for v in shown)
-        return f"images normalised by mean {mean} and std {std}, {self.statistics.source}"
+        return f"images normalised by mean {mean} and std {std}, {self.source}"
 
     def example(self, size: int, resolution: int) -> Batch:
         """Return a batch of random images on the device."""
         return image_batch(size, resolution, self.num_classes, self.train.device)
+
+
+def _but_for(given: Mapping[str, Any], statistics: Statistics) -> Statistics:
+    """Return statistics, but what the settings give instead of them."""
+    own = {name: given[name] for name in ("mean", "std") if name in given}
+    if not own:
+        return statistics
+    rest = f", the rest {statistics.source}" if len(own) == 1 else ""
+    return statistics._replace(source=f"by --preprocess {' and '.join(own)}{rest}", **own)
 
 
 def load_data(
@@ -152,41 +135,42 @@ def load_data(
     train, evaluation, class_names = (streams.open if streams else open_labelled)(config)
     if only_evaluate and evaluation is None:
         evaluation = train
-    train, evaluation, eval_split, held_out = _cut(train, evaluation, config, seed)
-    if unmet := {class_names[label] for label in np.setdiff1d(train.labels, evaluation.labels)}:
+    *splits, eval_split, held_out = _cut(train, evaluation, config, seed)
+    if unmet := {class_names[label] for label in np.setdiff1d(*(s.labels for s in splits))}:
         logger.warning("classes without an evaluation image: %s", listed(unmet))
-    splits = [train, evaluation]
     side, bits = _look(splits)
     splits = [replace(split, bits=bits) for split in splits]
-    stored = [None, None]  # the splits' pixels, where they are for a store
+    pixels = [None, None]  # of the splits, where they are kept
     size = 3 * (side or 0) ** 2 * sum(map(len, splits))  # bytes
     if not streams and 0 < size <= STORE_BYTES and side <= _STORE_UP_TO:
         found = [decode_cached(split, side, config.max_bad_images) for split in splits]
         if None not in found:
-            stored, splits = zip(*found, strict=True)
+            pixels, splits = zip(*found, strict=True)
     workers = config.loader_workers
     workers = min(8, cores_of_process()) if workers is None else workers
     load = streams.source if streams else ImageLoader
 
-    def source(split: ImageSplit, pixels: np.ndarray | None) -> PixelStore | ImageLoader:
+    def source(split: ImageSplit, pixels: np.ndarray | None) -> TensorSource | ImageLoader:
         if pixels is None:
             return load(split, device, workers, config.max_bad_images)
         tensors = (torch.from_numpy(array).to(device) for array in (pixels, split.labels))
-        return PixelStore(*tensors, split.bad)
+        return TensorSource(*tensors, split.bad)
 
     # timm's pipeline runs in loader processes.
-    kept = stored if config.augmentation != "timm" else (None, stored[1])
-    is_small = stored[0] is not None or (streams and (side or 99) <= _STORE_UP_TO)
+    kept = pixels if config.augmentation != "timm" else (None, pixels[1])
+    is_small = pixels[0] is not None or (streams and (side or 99) <= _STORE_UP_TO)
+    given = config.preprocessing
     return Data(
         config,
         *map(source, splits, kept),
-        class_names=class_names,
-        statistics=_channel_statistics(stored[0]).unless_given(config),
+        class_names,
+        *_but_for(given, _channel_statistics(pixels[0])),
         mirror=config.dataset != "digits",  # a mirrored digit is another character
         image_side=side,
         eval_split=eval_split,
         held_out=held_out,
-        crop_pct=config.preprocessing.get("crop_pct", 1.0 if is_small else EVAL_CROP),
+        crop_pct=given.get("crop_pct", 1.0 if is_small else EVAL_CROP),
+        interpolation=given.get("interpolation", "bilinear"),
     )
 
 
@@ -237,15 +221,12 @@ def _look(splits: Iterable[ImageSplit]) -> tuple[int | None, int]:
 
     Values of 16 bits may use 12 of them, or 8 where they come from NumPy's integers.
     """
-    sizes, most = set(), 0
-    for split in splits:
-        for image in split.opened(split.spread(_PROBES)):
-            if isinstance(image, str):
-                continue
-            sizes.add(image.size)
-            if image.mode[0] == "I":
-                with suppress(Exception):  # damaged, as is found when it is decoded
-                    most = max(most, int(np.max(image)))
+
+    def seen(image: Image.Image, _: int) -> tuple[tuple[int, int], int]:
+        return image.size, int(np.max(image)) if image.mode[0] == "I" else 0
+
+    found = [look for split in splits for _, look in split.read(split.spread(_PROBES), seen, {})]
+    sizes, most = {size for size, _ in found}, max((most for _, most in found), default=0)
     width, height = sizes.pop() if len(sizes) == 1 else (None, 0)
     bits = next((bits for bits in (8, 12) if 0 < most < 2**bits), 16)
     return width if width == height else None, bits
@@ -256,13 +237,12 @@ def _channel_statistics(pixels: np.ndarray | None) -> Statistics:
     if pixels is None:
         constants = timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD
         return Statistics(*constants, "ImageNet's")
-    total, squares = torch.zeros(2, 3, dtype=torch.float64)  # sums of integers, hence exact
+    total, squares = np.zeros((2, 3))  # sums of integers, hence exact
     for start in range(0, len(pixels), _CHUNK):
-        values = torch.from_numpy(pixels[start : start + _CHUNK]).double()
+        values = pixels[start : start + _CHUNK].astype(np.float64)
         total += values.sum((0, 1, 2))
-        squares += values.square_().sum((0, 1, 2))
-    count = pixels.size // 3
-    mean = total / count
-    std = (squares / count - mean.square()).clamp(min=0).sqrt() / 255
-    means, deviations = (mean / 255).tolist(), std.clamp(min=1e-3).tolist()
+        squares += np.square(values).sum((0, 1, 2))
+    mean, of_squares = total / (pixels.size // 3), squares / (pixels.size // 3)
+    std = np.sqrt(np.maximum(of_squares - mean**2, 0)) / 255
+    means, deviations = (mean / 255).tolist(), np.maximum(std, 1e-3).tolist()
     return Statistics(tuple(means), tuple(deviations), "of the training images")

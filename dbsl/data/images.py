@@ -1,4 +1,4 @@
-"""Images by sample number: small ones decoded once and kept, others by loader processes.
+"""Images by sample number: small ones decoded once, others by loader processes when needed.
 
 The caller says which samples make a batch, so that every worker may have another batch size.
 No source here may pass through `accelerator.prepare`, which would shard its batches once more.
@@ -18,22 +18,21 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch.utils.data import DataLoader, get_worker_info
 
 from dbsl.base.errors import ReadError, SettingError, words_of
 from dbsl.base.files import write_with
 from dbsl.base.machine import STOP_SIGNALS, lazy_import
-from dbsl.data.sources import Batch, Source, TensorSource
-from dbsl.data.transforms import Transform, as_rgb, cut, to_device, upright
-from dbsl.plan.sampler import Order
+from dbsl.data.sources import Batch, Source
+from dbsl.data.transforms import Transform, as_rgb, to_device
 
 with contextlib.suppress(ImportError):
     import pillow_heif  # what phones write, where it is installed
@@ -50,30 +49,16 @@ _TELLS_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS: there signals en
 _FORKS = "forkserver" in multiprocessing.get_all_start_methods()  # not on Windows
 _CONTEXT = "forkserver" if _FORKS else "spawn"
 _LOOK_S = 2  # how often a wait for a batch is looked at
+_ORIENTATION = 0x0112  # the EXIF tag
 _SHARED = Path("/dev/shm")  # batches come through it
 _AHEAD = 2  # batches that each loader process makes before they are asked for
+
+_BUFFER = re.compile(r" (file )?<_io.BytesIO .*?>")  # in Pillow's messages
 
 BadRows = Mapping[int, str]  # rows of images that could not be decoded, and why
 Request = tuple[np.ndarray, Transform, int]  # samples, transform, epoch: one batch
 Loaded = tuple[torch.Tensor, torch.Tensor, BadRows]  # images, their places
 Stored = Mapping[str, Any] | None  # an image as a table has it: bytes and path, either may be None
-
-
-class PixelStore(TensorSource):
-    """Small images of one size, decoded and kept on the device as uint8 [N, S, S, 3].
-
-    Whole pixels lie together, as resizing likes them.
-    """
-
-    blocks: Order | None = None  # any order of an epoch is as good as another
-
-    def batches(
-        self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
-    ) -> Iterator[Batch]:
-        """See `Source.batches`; images are float32 [B, 3, R, R]."""
-        for samples in index_batches:
-            ((pixels, labels),) = super().batches([samples])
-            yield transform(pixels.permute(0, 3, 1, 2), samples, epoch), labels
 
 
 class ImageLoader(Source):
@@ -85,11 +70,11 @@ class ImageLoader(Source):
     Each therefore imports the main script, which needs its ``if __name__ == "__main__":``.
     """
 
-    blocks: Order | None = None  # draws the order of an epoch; None: any is as good as another
     _Requests: type[list[Request]] = list  # loader processes get what it iterates over
     # Called every few seconds in a wait for a batch; what it raises ends the wait.
     while_waiting: Callable[[], object] = staticmethod(lambda: None)
-    _told = False  # that shared memory is too small
+    _shared = 0  # bytes of shared memory that the batches under way take
+    _told = False  # that it is too small
 
     def __init__(
         self,
@@ -136,58 +121,29 @@ class ImageLoader(Source):
         self._calls += 1
         requests = [(samples, transform, epoch) for samples in index_batches]
         self._requests[:] = requests
-        if not self._loader.num_workers:
-            return self._read(self._calls, requests, iter(self._loader))
-        _start_server()
-        need, free = self._shared_bytes(requests)
-        if need > free and not self._told:
-            self._told = True
-            logger.warning("%s", _too_small(need, free))
-        loaded = iter(self._loader)  # a new epoch of one and the same iterator
-        return self._read(self._calls, requests, self._awaited(requests, loaded))
-
-    def _shared_bytes(self, requests: Sequence[Request]) -> tuple[int, int]:
-        """Return the bytes of shared memory that loader processes may take, and what is free."""
-        if not (requests and _SHARED.is_dir()):
-            return 0, 0
-        at_once = min(len(requests), _AHEAD * self._loader.num_workers)
-        batch = max(3 * len(own) * how.resolution**2 for own, how, _ in requests)
-        return at_once * batch, shutil.disk_usage(_SHARED).free
-
-    def _awaited(self, requests: Sequence[Request], loaded: Iterator[Loaded]) -> Iterator[Loaded]:
-        """Yield what loader processes bring; a wait for it ends if they cannot go on."""
-        while True:
-            loaded._timeout = _LOOK_S  # not DataLoader's own, within which processes must start
-            try:
-                batch = next(loaded, None)
-            except RuntimeError as error:
-                if "timed out" in (said := str(error)):
-                    self.while_waiting()
-                    continue
-                if "exited unexpectedly" in said:
-                    why = "a loader process died: memory may be short; lower --loader-workers"
-                    raise ReadError(f"{why} ({words_of(error)})") from None
-                if "shared memory" in said:
-                    raise ReadError(_too_small(*self._shared_bytes(requests))) from None
-                raise
-            finally:
-                loaded._timeout = 0
-            if batch is None:
-                return
-            yield batch
+        if workers := self._loader.num_workers:
+            _start_server()
+            largest = max((len(samples) for samples, _, _ in requests), default=0)
+            at_once = min(len(requests), _AHEAD * workers)
+            self._shared = at_once * largest * 3 * transform.resolution**2
+            if _SHARED.is_dir() and self._shared > _free() and not self._told:
+                self._told = True
+                logger.warning("%s", self._too_small())
+        # With loader processes it is a new epoch of one and the same iterator.
+        return self._read(self._calls, requests, iter(self._loader))
 
     def _read(
         self, call: int, requests: Sequence[Request], loaded: Iterator[Loaded]
     ) -> Iterator[Batch]:
-        pairs = zip(requests, loaded, strict=True)
-        for number, ((wanted, transform, epoch), (images, decoded, errors)) in enumerate(pairs):
+        for number, (wanted, transform, epoch) in enumerate(requests):
+            images, decoded, bad = self._next(loaded)
             self._received(number)
             samples = wanted[decoded.numpy()]
-            if errors:
-                note_bad(self.bad, errors, self._max_bad, self._split)
-            if errors and not len(samples):
+            if bad:
+                note_bad(self.bad, bad, self._max_bad, self._split)
                 text = f"none of the {len(wanted)} images of a batch can be decoded"
-                raise SettingError(f"{text}: repair or remove them")
+                if not len(samples):
+                    raise SettingError(f"{text}: repair or remove them")
             if len(samples) == 1 < len(wanted):  # batch norm needs two
                 samples, images = samples.repeat(2), images.repeat(2, 1, 1, 1)
             images = images.to(self.device, non_blocking=True)
@@ -196,16 +152,38 @@ class ImageLoader(Source):
             if call != self._calls:
                 raise RuntimeError("a later call of batches() took over the loader processes")
 
+    def _next(self, loaded: Iterator[Loaded]) -> Loaded:
+        """Return what loader processes bring next; the wait for it ends if they cannot go on."""
+        while True:
+            loaded._timeout = _LOOK_S  # not DataLoader's own, within which processes must start
+            try:
+                return next(loaded)
+            except RuntimeError as error:
+                said = str(error)
+                if "exited unexpectedly" in said:
+                    why = "a loader process died: memory may be short; lower --loader-workers"
+                    raise ReadError(f"{why} ({words_of(error)})") from None
+                if "shared memory" in said:
+                    raise ReadError(self._too_small()) from None
+                if "timed out" not in said:
+                    raise
+                self.while_waiting()
+            finally:
+                loaded._timeout = 0
+
+    def _too_small(self) -> str:
+        """Return what to do where shared memory does not hold the batches under way."""
+        mib = -(-self._shared // 2**20)
+        must = f"{_SHARED} must have {mib} MiB for the batches of loader processes"
+        remedy = f"docker run --shm-size {mib + 64}m, or lower --loader-workers (0: none)"
+        return f"{must}, got {_free() / 2**20:.0f} MiB free: {remedy}"
+
     def _received(self, number: int) -> None:
         """Take note that a batch of the latest call has been decoded."""
 
 
-def _too_small(need: int, free: int) -> str:
-    """Return what to do where shared memory does not hold the batches under way."""
-    mib = -(-need // 2**20)
-    must = f"{_SHARED} must have {mib} MiB for the batches of loader processes"
-    remedy = f"docker run --shm-size {mib + 64}m, or lower --loader-workers (0: none)"
-    return f"{must}, got {free / 2**20:.0f} MiB free: {remedy}"
+def _free() -> int:
+    return shutil.disk_usage(_SHARED).free
 
 
 def note_bad(known: dict[int, str], found: BadRows, most: int, split: ImageSplit) -> None:
@@ -248,11 +226,24 @@ class ImageSplit:
         """Return at most so many samples that stand for all, int64."""
         return np.unique(np.linspace(0, len(self) - 1, most).astype(np.int64))
 
-    def opened(self, samples: np.ndarray) -> Iterator[Image.Image | str]:
-        """Yield the images of these samples, not decoded yet, or why one cannot be read."""
-        for some in np.split(samples, range(_CHUNK, len(samples), _CHUNK)):
-            for value in self._values(some):
-                yield _attempt(self._open, value)
+    def read(
+        self, samples: np.ndarray, decode: Callable[[Image.Image, int], Any], bad: dict[int, str]
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield the place of each of these samples, and what `decode` makes of its image.
+
+        It gets the image as it is opened, not decoded yet where that can be, and the place. Images
+        that fail are passed over: `bad` gets their rows, and why.
+        """
+        for begin in range(0, len(samples), _CHUNK):
+            some = samples[begin : begin + _CHUNK]
+            for place, value in enumerate(self._values(some), begin):
+                try:
+                    made = decode(self._open(value), place)
+                except Exception as error:  # Pillow raises OSError, SyntaxError and more
+                    words = words_of(error, None)
+                    bad[int(self.rows[samples[place]])] = _BUFFER.sub("", words)
+                else:
+                    yield place, made
 
     def describe_bad(self, row: int, reason: str) -> str:
         """Return which image cannot be decoded, and why."""
@@ -278,34 +269,26 @@ class ImageSplit:
             raise SettingError(f"path must be inside the dataset's folder, got {path}")
 
     def __getitem__(self, request: Request) -> Loaded:
-        """Return a batch: images, uint8 [b, 3, R, R], their places in it, int64 [b], and bad rows.
+        """Return a batch: images, uint8 [b, R, R, 3], their places in it, int64 [b], and bad rows.
 
         An exception would reach the trainer as a loader process's traceback in a message.
         """
         samples, transform, epoch = request
-        opened = [_attempt(self._open, value) for value in self._values(samples)]
-        sizes = np.array([(1, 1) if isinstance(image, str) else image.size for image in opened])
-        boxes, side = transform.boxes(sizes, samples, epoch), transform.resolution
-        mirrored, by_timm = transform.mirrored(samples, epoch), transform.augment == "timm"
-        rows = self.rows[samples]
-        pixels, places, errors = np.empty((len(samples), side, side, 3), np.uint8), [], {}
-        for place, image in enumerate(opened):
-            opened[place] = None  # or a whole batch would stay in memory, decoded
-            if not isinstance(image, str):
-                how = () if by_timm else (boxes[place], side, mirrored[place], transform.resampling)
-                image = _attempt(as_rgb if by_timm else cut, image, *how, self.bits)
-            if isinstance(image, str):
-                errors[int(rows[place])] = image
-            else:
-                if by_timm:  # outside of `_attempt`: what fails here is no fault of the image
-                    image = transform.augmented(image, int(samples[place]), epoch)
-                pixels[len(places)] = image
-                places.append(place)
-        images = torch.from_numpy(pixels[: len(places)]).permute(0, 3, 1, 2)
-        decoded = torch.tensor(places, dtype=torch.int64)
+        drawn, side = transform.drawn(samples, epoch), transform.resolution
+        pixels, places, bad = np.empty((len(samples), side, side, 3), np.uint8), [], {}
+
+        def decode(image: Image.Image, place: int) -> Image.Image:
+            return transform.taken(image, drawn[place], self.bits)
+
+        for place, image in self.read(samples, decode, bad):
+            if transform.augment == "timm":  # what fails here is no fault of the image
+                image = transform.augmented(image, int(samples[place]), epoch)
+            pixels[len(places)] = image
+            places.append(place)
+        images, decoded = torch.from_numpy(pixels[: len(places)]), torch.tensor(places).long()
         if get_worker_info():  # now, where an error reaches the trainer; else a thread would do it
             images, decoded = images.share_memory_(), decoded.share_memory_()
-        return images, decoded, errors
+        return images, decoded, bad
 
     def _values(self, samples: np.ndarray) -> list[Stored]:
         return self.table[self.rows[samples]][self.image_column]
@@ -321,15 +304,9 @@ class ImageSplit:
                 content = Path(path).read_bytes()
         if content is None:  # inside an archive
             return datasets.Image().decode_example(value)
-        return upright(Image.open(io.BytesIO(content)))
-
-
-def _attempt(function: Callable[..., Image.Image], *arguments: Any) -> Image.Image | str:
-    """Return an image, or why there is none: Pillow raises OSError, SyntaxError and more."""
-    try:
-        return function(*arguments)
-    except Exception as error:
-        return re.sub(r" (file )?<_io.BytesIO .*?>", "", words_of(error, None))
+        image = Image.open(io.BytesIO(content))
+        turned = image.getexif().get(_ORIENTATION, 1) != 1  # one that is not stays undecoded
+        return ImageOps.exif_transpose(image) if turned else image
 
 
 def decode_cached(
@@ -346,27 +323,24 @@ def decode_cached(
         if pixels.shape == shape and pixels.dtype == np.uint8:
             return pixels, split
     pixels, good, bad = np.empty(shape, np.uint8), [], {}
-    for sample, image in enumerate(split.opened(np.arange(len(split)))):
-        image = image if isinstance(image, str) else _attempt(as_rgb, image, split.bits)
-        if isinstance(image, str):
-            bad[int(split.rows[sample])] = image
-        elif image.size != (side, side):
+    every = np.arange(len(split))
+    for sample, image in split.read(every, lambda image, _: as_rgb(image, split.bits), bad):
+        if image.size != (side, side):
             return None
-        else:
-            pixels[sample] = image
-            good.append(sample)
+        pixels[sample] = image
+        good.append(sample)
     note_bad({}, bad, max_bad, split)
     if bad:
         return pixels[good], replace(split.select(np.array(good)), bad=bad)
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
-        write_with(cache, partial(_save, pixels))
+        write_with(cache, lambda path: _save(path, pixels))
     except OSError as error:
         logger.warning("decoded images are not cached (%s)", error)
     return pixels, split
 
 
-def _save(pixels: np.ndarray, path: Path) -> None:
+def _save(path: Path, pixels: np.ndarray) -> None:
     with path.open("wb") as file:  # to a path NumPy would add an ending
         np.save(file, pixels, allow_pickle=False)
 
@@ -419,14 +393,13 @@ def _end_with_parent(_: int) -> None:
     """
     parent = multiprocessing.parent_process()
 
-    def wait() -> None:
-        parent.join()
+    def asked() -> None:
+        while signal.sigwaitinfo(STOP_SIGNALS).si_pid != parent.pid:
+            pass
+
+    def end_after(wait: Callable[[], object]) -> None:
+        wait()
         os._exit(1)  # sys.exit would end the thread alone
 
-    def obey() -> None:
-        while True:
-            if signal.sigwaitinfo(STOP_SIGNALS).si_pid == parent.pid:
-                os._exit(1)
-
-    for watch in (wait, obey) if _TELLS_SENDER else (wait,):
-        threading.Thread(target=watch, daemon=True).start()
+    for wait in (parent.join, asked) if _TELLS_SENDER else (parent.join,):
+        threading.Thread(target=end_after, args=(wait,), daemon=True).start()

@@ -16,6 +16,7 @@ from torch import Tensor
 from dbsl.base.errors import SettingError, require
 from dbsl.config.settings import NO_SIDE
 from dbsl.data.transforms import to_device
+from dbsl.plan.sampler import Order
 
 Batch = tuple[Tensor, Tensor]  # inputs [B, ...], labels [B]
 _READ_AGAIN = 32  # samples, at most, that are compared with a second reading
@@ -30,6 +31,7 @@ class Source(Protocol):
     """
 
     bad: Mapping[int, str]  # rows of samples that could not be read and are left out, and why
+    blocks: Order | None = None  # draws the order of an epoch; None: any is as good as another
 
     def __len__(self) -> int: ...
 
@@ -76,7 +78,10 @@ def image_batch(size: int, side: int, classes: int, device: torch.device) -> Bat
 
 
 class TensorSource(Source):
-    """Inputs and labels of one split, kept on the device: a batch is one gather."""
+    """Inputs and labels of one split, kept on the device: a batch is one gather.
+
+    Small images of one size are such, uint8 [N, S, S, 3].
+    """
 
     def __init__(self, inputs: Tensor, labels: Tensor, bad: Mapping[int, str] = _NO_BAD) -> None:
         self.inputs, self.labels, self.bad = inputs, labels, bad  # [N, ...], [N]
@@ -90,12 +95,14 @@ class TensorSource(Source):
         return type(self)(self.inputs.to(device), self.labels.to(device), self.bad)
 
     def batches(
-        self, index_batches: Iterable[np.ndarray], transform: None = None, epoch: int = 0
+        self, index_batches: Iterable[np.ndarray], transform: Any = None, epoch: int = 0
     ) -> Iterator[Batch]:
         """See `Source.batches`."""
         for samples in index_batches:
             places = to_device(samples, self.device)
-            yield self.inputs.index_select(0, places), self.labels.index_select(0, places)
+            inputs = self.inputs.index_select(0, places)
+            labels = self.labels.index_select(0, places)
+            yield inputs if transform is None else transform(inputs, samples, epoch), labels
 
 
 @dataclass(frozen=True)
@@ -174,10 +181,10 @@ def _read(
     dataset: Sequence[tuple[Tensor, int]], split: str, classes: int, first: Tensor | None
 ) -> TensorSource:
     """Return the samples of a dataset; all must be like `first`, or else like the first of them."""
-    inputs, labels = [], []
     has_some = hasattr(dataset, "__len__") and len(dataset)
     shown = f"{type(dataset).__name__} without any"
     require(has_some, f"{split} must be a map-style dataset with samples", shown)
+    inputs, labels = [], []
     for number in range(len(dataset)):
         where = f"in sample {number}"
         try:
@@ -190,13 +197,11 @@ def _read(
                 f"got sample {number}, which is none ({error})"
             ) from None
         kind = type(sample).__name__
-        require(
-            isinstance(sample, Tensor), f"{split} must have tensors for inputs", f"{kind} {where}"
-        )
+        is_tensor, text = isinstance(sample, Tensor), f"{split} must have tensors for inputs"
+        require(is_tensor, text, f"{kind} {where}")
         first = sample if first is None else first
-        alike = (sample.shape, sample.dtype) == (first.shape, first.dtype)
         text = f"{split} must have inputs of one shape and type, {_kind(first)} as the first"
-        require(alike, text, f"{_kind(sample)} {where}")
+        require(_kind(sample) == _kind(first), text, f"{_kind(sample)} {where}")
         text = f"{split} must have labels in [0, {classes})"
         require(0 <= label < classes, text, f"{label} {where}")
         inputs.append(sample)

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from dbsl.base.machine import lazy_import
@@ -39,9 +39,9 @@ AREA = (0.08, 1.0)  # random crop over image: torchvision's defaults, and timm's
 RATIO = (3 / 4, 4 / 3)  # width over height
 TRIES = 10
 DRAWS = 4 * TRIES  # uniform numbers that a random crop takes
-_ORIENTATION = 0x0112  # the EXIF tag
 
 Means = tuple[float, float, float]  # red, green, blue
+Box = Sequence[float]  # left, top, right, bottom: the part of an image that is in use
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Transform:
     """Turns uint8 images into what a model reads at one resolution.
 
     A batch passes one or two stops. Small images of one size stay on the device and pass
-    `__call__` alone. Of large or uneven ones a loader process cuts `boxes` and resizes them, which
+    `__call__` alone. Of large or uneven ones a loader process cuts a part and resizes it, which
     leaves `__call__` what is cheap on a whole batch.
 
     | augment | small images, on the device | others, on the host | then, on the device |
@@ -80,42 +80,59 @@ class Transform:
         """Return normalised float32 images, [B, 3, R, R] in channels_last, on the images' device.
 
         Never waits for the device, but with an interpolation that is Pillow's alone. `images` are
-        uint8 [B, 3, H, W]: cut out by a loader process if `prepared`, else square with "crop".
-        `samples` are int64 [B].
+        uint8 [B, H, W, 3]: of loader processes if `prepared`, else square with "crop". `samples`
+        are int64 [B].
         """
-        if self.augment == "none":
-            if not prepared:  # the central square, the nearest whole pixels
-                side = images.shape[-1]
-                cut = max(1, round(side * self.crop_pct))
-                first = (side - cut) // 2
-                images = images[:, :, first : first + cut, first : first + cut]
-            return self._normalise(self._resize(images))
-        if prepared and self.augment in ("crop", "timm"):
-            return self._normalise(self._resize(images))
-        assert self.augment != "timm", "loader processes augment"
+        augment = "none" if self.augment != "paper" and prepared else self.augment
+        assert augment != "timm", "loader processes augment"
+        if augment == "none" and not prepared:  # the central square, the nearest whole pixels
+            side = images.shape[1]
+            cut = max(1, round(side * self.crop_pct))
+            first = (side - cut) // 2
+            images = images[:, first : first + cut, first : first + cut]
+        elif augment == "crop":
+            images = _shift(images, *self._changes(samples, epoch))
+        images = self._normalise(self._resize(images))
+        return _warp(images, *self._changes(samples, epoch)) if augment == "paper" else images
+
+    def _changes(self, samples: np.ndarray, epoch: int) -> tuple[np.ndarray, ...]:
+        """Return which samples are mirrored, and two uniform numbers of each, [B]."""
         stream = stream_seed(self.seed, "augment", epoch)
         chance, first, second = sample_uniforms(stream, samples, 3).T
-        flipped = (chance < 0.5) & self.mirror
-        if self.augment == "paper":
-            return _warp(self._normalise(self._resize(images)), flipped, first, second)
-        return self._normalise(self._resize(_shift(images, flipped, first, second)))
+        return (chance < 0.5) & self.mirror, first, second
 
-    def boxes(self, sizes: np.ndarray, samples: np.ndarray, epoch: int) -> np.ndarray:
-        """Return the part in use of images of `sizes` [B, 2]: left, top, right, bottom, [B, 4]."""
+    def drawn(self, samples: np.ndarray, epoch: int) -> np.ndarray:
+        """Return what `taken` needs of each sample, float64 [B, DRAWS + 1]."""
+        crops = sample_uniforms(stream_seed(self.seed, "crop", epoch), samples, DRAWS)
+        return np.column_stack([crops, self._changes(samples, epoch)[0]])
+
+    def box(self, size: tuple[int, int], uniforms: np.ndarray) -> Box:
+        """Return the part in use of an image of width and height."""
         if self.augment == "crop":
-            stream = stream_seed(self.seed, "crop", epoch)
-            return random_boxes(sizes, sample_uniforms(stream, samples, DRAWS))
-        sizes = np.asarray(sizes, dtype=np.float64)
-        if self.augment == "paper":
-            return np.hstack([np.zeros_like(sizes), sizes])
-        side = self.crop_pct * sizes.min(1, keepdims=True)
-        return np.hstack([(sizes - side) / 2, (sizes + side) / 2])
+            return random_box(*size, uniforms)
+        whole = np.array(size, dtype=np.float64)
+        part = whole if self.augment == "paper" else self.crop_pct * whole.min()
+        return np.hstack([(whole - part) / 2, (whole + part) / 2])
 
-    def mirrored(self, samples: np.ndarray, epoch: int) -> np.ndarray:
-        """Return which large images a loader process mirrors, bool [B]; see `boxes`."""
-        if self.augment != "crop" or not self.mirror:
-            return np.zeros(len(samples), dtype=bool)
-        return sample_uniforms(stream_seed(self.seed, "augment", epoch), samples, 1)[:, 0] < 0.5
+    def taken(self, image: Image.Image, drawn: np.ndarray, bits: int = 16) -> Image.Image:
+        """Return the part in use of an opened image, RGB [R, R]; for timm's pipeline all of it.
+
+        It is resized straight from the image, without a copy in between. A JPEG that is at least
+        twice as large as needed is decoded at a half, a quarter or an eighth of its size.
+        """
+        if self.augment == "timm":
+            return as_rgb(image, bits)
+        side, (width, height) = self.resolution, image.size
+        box = self.box(image.size, drawn[:-1])
+        spare = min(box[2] - box[0], box[3] - box[1]) / side
+        if spare >= 2 and hasattr(image, "draft"):
+            scale = min(8, 2 ** int(math.log2(spare)))
+            drafted = image.draft(None, (width // scale, height // scale))
+            if drafted is not None:  # JPEG alone can
+                box = np.asarray(box) * (drafted[1][2] / width)
+        image = as_rgb(image, bits).resize((side, side), self.resampling, tuple(map(float, box)))
+        mirrored = self.augment == "crop" and drawn[-1]
+        return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else image
 
     def augmented(self, image: Image.Image, sample: int, epoch: int) -> np.ndarray:
         """Return what timm's pipeline makes of a decoded RGB image, uint8 [R, R, 3]."""
@@ -134,22 +151,23 @@ class Transform:
 
     def _resize(self, images: Tensor) -> Tensor:
         side, mode = self.resolution, self._mode
-        if images.shape[2:] == (side, side):
+        if images.shape[1:3] == (side, side):
             return images
         if mode not in _BY_TORCH:
-            pixels = images.permute(0, 2, 3, 1).cpu().numpy()
+            pixels = images.cpu().numpy()
             pixels = [Image.fromarray(p).resize((side, side), self.resampling) for p in pixels]
-            return to_device(np.stack(pixels), images.device).permute(0, 3, 1, 2)
+            return to_device(np.stack(pixels), images.device)
         from torchvision.transforms.v2 import functional as TF
 
-        mode = TF.InterpolationMode(mode)
-        return TF.resize(images, [side, side], interpolation=mode, antialias=True)
+        images, mode = images.permute(0, 3, 1, 2), TF.InterpolationMode(mode)
+        images = TF.resize(images, [side, side], interpolation=mode, antialias=True)
+        return images.permute(0, 2, 3, 1)
 
     def _normalise(self, images: Tensor) -> Tensor:
-        batch, _, height, width = images.shape
+        batch, height, width, _ = images.shape
         scale, offset = _affine(self.mean, self.std, width, images.device)
         # Rows of whole pixels, so that the innermost loop is a row long and not three channels.
-        rows = images.permute(0, 2, 3, 1).reshape(batch * height, width * 3)
+        rows = images.reshape(batch * height, width * 3)
         rows = torch.mul(rows, scale).add_(offset)  # from uint8 to float32 on the way
         return rows.view(batch, height, width, 3).permute(0, 3, 1, 2)
 
@@ -177,10 +195,10 @@ def _affine(mean: Means, std: Means, width: int, device: torch.device) -> Tensor
 def _shift(images: Tensor, flipped: np.ndarray, down: np.ndarray, right: np.ndarray) -> Tensor:
     """Zero-pad by an eighth of the side, cut a window of the old size, mirror where `flipped`.
 
-    `down` and `right` in [0, 1) place the window. All three are one gather of whole pixels, which
-    is four times as fast on the CPU as indexing batch, row and column apart.
+    Images are [B, S, S, 3]; `down` and `right` in [0, 1) place the window. All three are one gather
+    of whole pixels, four times as fast on the CPU as indexing batch, row and column apart.
     """
-    batch, _, side, _ = images.shape
+    batch, side = images.shape[:2]
     pad = max(1, side // 8)
     wide = side + 2 * pad
     across = np.where(flipped[:, None], np.arange(side)[::-1], np.arange(side))  # [B, S]
@@ -188,8 +206,8 @@ def _shift(images: Tensor, flipped: np.ndarray, down: np.ndarray, right: np.ndar
     rows = np.floor(down * (2 * pad + 1)).astype(np.int64)[:, None] + np.arange(side)
     rows = (rows + wide * np.arange(batch)[:, None]) * wide  # now the first pixel of that row
     rows, columns = to_device(np.stack([rows, columns]), images.device)
-    padded = F.pad(images.permute(0, 2, 3, 1), (0, 0, pad, pad, pad, pad)).reshape(-1, 3)
-    return padded[rows[:, :, None] + columns[:, None, :]].permute(0, 3, 1, 2)
+    padded = F.pad(images, (0, 0, pad, pad, pad, pad)).reshape(-1, 3)
+    return padded[rows[:, :, None] + columns[:, None, :]]
 
 
 def _warp(images: Tensor, flipped: np.ndarray, turn: np.ndarray, zoom: np.ndarray) -> Tensor:
@@ -210,38 +228,24 @@ def _warp(images: Tensor, flipped: np.ndarray, turn: np.ndarray, zoom: np.ndarra
     return warped.contiguous(memory_format=torch.channels_last)
 
 
-def random_boxes(sizes: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
-    """Return a random crop of each image: left, top, right, bottom, int64 [B, 4].
+def random_box(width: int, height: int, uniforms: np.ndarray) -> Box:
+    """Return a random crop of an image, in whole pixels.
 
     Area and logarithm of the aspect ratio are uniform, as with torchvision's RandomResizedCrop; an
-    image in which ten tries do not fit gives its central part of the nearest allowed ratio. `sizes`
-    are width and height, int [B, 2]; `uniforms` lie in [0, 1), float64 [B, DRAWS].
+    image in which ten tries do not fit gives its central part of the nearest allowed ratio.
+    `uniforms` lie in [0, 1), float64 [DRAWS].
     """
-    width, height = (side[:, None] for side in np.asarray(sizes, dtype=np.int64).T)
-    area, ratio, right, down = np.moveaxis(uniforms.reshape(-1, TRIES, 4), 2, 0)
     low, high = np.log(RATIO)
-    area = (AREA[0] + (AREA[1] - AREA[0]) * area) * width * height
-    ratio = np.exp(low + (high - low) * ratio)
-    wide = np.rint(np.sqrt(area * ratio)).astype(np.int64)  # [B, TRIES]
-    tall = np.rint(np.sqrt(area / ratio)).astype(np.int64)
-    fits = (wide > 0) & (wide <= width) & (tall > 0) & (tall <= height)
-    left = np.floor(right * (width - wide + 1)).astype(np.int64)
-    top = np.floor(down * (height - tall + 1)).astype(np.int64)
-    tries = np.stack([left, top, left + wide, top + tall], axis=2)  # [B, TRIES, 4]
-    boxes = tries[np.arange(len(tries)), fits.argmax(1)]
-    none = ~fits.any(1)
-    width, height = width[none, 0], height[none, 0]
-    wide = np.minimum(width, np.rint(height * RATIO[1]).astype(np.int64))
-    tall = np.minimum(height, np.rint(width / RATIO[0]).astype(np.int64))
+    for area, ratio, right, down in uniforms.reshape(TRIES, 4):
+        area = (AREA[0] + (AREA[1] - AREA[0]) * area) * width * height
+        ratio = np.exp(low + (high - low) * ratio)
+        wide, tall = round(np.sqrt(area * ratio)), round(np.sqrt(area / ratio))
+        if 0 < wide <= width and 0 < tall <= height:
+            left, top = int(right * (width - wide + 1)), int(down * (height - tall + 1))
+            return left, top, left + wide, top + tall
+    wide, tall = min(width, round(height * RATIO[1])), min(height, round(width / RATIO[0]))
     left, top = (width - wide) // 2, (height - tall) // 2
-    boxes[none] = np.stack([left, top, left + wide, top + tall], axis=1)
-    return boxes
-
-
-def upright(image: Image.Image) -> Image.Image:
-    """Turn an image as its EXIF orientation says; one without it is not decoded yet."""
-    turned = image.getexif().get(_ORIENTATION, 1) != 1
-    return ImageOps.exif_transpose(image) if turned else image
+    return left, top, left + wide, top + tall
 
 
 def as_rgb(image: Image.Image, bits: int = 16) -> Image.Image:
@@ -259,30 +263,6 @@ def as_rgb(image: Image.Image, bits: int = 16) -> Image.Image:
         image = Image.fromarray((values >> (bits - 8)).clip(max=255).astype(np.uint8))
     image.load()  # else what is damaged fails wherever its pixels are first asked for
     return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def cut(
-    image: Image.Image,
-    box: np.ndarray,
-    side: int,
-    mirror: bool,
-    resampling: Image.Resampling,
-    bits: int = 16,
-) -> Image.Image:
-    """Return a part of an image as RGB, [side, side], resized with antialiasing.
-
-    It is resized straight from the image, without a copy in between. A JPEG that is not decoded yet
-    and at least twice as large as needed is decoded at a half, a quarter or an eighth of its size.
-    """
-    (width, height), spare = image.size, min(box[2] - box[0], box[3] - box[1]) / side
-    if spare >= 2 and hasattr(image, "draft"):
-        scale = min(8, 2 ** int(math.log2(spare)))
-        drafted = image.draft(None, (width // scale, height // scale))
-        if drafted is not None:  # JPEG alone can
-            box = box * (drafted[1][2] / width)
-    image = as_rgb(image, bits)
-    image = image.resize((side, side), resampling, box=tuple(map(float, box)))
-    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirror else image
 
 
 # --- what timm draws from global random numbers

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from dbsl.base.errors import require, short_loss
 from dbsl.base.files import check_output, write_table
 from dbsl.base.machine import lazy_import
 from dbsl.checkpoint.resume import check_trained_on
+from dbsl.config.image_settings import Interpolation
 from dbsl.config.parse import POSITIONAL, is_checkpoint, parse_flags, read_settings, yaml_to_argv
 from dbsl.data.dataset import Data, Statistics, load_data
 from dbsl.model import load_model, read_model_config
@@ -93,7 +94,10 @@ def evaluate(
     require(not odd, f"dataset must have classes of {run}, such as {names[0]}", odd)
     found = timm.data.resolve_data_config(pretrained_cfg=about["pretrained_cfg"])
     known = Statistics(tuple(found["mean"]), tuple(found["std"]), f"of {run}")
-    data = data.normalised_as(known).resized_as(found["crop_pct"], found["interpolation"])
+    how = {"crop_pct": min(found["crop_pct"], 1.0)}  # of more than the image: the whole image
+    if found["interpolation"] in get_args(Interpolation):
+        how["interpolation"] = found["interpolation"]
+    data = data.prepared_as(known, **how)
     source, transform = data.evaluation, data.transform(found["input_size"][-1], "none", 0)
     model = model.to(source.device, memory_format=torch.channels_last)
     rows, loss = [], 0.0

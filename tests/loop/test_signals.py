@@ -8,7 +8,7 @@ import pytest
 import train
 from dbsl.base.errors import EXIT_STOPPED
 from dbsl.checkpoint import checkpoint
-from dbsl.data.images import PixelStore
+from dbsl.data.sources import TensorSource
 from dbsl.profile import timing
 from tests import helpers
 from tests.helpers import fingerprint, rows, short
@@ -53,7 +53,7 @@ def signals(patch, moment, number):
         act = getattr(place, name)
         patch.setattr(place, name, lambda *a, **more: (come(), act(*a, **more))[1])
 
-    batches, count = PixelStore.batches, []
+    batches, count = TensorSource.batches, []
 
     def evaluated(self, index_batches, transform, epoch=0):
         for batch in batches(self, index_batches, transform, epoch):
@@ -70,8 +70,8 @@ def signals(patch, moment, number):
             yield batch
 
     if moment == "wait":
-        patch.setattr(PixelStore, "batches", waits)
-        patch.setattr(PixelStore, "while_waiting", None, raising=False)
+        patch.setattr(TensorSource, "batches", waits)
+        patch.setattr(TensorSource, "while_waiting", None, raising=False)
     elif moment == "start-up":
         before(train, "build_model")
     elif moment == "profiling":
@@ -79,7 +79,7 @@ def signals(patch, moment, number):
     elif moment == "save":
         before(checkpoint, "write_shard")
     elif moment != "step":
-        patch.setattr(PixelStore, "batches", evaluated)
+        patch.setattr(TensorSource, "batches", evaluated)
     return helpers.at_step(9 if moment == "step" else 10**9, come)
 
 

@@ -26,7 +26,8 @@ from dbsl.base.machine import STOP_SIGNALS
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data import images
 from dbsl.data.dataset import load_data, stratified_subset
-from dbsl.data.images import ImageLoader, ImageSplit, PixelStore
+from dbsl.data.images import ImageLoader, ImageSplit
+from dbsl.data.sources import TensorSource
 from dbsl.data.tables import choose_columns
 from dbsl.extras.streaming import StreamSettings
 from dbsl.plan.sampler import EpochSampler
@@ -531,7 +532,7 @@ UNEVEN = [(8, 8)] * 102 + [(8, 9)] + [(8, 8)] * 97  # it is not among the 64 tha
 @pytest.mark.parametrize(
     ("sizes", "source"),
     [
-        ([(64, 64)] * 5, PixelStore),
+        ([(64, 64)] * 5, TensorSource),
         ([(65, 65)] * 5, ImageLoader),
         ([(8, 9)] * 5, ImageLoader),
         (UNEVEN, ImageLoader),
@@ -551,7 +552,7 @@ def test_load_data_source_depends_on_the_sizes(tmp_path, sizes, source):
 def test_sources_agree_on_samples_and_labels(numbered):
     store = load(numbered, max_store_bytes=60 * 8 * 8 * 3)
     loader = load(numbered, max_store_bytes=60 * 8 * 8 * 3 - 1, loader_workers=0)
-    assert isinstance(store.train, PixelStore)
+    assert isinstance(store.train, TensorSource)
     assert isinstance(loader.train, ImageLoader)
     assert loader.image_side == 8
     assert loader.mean == (0.485, 0.456, 0.406)
@@ -602,7 +603,7 @@ def test_signals_that_ask_all_processes_to_stop_leave_loaders_to_the_run(uneven)
 class Endless:
     resolution, augment = 8, "none"
 
-    def boxes(self, *_):
+    def drawn(self, *_):
         time.sleep(60)
 
 
@@ -615,7 +616,7 @@ def test_a_loader_process_that_died_or_never_brings_a_batch_ends_the_wait(uneven
     (loader,) = helped._loader._iterator._workers
     loader.kill()
     with pytest.raises(ReadError, match="a loader process died: memory may be short; lower --l"):
-        next(helped._awaited([], helped._loader._iterator))
+        helped._next(helped._loader._iterator)
 
 
 def test_too_small_a_shared_memory_is_named_with_the_size_needed(uneven, monkeypatch, caplog):
@@ -626,9 +627,8 @@ def test_too_small_a_shared_memory_is_named_with_the_size_needed(uneven, monkeyp
     assert len(list(helped.batches(numbers, plain(350)))) == 3  # they were taken in time
     assert must in caplog.text
     full = Mock(side_effect=RuntimeError("unable to allocate shared memory(shm) for file <x>"))
-    waits = helped._awaited([(numbers[0], plain(350), 0)] * 3, MagicMock(__next__=full))
     with pytest.raises(ReadError, match=r"^/dev/shm must have 9 MiB"):
-        next(waits)
+        helped._next(MagicMock(__next__=full))
 
 
 def test_image_loader_new_call_ends_the_one_under_way(uneven):

@@ -20,13 +20,9 @@ from dbsl.data.transforms import (
     Mixing,
     Transform,
     as_rgb,
-    cut,
-    random_boxes,
+    random_box,
     to_device,
-    upright,
 )
-
-BILINEAR = Image.Resampling.BILINEAR
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
 
@@ -39,14 +35,14 @@ def make_transform(resolution=32, augment="crop", *, mirror=True, seed=0, plain=
 def random_images(count=16, side=32):
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (count, side, side, 3), dtype=np.uint8)
-    return torch.from_numpy(pixels).permute(0, 3, 1, 2)
+    return torch.from_numpy(pixels)
 
 
 @pytest.mark.parametrize("resolution", [24, 32, 40])
 def test_transform_none_equals_torchvision_resize_and_normalise(resolution):
     images = random_images()
     out = make_transform(resolution, "none")(images, np.arange(16), 0)
-    resized = TF.resize(images, [resolution, resolution], antialias=True)
+    resized = TF.resize(images.permute(0, 3, 1, 2), [resolution, resolution], antialias=True)
     expected = TF.normalize(TF.to_dtype(resized, torch.float32, scale=True), MEAN, STD)
     torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
 
@@ -58,8 +54,8 @@ def test_transform_none_resizes_small_images_as_pillow_does(interpolation, resol
     transform = replace(transform, interpolation=interpolation, crop_pct=crop_pct)
     images, cut = random_images(), round(32 * (1 - crop_pct) / 2)
     out = transform(images, np.arange(16), 0).permute(0, 2, 3, 1)
-    for image, found in zip(images[:, :, cut : 32 - cut, cut : 32 - cut], out, strict=True):
-        image = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+    for image, found in zip(images[:, cut : 32 - cut, cut : 32 - cut], out, strict=True):
+        image = Image.fromarray(image.contiguous().numpy())
         wanted = np.asarray(image.resize((resolution, resolution), transform.resampling))
         assert np.abs(found.numpy() - wanted).max() < 2.01  # bicubic of torch rounds otherwise
 
@@ -93,7 +89,7 @@ def test_transform_other_epoch_sample_or_seed_gives_another_image(augment):
 @pytest.mark.parametrize(("side", "pad"), [(8, 1), (20, 2), (4, 1)])
 def test_transform_crop_is_a_window_of_the_padded_image(side, pad):
     image = random_images(1, side)
-    padded = F.pad(image, (pad,) * 4).float()[0]
+    padded = F.pad(image.permute(0, 3, 1, 2), (pad,) * 4).float()[0]
     windows = {
         (down, right): padded[:, down : down + side, right : right + side]
         for down in range(2 * pad + 1)
@@ -114,7 +110,8 @@ def test_transform_crop_mirrors_half_of_the_images_where_allowed():
     image = random_images(1, 8)
     # One window in nine is the image itself.
     images, samples = image.expand(1000, -1, -1, -1), np.arange(1000)
-    plain, mirrored = image.float()[0], image.float()[0].flip(2)
+    plain = image[0].permute(2, 0, 1).float()
+    mirrored = plain.flip(2)
     out = make_transform(8, "crop", plain=True)(images, samples, 0)
     assert (out == plain).flatten(1).all(1).any()
     assert (out == mirrored).flatten(1).all(1).any()
@@ -122,10 +119,9 @@ def test_transform_crop_mirrors_half_of_the_images_where_allowed():
     # What loader processes cut and mirror only has to be normalised.
     out = make_transform(8, "crop", plain=True)(images, samples, 0, prepared=True)
     assert (out == plain).all()
-    flips = make_transform(8, "crop").mirrored(samples, 0)
+    flips = make_transform(8, "crop").drawn(samples, 0)[:, -1]
     assert 420 < flips.sum() < 580
-    assert not make_transform(8, "crop", mirror=False).mirrored(samples, 0).any()
-    assert not make_transform(8, "paper").mirrored(samples, 0).any()  # the device does it
+    assert not make_transform(8, "crop", mirror=False).drawn(samples, 0)[:, -1].any()
 
 
 def warp_of_ramps(transform, count):
@@ -133,7 +129,7 @@ def warp_of_ramps(transform, count):
     side = 64
     ramp = torch.arange(side, dtype=torch.float32) * 2 + 64
     image = torch.stack([ramp.expand(side, side), ramp[:, None].expand(side, side)])
-    image = torch.cat([image, image[:1]]).to(torch.uint8)
+    image = torch.cat([image, image[:1]]).to(torch.uint8).permute(1, 2, 0)
     out = transform(image.expand(count, -1, -1, -1), np.arange(count), 0)[:, :2]
     centre = out[:, :, 24:40, 24:40] / 2  # far from the borders, where reflection bends the ramp
     along_x = (centre[:, :, :, 1:] - centre[:, :, :, :-1]).mean((2, 3))
@@ -160,7 +156,7 @@ def test_transform_paper_rotates_and_zooms_within_its_bounds(mirror):
 
 
 def test_transform_paper_fills_borders_by_reflection():
-    image = torch.full((64, 3, 32, 32), 200, dtype=torch.uint8)
+    image = torch.full((64, 32, 32, 3), 200, dtype=torch.uint8)
     out = make_transform(32, "paper", plain=True)(image, np.arange(64), 0)
     torch.testing.assert_close(out, torch.full_like(out, 200.0))
 
@@ -215,15 +211,16 @@ def photograph(width, height):
     return file.getvalue()
 
 
-def cut_by(transform, image):
-    (box,) = transform.boxes(np.array([image.size]), np.array([3]), 0)
-    return np.asarray(cut(image, box, transform.resolution, False, BILINEAR)), box
+def taken_by(transform, image, sample=3):
+    (drawn,) = transform.drawn(np.array([sample]), 0)
+    box = transform.box(image.size, drawn[:-1])
+    return np.asarray(transform.taken(image, drawn)), box
 
 
 def test_large_images_are_cut_to_their_centre_or_stay_whole():
     for augment, box in (("none", [24, 8, 136, 120]), ("paper", [0, 0, 160, 128])):
         transform = replace(make_transform(56, augment), crop_pct=0.875)
-        assert transform.boxes(np.array([[160, 128]]), np.array([3]), 0).tolist() == [box]
+        assert transform.box((160, 128), None).tolist() == box
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "CMYK"])
@@ -232,7 +229,7 @@ def test_large_images_are_cut_to_their_centre_or_stay_whole():
 def test_any_image_gives_a_square(augment, size, mode):
     image = Image.new("RGB", size, (10, 20, 30))
     image = image.quantize(4) if mode == "P" else image.convert(mode)
-    out, _ = cut_by(make_transform(48, augment), image)
+    out, _ = taken_by(make_transform(48, augment), image)
     assert out.shape == (48, 48, 3)
     wanted = np.asarray(image.convert("RGB"))[0, 0].tolist()
     assert np.unique(out.reshape(-1, 3), axis=0).tolist() == [wanted]
@@ -249,7 +246,7 @@ def test_values_of_no_known_range_are_refused():
 def test_random_boxes_are_distributed_as_those_of_torchvision(size):
     count = 4000
     uniforms = sample_uniforms(5, np.arange(count), transforms.DRAWS)
-    found = random_boxes(np.tile(size, (count, 1)), uniforms)
+    found = np.array([random_box(*size, row) for row in uniforms])
     left, top, right, bottom = found.T
     for first, last, side in ((left, right, size[0]), (top, bottom, size[1])):
         assert ((first >= 0) & (first < last) & (last <= side)).all()
@@ -272,27 +269,23 @@ def test_random_boxes_are_distributed_as_those_of_torchvision(size):
 def test_a_large_jpeg_is_decoded_at_reduced_size_and_looks_the_same(side, augment):
     content = photograph(1013, 758)
     image = Image.open(io.BytesIO(content))
-    found, box = cut_by(replace(make_transform(side, augment), crop_pct=0.6), image)
+    found, box = taken_by(replace(make_transform(side, augment), crop_pct=0.6), image)
     fewest = min(box[2] - box[0], box[3] - box[1]) / side
     assert image.size[0] <= -(-1013 // min(8, 2 ** int(np.log2(fewest)))) + 1
     whole = Image.open(io.BytesIO(content)).convert("RGB").crop(tuple(np.rint(box).astype(int)))
-    wanted = np.asarray(whole.resize((side, side), BILINEAR)).astype(float)
+    wanted = np.asarray(whole.resize((side, side), Image.Resampling.BILINEAR)).astype(float)
     assert np.abs(found.astype(float) - wanted).mean() < 2.5
 
 
-def test_cut_mirrors_left_and_right():
+def test_half_of_large_images_are_mirrored_with_crop_and_the_others_on_the_device():
     image = Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
-    box = np.array([0, 0, 4, 4])
-    plain, mirrored = (np.asarray(cut(image, box, 4, mirror, BILINEAR)) for mirror in (False, True))
-    assert (plain[:, ::-1] == mirrored).all()
-
-
-def test_exif_orientation_is_applied_before_sizes_are_asked_for():
-    image, exif = Image.new("RGB", (40, 20)), Image.Exif()
-    exif[0x0112] = 6  # a quarter turn
-    file = io.BytesIO()
-    image.save(file, "JPEG", exif=exif)
-    assert upright(Image.open(file)).size == (20, 40)
+    for augment, mirrors in (("crop", True), ("paper", False), ("none", False)):
+        transform = make_transform(4, augment)
+        whole = np.tile([0.999, 0.5, 0, 0], 10)
+        plain, mirrored = (
+            np.asarray(transform.taken(image, np.append(whole, m))) for m in (False, True)
+        )
+        assert np.array_equal(plain[:, ::-1] if mirrors else plain, mirrored)
 
 
 # --- mixing
