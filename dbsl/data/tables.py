@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dbsl.base.errors import SettingError, require
+from dbsl.base.errors import SettingError
 from dbsl.base.machine import hub_or_cache, lazy_import
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data.folders import LABEL_COLUMNS, files_below, read_folder, split_of
@@ -23,30 +23,84 @@ from dbsl.data.images import ImageSplit
 datasets, parquet = lazy_import("datasets"), lazy_import("pyarrow.parquet")
 logger = logging.getLogger(__name__)
 
-EVAL_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
+_EVAL_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
 _LABEL_TYPES = ("int", "uint", "string", "large_string", "bool")
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]*\w)?")  # a name or user/name; all else is a path
 Splits = tuple[ImageSplit, ImageSplit | None, tuple[str, ...]]  # train, evaluation, class names
+# Makes a split of the rows that have a label, and of their classes, int64 [N].
+MakeSplit = Callable[[np.ndarray, np.ndarray], ImageSplit]
 
 
 def open_labelled(config: ImageConfig) -> Splits:
     """Return train, the evaluation split if one has labels, and the names of the classes."""
-    dataset = config.dataset
-    tables = _open_tables(dataset, config.label_column)
-    train_name = next(iter(tables)) if len(tables) == 1 else "train"
-    require(train_name in tables, "dataset must have a split 'train' or only one", [*tables])
-    image_column, label_column = choose_columns(config, tables[train_name].features)
-    for name in EVAL_SPLITS:
-        if name in tables and image_column not in tables[name].features:
-            say_lacks(dataset, name, f"column {image_column!r}")
-            del tables[name]
+    tables = _open_tables(config.dataset, config.label_column)
 
-    def split(name: str, rows: np.ndarray, labels: np.ndarray) -> ImageSplit:
+    def read(name: str, image_column: str, label_column: str) -> tuple[Any, MakeSplit]:
+        labels = tables[name].select_columns([label_column]).with_format("arrow")[:]
         table = tables[name].select_columns([image_column])
         table = table.cast_column(image_column, datasets.Image(decode=False))
-        return ImageSplit(table, rows, labels, image_column, dataset, name)
 
-    return label_splits(dataset, tables, train_name, label_column, split)
+        def split(rows: np.ndarray, classes: np.ndarray) -> ImageSplit:
+            return ImageSplit(table, rows, classes, image_column, config.dataset, name)
+
+        return labels[label_column], split
+
+    return open_splits(config, {name: table.features for name, table in tables.items()}, read)
+
+
+def open_splits(
+    config: ImageConfig,
+    features: Mapping[str, datasets.Features],
+    read: Callable[[str, str, str], tuple[Any, MakeSplit]],
+) -> Splits:
+    """Return what `open_labelled` does, of splits with these columns.
+
+    `read` takes a split's name and the names of its image and label columns. It returns the labels,
+    as Arrow has them, and what makes the split.
+    """
+    dataset, train = config.dataset, None
+    train_name = str(next(iter(features))) if len(features) == 1 else "train"
+    if train_name not in features:
+        there = ", ".join(features)
+        raise SettingError(f"{dataset} has no split train, but {there}: name one of them train")
+    image_column, label_column = choose_columns(config, features[train_name])
+    for name in dict.fromkeys([train_name, *_EVAL_SPLITS]):
+        columns = features.get(name)
+        if columns is None:
+            continue
+        if lacking := [c for c in (image_column, label_column) if c not in columns]:
+            _say_lacks(dataset, name, f"column {lacking[0]!r}")
+            continue
+        found, make = read(name, image_column, label_column)
+        rows, codes, values = _classes_of(found, columns[label_column])
+        if 0 < len(rows) < len(found):
+            text = "split %r of %r: rows without a label are left out, %d of %d"
+            logger.warning(text, name, dataset, len(found) - len(rows), len(found))
+        if train is None:
+            if len(values) < 2 or not len(rows):
+                lack = f"{values[0]!r} alone" if len(rows) else "no row with a label"
+                raise SettingError(
+                    f"split {name!r} of {dataset} has {lack} in column {label_column!r}: it must "
+                    "have two classes or more; --label-column names another column"
+                )
+            train, numbers = make(rows, codes), {value: n for n, value in enumerate(values)}
+            unused = np.setdiff1d(np.arange(len(values)), codes)
+            if len(unused):
+                text = "classes of %r without a training image: %s"
+                logger.warning(text, dataset, listed(str(values[label]) for label in unused))
+        elif not len(rows):
+            _say_lacks(dataset, name, "labels")
+        else:
+            labels = np.array([numbers.get(value, -1) for value in values])[codes]
+            if labels.min() < 0:
+                unknown = values[codes[labels.argmin()]]
+                raise SettingError(
+                    f"split {name!r} of {dataset} has the label {unknown!r}, which is none of the "
+                    f"{len(numbers)} classes of split {train_name!r}: leave out its rows, or add "
+                    "training images of it"
+                )
+            return train, make(rows, labels), tuple(map(str, numbers))
+    return train, None, tuple(map(str, numbers))
 
 
 def choose_columns(config: ImageConfig, features: datasets.Features) -> tuple[str, str]:
@@ -65,61 +119,20 @@ def choose_columns(config: ImageConfig, features: datasets.Features) -> tuple[st
         label_column = max(sizes, key=sizes.get)
     if label_column is None:
         label_column = next((name for name in LABEL_COLUMNS if name in sizes), None)
-    there = ", ".join(
-        f"{n!r} ({getattr(f, 'dtype', type(f).__name__)})" for n, f in features.items()
-    )
+    kinds = {name: getattr(f, "dtype", type(f).__name__) for name, f in features.items()}
+    there = ", ".join(f"{name!r} ({kind})" for name, kind in kinds.items())
     tar = "; unpack a tar of class folders" if "__url__" in features else ""
-    for setting, column, known, remedy in (
-        ("image_column", image_column, images, "Image()) makes images of files' bytes"),
-        ("label_column", label_column, [*sizes], f"Value('int64')) makes labels of numbers{tar}"),
+    for kind, column, known, remedy in (
+        ("image", image_column, images, "Image()) makes images of files' bytes"),
+        ("label", label_column, [*sizes], f"Value('int64')) makes labels of numbers{tar}"),
     ):
-        text = f"{column!r} of the columns {there}; cast_column(name, datasets.{remedy}"
-        require(column in known, f"{setting} must be one of {known}", text)
+        if column not in known:
+            asked = f"column {column!r}" if column else "column that is known by its name"
+            raise SettingError(
+                f"{config.dataset} has no {kind} {asked}: its columns are {there}; {kind}_column "
+                f"may be one of {known}; cast_column(name, datasets.{remedy}"
+            )
     return image_column, label_column
-
-
-def label_splits(
-    dataset: str,
-    tables: Mapping[str, datasets.Dataset],
-    train_name: str,
-    label_column: str,
-    split: Callable[[str, np.ndarray, np.ndarray], ImageSplit],
-) -> Splits:
-    """Return what `open_labelled` does, of tables of which the label column is read.
-
-    `split` makes a split of its name, the rows that have a label, and their classes, int64 [N].
-    """
-    rows, labels, classes = _read_labels(dataset, tables, train_name, label_column)
-    class_names = tuple(map(str, classes))
-    shown = f"{label_column!r} with null or -1 in all rows of split {train_name!r}"
-    require(len(rows), "label_column must have labels to train on", shown)
-    shown = f"{class_names[0]!r} alone in column {label_column!r}"
-    require(len(classes) > 1, "dataset must have two classes or more", shown)
-    train = split(train_name, rows, labels)
-    if unused := {*class_names} - {class_names[label] for label in np.unique(labels)}:
-        logger.warning("classes of %r without a training image: %s", dataset, listed(unused))
-    numbers = {value: number for number, value in enumerate(classes)}
-    for name in EVAL_SPLITS:
-        if name == train_name or name not in tables:
-            continue
-        rows, codes, values = _read_labels(dataset, tables, name, label_column)
-        if not len(rows):
-            say_lacks(dataset, name, "labels")
-            continue
-        labels = np.array([numbers.get(value, -1) for value in values])[codes]
-        require(
-            labels.min() >= 0,
-            f"labels of split {name!r} must be among the {len(classes)} classes of the training "
-            "split",
-            repr(values[codes[labels.argmin()]]),
-        )
-        return train, split(name, rows, labels), class_names
-    return train, None, class_names
-
-
-def say_lacks(dataset: str, split: str, what: str) -> None:
-    """Warn that a split is left out."""
-    logger.warning("split %r of %r has no %s and is left out", split, dataset, what)
 
 
 def listed(names: Iterable[str]) -> str:
@@ -128,28 +141,21 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _read_labels(
-    dataset: str, tables: Mapping[str, datasets.Dataset], name: str, column: str
-) -> tuple[np.ndarray, np.ndarray, list[Any]]:
-    """Return the rows of a split that have a label, and each one's place in a list of classes.
+def _say_lacks(dataset: str, split: str, what: str) -> None:
+    logger.warning("split %r of %r has no %s and is left out", split, dataset, what)
 
-    The hub's test splits without labels hold -1. Rows without a label are counted, unless none has.
+
+def _classes_of(found: Any, feature: Any) -> tuple[np.ndarray, np.ndarray, list[Any]]:
+    """Return the rows of labels that have one, and each one's place in a list of classes.
+
+    The hub's test splits without labels hold -1.
     """
-    feature = tables[name].features.get(column)
-    if feature is None:
-        return np.empty(0, np.int64), np.empty(0, np.int64), []
-    found = tables[name].select_columns([column]).with_format("arrow")[:][column]
     rows, values = np.flatnonzero(found.is_valid()), found.drop_null().to_numpy()
     if isinstance(feature, datasets.ClassLabel):
         there = (values >= 0) & (values < feature.num_classes)
-        rows, codes, classes = rows[there], values[there], feature.names
-    else:
-        classes, codes = np.unique(values, return_inverse=True)
-        classes = classes.tolist()
-    if 0 < len(rows) < len(found):
-        text = "split %r of %r: rows without a label are left out, %d of %d"
-        logger.warning(text, name, dataset, len(found) - len(rows), len(found))
-    return rows, codes.astype(np.int64), classes
+        return rows[there], values[there].astype(np.int64), feature.names
+    classes, codes = np.unique(values, return_inverse=True)
+    return rows, codes.astype(np.int64), classes.tolist()
 
 
 def _open_tables(dataset: str, label_column: str | None) -> Mapping[str, datasets.Dataset]:
@@ -164,8 +170,9 @@ def _open_tables(dataset: str, label_column: str | None) -> Mapping[str, dataset
             with hub_or_cache():
                 found = datasets.load_dataset(dataset)
         elif path.is_file():
-            text = f"{dataset} must be a parquet file or a folder: unpack an archive"
-            require(path.suffix == ".parquet", text, f"a file {path.suffix or 'of another kind'}")
+            if path.suffix != ".parquet":
+                what = "is no parquet file and no folder: give its folder; unpack an archive"
+                raise SettingError(f"{dataset} {what}")
             found = _read_parquet({"train": [os.path.abspath(path)]})
         elif any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
             found = datasets.load_from_disk(path)
@@ -177,13 +184,14 @@ def _open_tables(dataset: str, label_column: str | None) -> Mapping[str, dataset
         if isinstance(found, datasets.Dataset):
             found = {"train": found}
         tables = {name: table.with_format(None) for name, table in found.items() if len(table)}
-        require(tables, f"{dataset} must have rows", "none")
+        if not tables:
+            raise SettingError(f"{dataset} has no rows: give a dataset that has some")
     return tables
 
 
 @contextmanager
 def opening(dataset: str, must: str) -> Iterator[None]:
-    """Say in one line why a dataset cannot be opened, and what it must be."""
+    """Say in one line why a dataset cannot be opened, and what to give instead."""
     try:
         yield
     except SettingError:
@@ -191,8 +199,7 @@ def opening(dataset: str, must: str) -> Iterator[None]:
     except Exception as error:  # no network, no such name, a broken file: libraries raise all kinds
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         why = reason or type(error).__name__
-        text = f"dataset {dataset!r} cannot be opened ({why}); dataset must be {must}"
-        raise SettingError(text) from error
+        raise SettingError(f"{dataset!r} cannot be opened ({why}): give {must}") from error
 
 
 def has_card(folder: Path) -> bool:
@@ -245,9 +252,10 @@ def same_classes(files: Iterable[tuple[str, datasets.Features]]) -> None:
     first = None
     for file, features in files:
         names = {column: getattr(feature, "names", None) for column, feature in features.items()}
-        first = first or names
-        text = "all files of a split must have the same classes in the same order"
-        require(names == first, text, f"others in {file}")
+        first = first or (file, names)
+        if names != first[1]:
+            text = f"{file} has other columns or classes, or another order of them, than {first[0]}"
+            raise SettingError(f"{text}: write all files of a split alike")
 
 
 def _digits() -> datasets.Dataset:

@@ -19,21 +19,19 @@ from typing import Any
 
 import numpy as np
 
-from dbsl.base.errors import SettingError, require
+from dbsl.base.errors import SettingError
 from dbsl.base.machine import hub_or_cache, lazy_import
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data.images import ImageSplit, Stored
 from dbsl.data.tables import (
-    EVAL_SPLITS,
     HUB_ID,
+    MakeSplit,
     Splits,
-    choose_columns,
     has_card,
-    label_splits,
+    open_splits,
     opening,
     parquet_files,
     same_classes,
-    say_lacks,
 )
 from dbsl.extras.streaming.groups import GroupCache
 
@@ -163,36 +161,22 @@ def open_shards(config: ImageConfig, cache: GroupCache) -> Splits:
     must = "parquet shards with cache_gib (a folder, a file, a URL or a hub id that can be reached)"
     with opening(dataset, must):
         files = _find_files(dataset)
-        train_name = next(iter(files)) if len(files) == 1 else "train"
-        if train_name not in files:
-            shown = f"{dataset} has no split train, but {', '.join(files)}"
-            raise SettingError(f"{shown}: name the shards to train on train")
-        wanted = [name for name in (train_name, *EVAL_SPLITS) if name in files]
         features = {}
-        for name in dict.fromkeys(wanted):
-            with _opened(*files[name][0]) as shard:
+        for name, of_split in files.items():
+            with _opened(*of_split[0]) as shard:
                 features[name] = datasets.Features.from_arrow_schema(shard.schema_arrow)
-    image_column, label_column = choose_columns(config, features[train_name])
-    shards, tables = {}, {}
-    for name, columns in features.items():
-        lacking = [column for column in (image_column, label_column) if column not in columns]
-        if lacking:
-            say_lacks(dataset, str(name), f"column {lacking[0]!r}")
-            continue
-        shards[name], labels = _read_index(cache, dataset, files[name], image_column, label_column)
-        empty = not labels.num_rows
-        require(not empty or name != train_name, f"{name} of dataset must have rows", dataset)
-        if empty:
-            continue
-        of_labels = datasets.Features({label_column: columns[label_column]})
-        info = datasets.DatasetInfo(features=of_labels)
-        tables[name] = datasets.Dataset(labels, info=info, fingerprint=name)
 
-    def split(name: str, rows: np.ndarray, labels: np.ndarray) -> ShardedSplit:
-        of_split = image_column, dataset, name
-        return ShardedSplit(None, rows, labels, *of_split, shards[name], cache)
+    def read(name: str, image_column: str, label_column: str) -> tuple[Any, MakeSplit]:
+        columns = image_column, label_column
+        shards, labels = _read_index(cache, dataset, files[name], *columns)
 
-    return label_splits(dataset, tables, train_name, label_column, split)
+        def split(rows: np.ndarray, classes: np.ndarray) -> ShardedSplit:
+            of_split = image_column, dataset, name
+            return ShardedSplit(None, rows, classes, *of_split, shards, cache)
+
+        return labels[label_column], split
+
+    return open_splits(config, features, read)
 
 
 def _find_files(dataset: str) -> dict[str, list[File]]:

@@ -158,7 +158,7 @@ several labels | 0.jpg metadata.jsonl={"file_name":"0.jpg","label":["a"]} | has 
 broken parquet | {train-0,train-1}.parquet train-2.parquet=PAR1 | /train-2.parquet is no parquet
 a phone's class | cat/0.jpg dog/{0,1}.heic | images lie in cat; left out are 2 .heic files
 an unrelated list | {cat,dog}/0.jpg metadata.csv=id,label;1,a | begin with the line file_name,label
-tables without images | train.csv=a,label;1,2 | got None of the columns 'a'
+tables without images | train.csv=a,label;1,2 | no image column .* its columns are 'a'
 """
 
 

@@ -58,7 +58,7 @@ def test_a_split_without_rows_is_left_out_or_refused(tmp_path):
     assert (len(data.train) + len(data.evaluation), data.eval_split) == (TRAIN, "a fifth of train")
     for path in folder.glob("train-*"):
         pyarrow.parquet.write_table(pyarrow.parquet.read_table(path)[:0], path)
-    with pytest.raises(SettingError, match="train of dataset must have rows, got "):
+    with pytest.raises(SettingError, match="split 'train' of .* has no row with a label"):
         load(folder)
 
 
@@ -340,7 +340,7 @@ def test_a_bad_image_is_left_out_and_one_that_lies_elsewhere_is_not_read(shards,
 
 @pytest.mark.parametrize("dataset", ["digits", "nowhere/at-all", "no such folder", "memory://none"])
 def test_data_that_are_no_shards_are_refused(dataset):
-    with pytest.raises(ValueError, match="dataset must be parquet shards with cache_gib"):
+    with pytest.raises(ValueError, match=r"cannot be opened \(.*\): give parquet shards"):
         load(dataset)
 
 
