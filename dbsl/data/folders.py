@@ -8,8 +8,9 @@ import logging
 import os
 import posixpath
 import re
+import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +23,7 @@ datasets, parquet = lazy_import("datasets"), lazy_import("pyarrow.parquet")
 logger = logging.getLogger(__name__)
 
 LABEL_COLUMNS = ("label", "labels", "target", "class", "cls")  # names that labels have
-_LISTS = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+_LISTS = ("metadata.csv", "metadata.tsv", "metadata.jsonl", "metadata.parquet")
 _COLUMNS = "file_name,label"  # the first line of a metadata.csv
 _TABLES = {".parquet", ".arrow", ".tar"}  # `datasets` reads them, and images in them
 _TEXTS = {".csv", ".tsv", ".json", ".jsonl"}
@@ -32,10 +33,13 @@ _HIDDEN = re.compile(r"\.|__MACOSX$|@eaDir$")  # what systems put beside people'
 _NO_UTF8 = re.compile("[\ud800-\udfff]")  # how Python has such bytes of a name
 _NO_PIXELS = {"BUFR", "GRIB", "HDF5", "MPEG", "PDF"}  # Pillow knows these and decodes none
 _INTEGER, _NUMBER = re.compile(r"-?(0|[1-9]\d*)"), re.compile(r"-?\d*\.?\d+([eE]-?\d+)?")
-_WORDS = {
-    "train": "train(ing)?(set|data)?",
-    "validation": "(val|valid|validation|dev)(set|data)?",
-    "test": "(test|testing|eval|evaluation)(set|data)?",
+_WORDS = {  # of each split, with no letter beside them
+    split: re.compile(rf"(?<![^\W\d_])({words})(?![^\W\d_])", re.IGNORECASE)
+    for split, words in (
+        ("train", "train(ing)?(set|data)?"),
+        ("validation", "(val|valid|validation|dev)(set|data)?"),
+        ("test", "(test|testing|eval|evaluation)(set|data)?"),
+    )
 }
 Left = list[tuple[str, str]]  # what is left out: its kind, and the file, relative to the folder
 Row = tuple[str, str | None]  # label of an image, '': none; its split, None: not said, '': unknown
@@ -44,9 +48,7 @@ Row = tuple[str, str | None]  # label of an image, '': none; its split, None: no
 @cache
 def split_of(name: str) -> str | None:
     """Return the split that a name says by one of its words, in any case."""
-    whole_word = r"(?<![^\W\d_])({})(?![^\W\d_])"  # no letter beside it
-    words = ((split, whole_word.format(word)) for split, word in _WORDS.items())
-    return next((split for split, word in words if re.search(word, name, re.IGNORECASE)), None)
+    return next((split for split, words in _WORDS.items() if words.search(name)), None)
 
 
 @cache
@@ -86,34 +88,38 @@ def read_folder(dataset: Path, label_column: str | None) -> dict[str, datasets.D
     """Return the splits of a folder of images, or None if it is a folder of another kind.
 
     The class of an image is the path of its folder below the split, without what all classes have
-    in common. Where lists beside the images have labels, those count. What is left out is counted
-    in one line.
+    in common. Where a list beside or above the images has labels, those count. What is left out is
+    counted in one line.
     """
     folder, left = os.path.abspath(dataset), []
     files = files_below(folder, left)
     images = dict.fromkeys(file for file in files if _is_image(f"{folder}/{file}"))
     others = [file for file in files if file not in images]
-    lists = [file for file in others if images and posixpath.basename(file) in _LISTS]
+    lists = [file for file in others if images and posixpath.basename(file).lower() in _LISTS]
     for file in others:
         ending = _ending(file)
         kind = f"{ending} files" if ending else "files without an ending"
         left += [] if file in lists else [(kind + _HINTS.get(ending, ""), file)]
-    column, rows = _read_lists(folder, lists, label_column, images, left)
-    folders = {posixpath.dirname(file) for file in images}
-    places = _places(folder, folders, lists if column else [])
-    if column is None:
-        rows = {file: places[posixpath.dirname(file)] for file in images}
-    left += [("images without a row in a list", file) for file in images if file not in rows]
+    columns, column, rows = _read_lists(folder, lists, label_column, images, left)
+    used = lists if column else []
+    listed = tuple(file[: -len(posixpath.basename(file))] for file in used)  # their folders
+    places = _places(folder, {posixpath.dirname(file) for file in images}, used)
     found: dict[str, dict[str, str]] = {"train": {}}  # class of each file of a split
-    for file, (label, split) in rows.items():
-        split = places[posixpath.dirname(file)][1] if split is None else split
+    for file in images:
+        label, place = places[posixpath.dirname(file)]
+        if file.startswith(listed) and file not in rows:
+            left.append(("images without a row in a list", file))
+            continue
+        label, split = rows.get(file, (label, None))
+        split = place if split is None else split
         if label and split:
+            label = unicodedata.normalize("NFC", label)  # systems write ä in one part or in two
             found.setdefault(split, {})[file] = label
         else:
             left.append((f"images {'in no split' if label else 'without a class'}", file))
     classes = {*found["train"].values()}
     if len(classes) < 2:
-        return _other_kind(folder, images, others, left)
+        return _other_kind(folder, images, others, left, columns)
     for split in [split for split, labels in found.items() if classes.isdisjoint(labels.values())]:
         left += [("images of no training class", file) for file in found.pop(split)]
     if left:
@@ -132,7 +138,9 @@ def read_folder(dataset: Path, label_column: str | None) -> dict[str, datasets.D
     }
 
 
-def _other_kind(folder: str, images: Iterable[str], others: Iterable[str], left: Left) -> None:
+def _other_kind(
+    folder: str, images: Iterable[str], others: Iterable[str], left: Left, columns: Sequence[str]
+) -> None:
     """Refuse a folder without classes, unless its files are for `datasets` to read."""
     kinds = {_ending(file): file for file in others}
     if kinds.keys() & _TABLES:
@@ -143,6 +151,7 @@ def _other_kind(folder: str, images: Iterable[str], others: Iterable[str], left:
         lie = sorted({posixpath.dirname(file) or "its top folder" for file in images})
         where = f"its images lie in {' and '.join({lie[0]: 0, lie[-1]: 0})}" if lie else "no image"
         where += f"; left out are {_counted(left)}" if left else ""
+        where += f"; its lists have the columns {', '.join(columns)}" if columns else ""
         raise SettingError(
             f"{folder} has no two classes to train on ({where}): put the images of each class into "
             f"a folder of its own, or write a metadata.csv with the columns {_COLUMNS} beside them"
@@ -186,23 +195,27 @@ def _places(root: str, folders: Iterable[str], lists: Iterable[str]) -> dict[str
 
 def _read_lists(
     folder: str, lists: Iterable[str], label_column: str | None, images: Collection[str], left: Left
-) -> tuple[str | None, dict[str, Row]]:
-    """Return the column of labels, None if lists have none, and what rows say of each image."""
+) -> tuple[list[str], str | None, dict[str, Row]]:
+    """Return the columns, which has labels (None: none), and what rows say of each image."""
     tables = {name: _rows_of(f"{folder}/{name}") for name in lists}
     columns = list(dict.fromkeys(c for rows in tables.values() for row in rows for c in row))
     wanted = LABEL_COLUMNS if label_column is None else (label_column,)
     column = next((name for name in wanted if name in columns), None)
     if column is None and tables and label_column not in (None, "label"):
-        raise SettingError(f"label_column must be one of {columns}, got {label_column!r}")
+        where = f"{folder}/{next(iter(tables))}"
+        text = f"{where} has no column {label_column!r}, but {', '.join(columns)}"
+        raise SettingError(f"{text}: name one of them by --label-column")
+    names = {unicodedata.normalize("NFC", file): file for file in images}
     found: dict[str, Row] = {}
     for name, rows in tables.items() if column else ():
         named = False
         for row in rows:
             file = posixpath.join(posixpath.dirname(name), row.get("file_name", ""))
             file, split = posixpath.normpath(file.replace("\\", "/")), row.get("split", "")
+            file = names.get(unicodedata.normalize("NFC", file))
             value = row.get(column, ""), split_of(split) or ("" if split else None)
-            named |= file in images
-            if file not in images:
+            named |= file is not None
+            if file is None:
                 left.append(("rows that name no image", name))
             elif file not in found:
                 found[file] = value
@@ -210,13 +223,14 @@ def _read_lists(
                 left.append(("rows that repeat another", name))
             else:
                 both = " and ".join(",".join(filter(None, v)) for v in (found[file], value))
-                text = "an image must have one class and one split"
-                raise SettingError(f"{folder}/{name} has {row['file_name']} as {both}: {text}")
+                text = f"{folder}/{name} has {row['file_name']} as {both}"
+                raise SettingError(f"{text}: leave one of these rows in it")
         if not named:
             row = next(iter(rows), {})
             raise SettingError(
-                f"{folder}/{name} must begin with the line {_COLUMNS} and name a file in each row, "
-                f"such as 1.jpg,cat; got {','.join(row)} and {','.join(row.values())}"
+                f"{folder}/{name} names no image of its folder ({','.join(row)} and "
+                f"{','.join(row.values())}): begin with the line {_COLUMNS} and name a file in "
+                "each row, such as 1.jpg,cat"
             )
     labels = {label for label, _ in found.values() if label}
     odd = [label for label in labels if label.startswith("[")]
@@ -227,7 +241,7 @@ def _read_lists(
             f"{folder} has lists or fractions for labels, such as {min(odd)} in column {column!r}: "
             "make one whole number or text of each, or name another column by --label-column"
         )
-    return column, found
+    return columns, column, found
 
 
 def _rows_of(path: str) -> list[dict[str, str]]:

@@ -71,7 +71,7 @@ def test_the_lines_of_the_page_prepare_images_as_training_does(
     file, name, probability = capsys.readouterr().out.strip().split(",")
     data, pixels = load_data(ImageConfig("digits")), np.asarray(Image.open("photos/a.jpg")).copy()
     transform = Transform(16, "none", False, data.mean, data.std, 0)
-    images = transform(torch.from_numpy(pixels).permute(2, 0, 1)[None], np.array([0]), 0)
+    images = transform(torch.from_numpy(pixels)[None], np.array([0]), 0)
     best = load_model(run_folder)(images).softmax(1)[0].max(0)
     assert (file, name) == ("a.jpg", data.class_names[best.indices])
     assert float(probability) == pytest.approx(best.values.item(), abs=1e-5)

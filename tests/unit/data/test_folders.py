@@ -113,6 +113,14 @@ missing files | {0,1}.jpg metadata.csv=file_name,label;0.jpg,b;1.jpg,a;2.jpg,a
 repeated rows | {0,1}.jpg metadata.csv=file_name,label;0.jpg,b;1.jpg,a;1.jpg,a
     | a 1 b 1 | 1 rows that repeat another
 another column | {0,1}.jpg metadata.csv=file_name,target;0.jpg,b;1.jpg,a | a 1 b 1 |
+a list of one split | train/{cat,dog}/0.jpg val/{0,1}.jpg
+    val/metadata.csv=file_name,label;0.jpg,dog;1.jpg,cat
+    | cat 1 dog 1; validation: cat 1 dog 1 |
+a list of another ending | {0,1}.jpg
+    Metadata.TSV=file_name\u0009label;0.jpg\u0009a;1.jpg\u0009b
+    | a 1 b 1 |
+an ä in two parts | train/{bär,dog}/0.jpg val/{ba\u0308r,dog}/0.jpg
+    | bär 1 dog 1; validation: bär 1 dog 1 |
 a list and class folders | {cat,dog}/{0,1}.jpg metadata.csv=file_name,label;cat/0.jpg,x;dog/0.jpg,y
     | x 1 y 1 | 2 images without a row in a list, 1 in cat
 a card | {one,two}/{cat,dog}/0.jpg
@@ -141,17 +149,19 @@ nothing to train on | {test,val}/{cat,dog}/0.jpg | folders for test and validati
 archives | train.zip= | /train.zip is an archive: unpack it
 an archive and a list | images.zip= labels.csv=a,b | images.zip is an archive: unpack it
 two classes for an image | {0,1}.jpg metadata.csv=file_name,label;0.jpg,a;1.jpg,b;0.jpg,b
-    | metadata.csv has 0.jpg as a and b: an image must have one class
+    | metadata.csv has 0.jpg as a and b: leave one of these rows in it
 two splits for an image | {0,1}.jpg metadata.csv=file_name,label,split;0.jpg,a,train;0.jpg,a,test
     | 0.jpg as a,train and a,test
 another encoding | {0,1}.jpg metadata.csv=file_name,label;0.jpg,\udce4
     | metadata.csv cannot be read .* save it as UTF-8
 broken JSON | {0,1}.jpg metadata.jsonl={"file_name" | metadata.jsonl cannot be read
 another first line | 0.jpg metadata.csv=filename,label;0.jpg,cat
-    | begin with the line file_name,label .* got filename,label and 0.jpg,cat
+    | names no image of its folder \(filename,label and 0.jpg,cat\): begin with the line
+no column of labels | {0,1}.jpg metadata.csv=file_name,kind;0.jpg,a;1.jpg,b
+    | no two classes .*; its lists have the columns file_name, kind\): put
 no first line | 0.jpg metadata.csv=0.jpg,cat | no two classes
 names without endings | 0.jpg metadata.csv=file_name,label;0,cat
-    | name a file in each row, such as 1.jpg,cat; got file_name,label and 0,cat
+    | no image .* \(file_name,label and 0,cat\): .* name a file in each row, such as 1.jpg,cat
 fractions | {0,1}.jpg metadata.csv=file_name,label;0.jpg,0.5;1.jpg,2
     | fractions for labels, such as 0.5 in column 'label': make one whole number or text
 several labels | 0.jpg metadata.jsonl={"file_name":"0.jpg","label":["a"]} | has lists or fractions
@@ -173,9 +183,9 @@ def write(folder, files):
     Image.new("RGB", (8, 8)).save(image := io.BytesIO(), "png")
     make_table([Image.new("RGB", (8, 8))] * 3).to_parquet(table := io.BytesIO())
     for names, is_text, text in (file.partition("=") for file in files.split()):
-        text = text.replace(";", "\n").replace("~", " ")
-        text = re.sub(r"\\u(.{4})", lambda code: chr(int(code[1], 16)), text)
-        parts = re.split(r"\{(.*?)\}", names.replace("~", " "))
+        names, text = names.replace("~", " "), text.replace(";", "\n").replace("~", " ")
+        names, text = (re.sub(r"\\u(.{4})", lambda c: chr(int(c[1], 16)), t) for t in (names, text))
+        parts = re.split(r"\{(.*?)\}", names)
         choices = [part.split(",") if n % 2 else [part] for n, part in enumerate(parts)]
         for name in map("".join, itertools.product(*choices)):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

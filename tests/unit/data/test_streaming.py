@@ -58,7 +58,7 @@ def test_a_split_without_rows_is_left_out_or_refused(tmp_path):
     assert (len(data.train) + len(data.evaluation), data.eval_split) == (TRAIN, "a fifth of train")
     for path in folder.glob("train-*"):
         pyarrow.parquet.write_table(pyarrow.parquet.read_table(path)[:0], path)
-    with pytest.raises(SettingError, match="split 'train' of .* has no row with a label"):
+    with pytest.raises(SettingError, match=r"split 'train' of .* has no row with a label"):
         load(folder)
 
 
