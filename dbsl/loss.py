@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dbsl.base.errors import SettingError, require, short_loss
-from dbsl.data.transforms import global_streams, seed_streams
+from dbsl.base.seeds import global_streams, seed_streams
 from dbsl.plan.types import RESERVED
 
 Figures = Mapping[str, Tensor | float]  # means over the batch, as the loss

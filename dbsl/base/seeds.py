@@ -6,7 +6,10 @@ that a sample is augmented alike whichever worker trains on it.
 
 from __future__ import annotations
 
+import random
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -48,3 +51,33 @@ def _mix(state: np.ndarray) -> np.ndarray:
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
+
+
+@contextmanager
+def global_streams(seed: int | None = None) -> Iterator[None]:
+    """Leave Python's, NumPy's and torch's own random numbers as they were; inside, seed them.
+
+    timm and torchvision draw from these. What they draw for a sample then depends on its seed
+    alone, not on the process or on what was drawn before. The generators of devices are left out.
+    """
+    import torch  # plans need none
+
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    state = torch.default_generator.get_state()
+    try:
+        if seed is not None:
+            seed_streams(seed)
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        torch.default_generator.set_state(state)
+
+
+def seed_streams(seed: int) -> None:
+    """Start all of them from a seed in [0, 2**63)."""
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)

@@ -285,8 +285,4 @@ class ControlGroup:
 
     def gather_texts(self, text: str) -> list[str]:
         """Return the texts of all processes, by rank (a collective)."""
-        (length,) = self.highest(1 + len(text.encode()))
-        row = wire.text_row(text, length)
-        rows = [torch.empty_like(row) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(rows, row, self._group)
-        return [wire.read_text(row) for row in rows]
+        return wire.gather_texts(text, wire.CPU, self._group)

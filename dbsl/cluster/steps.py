@@ -26,11 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dbsl.base.errors import require
 from dbsl.base.machine import clock
+from dbsl.base.seeds import global_streams
 from dbsl.cluster.formats import DTYPES, LowRank
 from dbsl.cluster.weights import FlatWeights, uncompiled
 from dbsl.config.hooks import Machine
 from dbsl.config.settings import FLOAT32, Wire
-from dbsl.data.transforms import global_streams
 from dbsl.optimizer import begin_again, first_state, load_optimizer
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.types import Turn

@@ -13,15 +13,17 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import Tensor
 
 from dbsl.base.errors import SettingError
 from dbsl.plan.types import Plan, RoundReport, plan_from_plain, report_from_plain
+
+if TYPE_CHECKING:  # the library runs without it
+    from accelerate import Accelerator
 
 SERVER_RANK = 0
 CPU = torch.device("cpu")
@@ -215,6 +217,18 @@ def share_from(
     letters = text_row(text, int(length))[: int(length)].to(device)  # others' may be longer
     dist.broadcast(letters, group=group, group_src=rank)
     return read_text(letters)
+
+
+def gather_texts(
+    text: str, device: torch.device | str, group: dist.ProcessGroup | None = None
+) -> list[str]:
+    """Return the texts of all processes of the group, by rank (a collective)."""
+    length = torch.tensor(1 + len(text.encode()), device=device)  # none would be an error
+    dist.all_reduce(length, dist.ReduceOp.MAX, group=group)
+    row = text_row(text, int(length)).to(device)
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, row, group=group)
+    return [*map(read_text, rows)]
 
 
 def pairs_with_server(timeout: timedelta) -> dict[int, dist.ProcessGroup]:

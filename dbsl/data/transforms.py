@@ -10,9 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import random
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from dbsl.base.machine import lazy_import
-from dbsl.base.seeds import sample_seeds, sample_uniforms, stream_seed
+from dbsl.base.seeds import global_streams, sample_seeds, sample_uniforms, stream_seed
 from dbsl.config.image_settings import Augment, Interpolation
 from dbsl.plan.sampler import Part
 
@@ -266,32 +264,6 @@ def as_rgb(image: Image.Image, bits: int = 16) -> Image.Image:
 
 
 # --- what timm draws from global random numbers
-
-
-@contextmanager
-def global_streams(seed: int | None = None) -> Iterator[None]:
-    """Leave Python's, NumPy's and torch's own random numbers as they were; inside, seed them.
-
-    timm and torchvision draw from these. What they draw for a sample then depends on its seed
-    alone, not on the process or on what was drawn before. The generators of devices are left out.
-    """
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    state = torch.default_generator.get_state()
-    try:
-        if seed is not None:
-            seed_streams(seed)
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
-        torch.default_generator.set_state(state)
-
-
-def seed_streams(seed: int) -> None:
-    """Start all of them from a seed in [0, 2**63)."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
-    torch.default_generator.manual_seed(seed)
 
 
 @functools.lru_cache(maxsize=16)

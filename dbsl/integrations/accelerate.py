@@ -21,7 +21,10 @@ class PreparedLoader(UnevenLoader):
     """
 
     end_of_dataloader, remainder = False, -1  # Accelerate reads them
-    accelerator: Accelerator
+
+    def __init__(self, accelerator: Accelerator, loader: UnevenLoader) -> None:
+        super().__init__(loader.fetcher, loader.sampler)
+        self.accelerator = accelerator
 
     def scale(self, count: int) -> float:  # noqa: D102 (as in UnevenLoader)
         return super().scale(count) * self.accelerator.gradient_accumulation_steps
@@ -64,8 +67,7 @@ def prepare(
     """
     require(resume in ("skip", "state"), "resume must be skip or state", resume)
     options.setdefault("accumulate", accelerator.gradient_accumulation_steps)
-    prepared = uneven(loader, local_batch_sizes, kind=PreparedLoader, **options)
-    prepared.accelerator = accelerator
+    prepared = PreparedLoader(accelerator, uneven(loader, local_batch_sizes, **options))
     if resume == "state":
         accelerator.register_for_checkpointing(prepared)
     model, optimizer, *others = accelerator.prepare(model, optimizer, *others)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dbsl.base.errors import require
+from dbsl.base.seeds import global_streams, seed_streams
 from dbsl.library.loader import sampler_of
 from dbsl.library.processes import gather
-from dbsl.library.sizes import Sizes
+from dbsl.library.uneven import UnevenBatchSampler
 from dbsl.library.watch import SHARDED, alone
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; of shorter formats 5 %
@@ -43,17 +42,22 @@ def check(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], loader:
     calls: list[int] = []  # counts that scale was called with
     factors: list[float] = []  # by which the loss is multiplied besides it
 
-    def gradient_of(indices: list[Any], scale: float) -> list[Tensor | None]:
+    def sample(index: Any) -> Any:
+        seed_streams(0)  # the same augmentation each time
+        return source.dataset[index]
+
+    def gradient_of(indices: list[Any], scale: float) -> list[Tensor]:
         def scaled(count: int) -> float:
             calls.append(int(count))
             return scale
 
         sampler.scale = scaled  # stands before the class's own
         model.zero_grad()
-        loss = loss_fn(model, source.collate_fn([_seeded(source.dataset, i) for i in indices]))
+        loss = loss_fn(model, source.collate_fn([*map(sample, indices)]))
         factors.append(_factor(loss) / (scale if calls else 1.0))
         loss.backward()
-        return [p.grad for p in model.parameters() if p.requires_grad]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
 
     with _put_back(model, sampler):
         mine = gradient_of(parts[rank], n * sizes[rank] / sum(sizes))
@@ -132,31 +136,20 @@ def _factor(loss: Tensor) -> float:
 
 
 def _compare(
-    mine: list[Tensor | None],
-    joint: list[Tensor | None],
-    weights: dict[str, list[float]],
-    processes: int,
+    mine: list[Tensor], joint: list[Tensor], weights: dict[str, list[float]], processes: int
 ) -> tuple[list[float], float | None]:
     """Return the relative error of each weighting, and of the best weights there are."""
     rows = torch.tensor([*weights.values()], dtype=torch.float64)
     errors, gram = torch.zeros(len(rows), dtype=torch.float64), 0.0
-    for own, whole in zip(mine, joint, strict=True):
-        none = own is None and whole is None
-        if none and processes == 1:
-            continue
-        like = own if own is not None else whole
-        parts = [torch.zeros_like(like, dtype=torch.float64) for _ in range(processes)]
-        own = parts[0].clone() if own is None else own.double()
-        target = torch.zeros_like(own) if whole is None else whole.double()
+    for own, target in zip(mine, joint, strict=True):
+        parts, target = [own.double()], target.double()
         if processes > 1:
-            dist.all_gather(parts, own)
+            parts = [torch.empty_like(target) for _ in range(processes)]
+            dist.all_gather(parts, own.double())
             dist.broadcast(target, 0)
-        else:
-            parts = [own]
-        table, target = torch.stack(parts).flatten(1).cpu(), target.flatten().cpu()
-        errors += (rows @ table - target).square().sum(1)
-        both = torch.cat([table, target[None]])
-        gram = gram + both @ both.T
+        table = torch.stack([*parts, target]).flatten(1).cpu()
+        errors += (rows @ table[:-1] - table[-1]).square().sum(1)
+        gram = gram + table @ table.T
     size = gram[-1, -1].clamp(min=1e-300)
     free = torch.linalg.lstsq(gram[:-1, :-1], gram[:-1, -1:]).solution.flatten()
     residual = (size - free @ gram[:-1, -1]).clamp(min=0)
@@ -164,34 +157,21 @@ def _compare(
     return (errors / size).sqrt().tolist(), float((residual / size).sqrt()) if positive else None
 
 
-def _seeded(dataset: Any, index: Any) -> Any:
-    """Return a sample, with the same augmentation each time."""
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002 (datasets of others draw from it)
-    return dataset[index]
-
-
 @contextmanager
-def _put_back(model: nn.Module, sampler: Sizes) -> Iterator[None]:
+def _put_back(model: nn.Module, sampler: UnevenBatchSampler) -> Iterator[None]:
     """Have no dropout and no exchange between processes inside; leave everything as it was."""
     gradients = [p.grad for p in model.parameters()]
     buffers = [b.clone() for b in model.buffers()]
     modes = {module: module.training for module in model.modules()}
-    streams = random.getstate(), np.random.get_state()  # noqa: NPY002
     model.eval()
     for module, trains in modes.items():
         if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
             module.train(trains)
-    for parameter in model.parameters():
-        parameter.grad = None
-    with torch.random.fork_rng(), alone(model):
+    with torch.random.fork_rng(), global_streams(), alone(model):
         try:
             yield
         finally:
             sampler.__dict__.pop("scale", None)
-            random.setstate(streams[0])
-            np.random.set_state(streams[1])  # noqa: NPY002
             for module, trains in modes.items():
                 module.training = trains
             with torch.no_grad():

@@ -6,11 +6,9 @@ Every process draws the same joint batches, and fetches its own part of each.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
@@ -20,11 +18,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from dbsl.base.errors import SettingError, require
-from dbsl.base.seeds import stream_seed
-from dbsl.library.lengths import deal
-from dbsl.library.processes import agreed, world_size
-from dbsl.library.sizes import plain
-from dbsl.library.uneven import UnevenBatchSampler
+from dbsl.base.seeds import global_streams, stream_seed
+from dbsl.library.processes import agreed, digest, world_size
+from dbsl.library.uneven import UnevenBatchSampler, plain
 from dbsl.plan.sampler import ends_of_parts
 
 _KEPT = (
@@ -48,7 +44,6 @@ def uneven(  # noqa: D417 (UnevenBatchSampler describes the others)
     num_replicas: int | None = None,
     least: int = 1,
     limits: Sequence[int] | None = None,
-    kind: type[UnevenLoader] | None = None,
 ) -> UnevenLoader:
     """Return a loader of the same data whose batches have another size on each process.
 
@@ -67,36 +62,14 @@ def uneven(  # noqa: D417 (UnevenBatchSampler describes the others)
         lengths: Tokens, pixels or another cost of each sample of the dataset. A joint batch is then
             dealt so that samples times the longest of them, over the speed, is alike on all
             processes; a speed is the process's share of `local_batch_sizes`.
-        kind: Class of the loader; None: `UnevenLoader`.
 
     The other arguments are those of `UnevenBatchSampler`.
 
     Raises:
         SettingError: Names the argument, its bound and its value, on every process.
     """
-    _refuse_others(loader)
-    cut = type(loader.batch_sampler) is BatchSampler
-    order = loader.sampler if cut else loader.batch_sampler
-    _refuse_split(order)
-    if global_batch_size is None and local_batch_sizes is None:
-        global_batch_size = _usual_size(loader, cut, num_replicas)
-    sampler = _Joint(
-        loader,
-        lengths,
-        len(order) if cut else len(loader.dataset),
-        global_batch_size,
-        local_batch_sizes,
-        balance=balance,
-        balance_every=balance_every,
-        accumulate=accumulate,
-        drop_last=bool(cut and loader.drop_last),
-        seed=seed,
-        rank=rank,
-        num_replicas=num_replicas,
-        least=least,
-        limits=limits,
-    )
-    return (kind or UnevenLoader)(loader, sampler)
+    options = dict(locals())
+    return UnevenLoader(loader, _Joint(**options))
 
 
 def share(samples: int, local_batch_sizes: Sequence[int], rank: int) -> tuple[int, int]:
@@ -131,27 +104,21 @@ class UnevenLoader:
 
     It is no torch DataLoader: a framework would split it once more. One that rebuilds a loader
     from its parts (Accelerate's `skip_first_batches`) gets a `batch_sampler` of numbers and a
-    `collate_fn` that fetches the batch of a number; so batches that it skips are known.
+    `dataset` that has the batch of a number; so batches that it skips are known.
     """
 
     num_workers, prefetch_factor = 0, None  # of a loader that is rebuilt so
+    collate_fn = staticmethod(lambda batch: batch)  # which `dataset` has made
 
     def __init__(self, loader: DataLoader, sampler: UnevenBatchSampler) -> None:
-        self.sampler, self.dataset = sampler, _Samples(loader.dataset)
         kept = {name: getattr(loader, name) for name in _KEPT}
         self.fetcher = DataLoader(loader.dataset, batch_sampler=sampler, **kept)
-        self._batches: Iterator[Any] | None = None
-        self._at = 0  # number of the batch that comes
+        self.sampler, self.dataset = sampler, _Batches(self)
 
     @property
     def batch_sampler(self) -> _Numbers:
         """Numbers of the batches, for what rebuilds a loader from its parts."""
-        return _Numbers(self)
-
-    @property
-    def collate_fn(self) -> Callable[[Sequence[int]], Any]:
-        """Fetches the batch of a number, for the same."""
-        return self._fetch
+        return _Numbers(self.sampler)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["sampler"], name)
@@ -177,76 +144,73 @@ class UnevenLoader:
         """Return where this process's part of a joint batch of so many samples begins and ends."""
         return share(samples, self.sampler.local_batch_sizes, self.sampler.rank)
 
-    def _fetch(self, numbers: Sequence[int]) -> Any:
-        """Return the batch of a number; the first of a pass may be a later one."""
-        (number,) = numbers
-        if self._batches is None or number != self._at:
-            self._batches = self._pass(number)
-        batch, self._at = next(self._batches), number + 1
-        if self._at == len(self):
-            next(self._batches, None)  # the epoch is over, and knows it
-            self._batches = None
-        return batch
-
 
 class _Joint(UnevenBatchSampler):
     """Joint batches in a loader's own order, which is drawn alike on every process."""
 
     _draws_skipped = False
 
-    def __init__(
-        self, loader: DataLoader, lengths: Sequence[int] | None, *args: Any, **options: Any
-    ) -> None:
-        super().__init__(*args, **options)
-        self._cuts = type(loader.batch_sampler) is BatchSampler  # else its batches are joint ones
-        self._order = loader.sampler if self._cuts else loader.batch_sampler
+    def __init__(self, loader: DataLoader, lengths: Sequence[int] | None, **options: Any) -> None:
+        self._order = order = _order_of(loader)
+        self._joins = order is loader.sampler  # else its batches are joint ones
+        if options["global_batch_size"] is None and options["local_batch_sizes"] is None:
+            total = getattr(loader.batch_sampler, "batch_size", None)  # None: it does not say
+            of_each = options["num_replicas"] or world_size() if self._joins else 1
+            options["global_batch_size"] = total and total * of_each
+        samples = len(order) if self._joins else len(loader.dataset)
+        super().__init__(samples, drop_last=bool(self._joins and loader.drop_last), **options)
         self._name = f"loader {next(_BUILT)}"
         self._lengths = None if lengths is None else np.asarray(lengths)
+        self._costs = digest(plain(lengths))
         if lengths is not None:
             fits = self._lengths.shape == (len(loader.dataset),) and (self._lengths > 0).all()
             must = f"lengths must be a number above 0 for each of the {len(loader.dataset)} samples"
             require(fits, must, f"shape {self._lengths.shape}")
-        inner = (loader, self._order, getattr(self._order, "sampler", None))
+        inner = (loader, order, getattr(order, "sampler", None))
         found = [getattr(each, "generator", None) for each in inner]
         self._generators = [g for g in found if isinstance(g, torch.Generator)]
-        self._drawn: tuple[int | None, list[Any], list[int]] = (None, [], [])
+        self._epoch: tuple[int | None, list[Any], list[int]] = (None, [], [])
 
-    def _draw(self, epoch: int) -> tuple[list[Any], list[int]]:
+    def _drawn_order(self, epoch: int) -> tuple[list[Any], list[int]]:
         """Return the samples of an epoch, in order, and where batches that are joint ones end."""
-        if epoch != self._drawn[0]:
+        if epoch != self._epoch[0]:
             with _seeded(stream_seed(self._seed, "joint batches", epoch), self._generators):
                 if hasattr(self._order, "set_epoch"):
                     self._order.set_epoch(epoch)
-                drawn = [*itertools.islice(self._order, len(self._order))]
-            ends = [] if self._cuts else [0, *itertools.accumulate(map(len, drawn))]
-            joint = drawn if self._cuts else [*itertools.chain.from_iterable(drawn)]
-            fewest = self._bounds[1] * self.num_replicas
-            smallest = fewest if self._cuts else min(map(len, drawn), default=0)
-            must = f"batches of the batch sampler must have at least {fewest} samples"
-            require(smallest >= fewest, must, smallest)
-            digest = hashlib.sha256(repr((joint, ends)).encode()).hexdigest()
-            alike = agreed(f"{self._name}, epoch {epoch}", digest) == digest
-            must = "the sampler must draw the same batches on every process under one seed"
-            require(alike, must, f"others in epoch {epoch} on another process")
-            self._drawn = epoch, joint, ends
-        return self._drawn[1:]
+                order = [*itertools.islice(self._order, len(self._order))]
+            ends = []
+            if not self._joins:
+                smallest, fewest = min(map(len, order)), self._bounds[1] * self.num_replicas
+                must = f"batches of the batch sampler must have at least {fewest} samples"
+                require(smallest >= fewest, must, smallest)
+                ends = [0, *itertools.accumulate(map(len, order))]
+                order = [*itertools.chain.from_iterable(order)]
+            own = digest((order, ends, self._costs))
+            alike = agreed(f"{self._name}, epoch {epoch}", own) == own
+            must = (
+                "lengths, and what the sampler draws under one seed, must be alike on all processes"
+            )
+            require(alike, must, f"others in epoch {epoch} on another one")
+            self._epoch = epoch, order, ends
+        return self._epoch[1:]
 
-    def _cut(self, start: int) -> Any:
-        if self._cuts:
-            return super()._cut(start)
-        ends = self._draw(self.epoch)[1]
+    def _cuts(self, start: int) -> np.ndarray:
+        if self._joins:
+            return super()._cuts(start)
+        ends = self._drawn_order(self.epoch)[1]
         must = "samples of a state must be whole batches of the batch sampler"
         require(start in ends, must, start)
-        return _Ends(ends[ends.index(start) :])
+        return np.array(ends[ends.index(start) :])
+
+    def _samples(self, epoch: int, begin: int, end: int) -> list[Any]:
+        return self._drawn_order(epoch)[0][begin:end]
 
     def _part(
-        self, cut: Any, epoch: int, number: int, sizes: Sequence[int], rank: int
+        self, epoch: int, begin: int, end: int, sizes: Sequence[int], rank: int
     ) -> tuple[list[Any], float]:
-        batch = self._draw(epoch)[0][cut.begin(number) : cut.begin(number + 1)]
         if self._lengths is None:
-            ends = ends_of_parts(len(batch), tuple(sizes), self._bounds[1])
-            part = batch[ends[rank] : ends[rank + 1]]
-            return part, len(part)
+            return super()._part(epoch, begin, end, sizes, rank)
+        batch = self._samples(epoch, begin, end)
         lengths = self._lengths[batch]
         places = deal(lengths, sizes, self._bounds[1])[rank]
         # In samples of usual length, so that sizes and speeds keep their unit.
@@ -254,35 +218,26 @@ class _Joint(UnevenBatchSampler):
         return [batch[place] for place in places], cost
 
 
-class _Ends:
-    """Where the batches of a batch sampler begin and end."""
-
-    def __init__(self, ends: list[int]) -> None:
-        self._ends, self.steps_per_epoch = ends, len(ends) - 1
-
-    def begin(self, number: int) -> int:
-        return self._ends[number]
-
-
 class _Numbers:
     """The batch sampler that others see: numbers of batches."""
 
-    def __init__(self, of: UnevenLoader) -> None:
-        self.sampler = of
-        self.set_epoch = of.sampler.set_epoch
+    def __init__(self, sampler: UnevenBatchSampler) -> None:
+        self._sampler, self.set_epoch = sampler, sampler.set_epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        return ([number] for number in range(len(self.sampler)))
+        return ([number] for number in range(len(self)))
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return len(self._sampler)
 
 
-class _Samples:
-    """The dataset; of what another loader asks by numbers of batches it returns the numbers."""
+class _Batches:
+    """The dataset that others see; of a number that `_Numbers` gives it returns the batch."""
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    def __init__(self, loader: UnevenLoader) -> None:
+        self._loader, self._dataset = loader, loader.fetcher.dataset
+        self._batches: Iterator[Any] = iter(())
+        self._at: int | None = None  # number of the batch that comes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_dataset"], name)
@@ -293,8 +248,15 @@ class _Samples:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitems__(self, numbers: list[int]) -> list[int]:
-        return numbers
+    def __getitems__(self, numbers: list[int]) -> Any:
+        (number,) = numbers
+        if number != self._at:  # the first of a pass, which may be a later one
+            self._batches = self._loader._pass(number)
+        batch, self._at = next(self._batches), number + 1
+        if self._at == len(self._loader):
+            next(self._batches, None)  # the epoch is over, and knows it
+            self._at = None
+        return batch
 
 
 def sampler_of(loader: Any) -> UnevenBatchSampler:
@@ -307,56 +269,85 @@ def sampler_of(loader: Any) -> UnevenBatchSampler:
 
 
 @contextmanager
-def _seeded(seed: int, generators: Iterable[torch.Generator]) -> Iterator[None]:
+def _seeded(seed: int, generators: Sequence[torch.Generator]) -> Iterator[None]:
     """Draw from torch, numpy, random and these generators under a seed, and put them back."""
-    numbers = np.random.get_state()  # noqa: NPY002 (samplers draw from it)
-    before = random.getstate(), [g.get_state() for g in generators]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
+    states = [generator.get_state() for generator in generators]
+    with global_streams(seed):
         for generator in generators:
             generator.manual_seed(seed)
         try:
             yield
         finally:
-            random.setstate(before[0])
-            np.random.set_state(numbers)  # noqa: NPY002
-            for generator, state in zip(generators, before[1], strict=True):
+            for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
 
 
-def _usual_size(loader: DataLoader, cut: bool, replicas: int | None) -> int | None:
-    """Return the joint batch of a loader without sizes: its own on each process, or its sampler's.
+def _order_of(loader: Any) -> Any:
+    """Return a loader's sampler, or its batch sampler if that is of another kind.
 
-    None: its batch sampler does not say.
+    Refused is what has no numbered samples, deals them out already or repeats them.
     """
-    if cut:
-        return loader.batch_size * (replicas or world_size())
-    return getattr(loader.batch_sampler, "batch_size", None)
-
-
-def _refuse_others(loader: Any) -> None:
-    """Refuse what gives no batches of numbered samples."""
-    if not isinstance(loader, DataLoader):
-        raise SettingError(f"loader must be a torch DataLoader, got {type(loader).__name__}")
+    kind = type(loader).__name__
+    require(isinstance(loader, DataLoader), "loader must be a torch DataLoader", kind)
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         what = "IterableDataset" if isinstance(loader.dataset, IterableDataset) else "no batch size"
         raise SettingError(
             f"loader must give batches of numbered samples, got {what}: give each process's loader "
             "its own batch size, and multiply the loss by dbsl.mean_scale(samples)"
         )
-
-
-def _refuse_split(order: Any) -> None:
-    """Refuse a sampler that deals its samples out to processes already, or repeats them."""
+    joins = type(loader.batch_sampler) is BatchSampler
+    order = loader.sampler if joins else loader.batch_sampler
     name = type(order).__name__
-    if getattr(order, "num_repeats", None) or getattr(order, "repetitions", None):
-        raise SettingError(f"loader must have each sample once, got {name}: repeated augmentation")
-    if isinstance(order, UnevenBatchSampler):
-        raise SettingError("loader must have a sampler of another kind, got UnevenBatchSampler")
+    repeats = getattr(order, "num_repeats", None) or getattr(order, "repetitions", None)
+    must = "loader must have each sample once"
+    require(not repeats, must, f"{name}: repeated augmentation")
+    other = not isinstance(order, UnevenBatchSampler)
+    require(other, "loader must have a sampler of another kind", name)
     if hasattr(order, "num_replicas"):
         raise SettingError(
             f"loader must have a sampler for all processes together, got {name}, which splits them "
             "already: pass a loader with RandomSampler (shuffle=True), or its inner sampler"
         )
+    return order
+
+
+def deal(lengths: np.ndarray, speeds: Sequence[float], least: int = 1) -> list[np.ndarray]:
+    """Return the places of a joint batch that each process gets, ascending, int64.
+
+    A batch is padded to its longest sample, so its cost is samples times that length. Where parts
+    of a joint batch have sorted lengths side by side, no part can be made cheaper by an exchange.
+    The largest padded cost over speed is the least that parts side by side allow, with the longest
+    samples at the fastest process or at the slowest. Each has `least` samples.
+    """
+    order = np.argsort(-np.asarray(lengths), kind="stable")
+    descending = np.asarray(lengths)[order].tolist()
+    fastest_first, found = sorted(range(len(speeds)), key=lambda p: -speeds[p]), []
+    for processes in (fastest_first, fastest_first[::-1]):
+        of_each = [float(speeds[p]) for p in processes]
+        found.append((*_soonest(descending, of_each, least), processes))
+    _, counts, processes = min(found, key=lambda each: each[0])
+    ends = np.cumsum([0, *counts])
+    parts = {p: order[ends[n] : ends[n + 1]] for n, p in enumerate(processes)}
+    return [np.sort(parts[process]) for process in range(len(speeds))]
+
+
+def _soonest(lengths: list[float], speeds: list[float], least: int) -> tuple[float, list[int]]:
+    """Return when the sorted samples can be done at the soonest, and how many each then takes."""
+    low, high = 0.0, 2 * lengths[0] * len(lengths) / min(speeds)
+    for _ in range(48):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _taken(lengths, speeds, least, middle) else (middle, high)
+    return high, _taken(lengths, speeds, least, high)
+
+
+def _taken(lengths: list[float], speeds: list[float], least: int, time: float) -> list[int]:
+    """Return how many each takes within a time, in order; empty if some are left."""
+    counts, first = [], 0
+    for number, speed in enumerate(speeds):
+        rest = len(lengths) - first - least * (len(speeds) - number - 1)
+        count = min(rest, max(least, int(time * speed / lengths[first])))
+        if count * lengths[first] > time * speed:
+            return []
+        counts.append(count)
+        first += count
+    return counts if first == len(lengths) else []

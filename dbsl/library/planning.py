@@ -84,13 +84,13 @@ def split_batch(
     count = len(time_models)
     whole = isinstance(least, Integral) and least >= 1
     require(whole, "least must be an integer of at least 1", least)
-    few = not isinstance(global_batch_size, Integral) or global_batch_size < least * count
-    most = np.full(count, 0 if few else global_batch_size) if limits is None else np.asarray(limits)
-    short = most.shape != (count,) or most.dtype.kind not in "iu" or (most < least).any()
-    of_each = f"limits must be one integer for each of {count} processes, at least {least}"
-    of_all = f"global_batch_size must be an integer of at least {least * count}"
-    require(not few, of_all, global_batch_size)
-    require(not short, of_each, str(limits))
+    enough = isinstance(global_batch_size, Integral) and global_batch_size >= least * count
+    must = f"global_batch_size must be an integer of at least {least * count}"
+    require(enough, must, global_batch_size)
+    most = np.asarray([global_batch_size] * count if limits is None else limits)
+    fits = most.shape == (count,) and most.dtype.kind in "iu" and (most >= least).all()
+    must = f"limits must be one integer for each of {count} processes, at least {least}"
+    require(fits, must, str(limits))
     model = TimeModel.of(time_models, count)
     sizes = balanced_sizes(global_batch_size, model, most, least)
     equal = np.full(len(sizes), global_batch_size / len(sizes))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, require
+from dbsl.cluster.wire import gather_texts
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:
@@ -30,23 +32,29 @@ def exchange_device(group: dist.ProcessGroup | None = None) -> str:
     return "cuda" if "nccl" in backend else "xpu" if "xccl" in backend else "cpu"
 
 
-def gather(mine: Any) -> list[Any]:
+def gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return what every process passes, by rank: plain numbers, texts, lists and dicts.
 
     They travel as JSON. Pickles of other processes are not read.
     """
-    if world_size() == 1:
+    if world_size(group) == 1:
         return [mine]
-    device = exchange_device()
-    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
-    lengths = torch.zeros(world_size(), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(lengths, torch.tensor([len(text)], device=device))
-    longest = int(lengths.max())
-    padded = torch.nn.functional.pad(text, (0, longest - len(text)))
-    rows = torch.empty(world_size() * longest, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(rows, padded)
-    texts = zip(rows.view(-1, longest).cpu(), lengths.tolist(), strict=True)
-    return [json.loads(bytes(row[:length].tolist())) for row, length in texts]
+    texts = gather_texts(json.dumps(mine), exchange_device(group), group)
+    return [*map(json.loads, texts)]
+
+
+def compare(
+    mine: Mapping[str, Any], problem: str = "", group: dist.ProcessGroup | None = None
+) -> None:
+    """Refuse on every process what is not alike on all; before that, the first one's problem."""
+    rows = gather([problem, {name: str(value) for name, value in mine.items()}], group)
+    if found := [said for said, _ in rows if said]:
+        raise SettingError(found[0])
+    for name in mine:
+        first, *others = (values.get(name) for _, values in rows)
+        for rank, value in enumerate(others, 1):
+            must = f"{name} must be the same on every process"
+            require(value == first, must, f"{first} on rank 0 and {value} on rank {rank}")
 
 
 def agreed(name: str, value: str) -> str:
@@ -55,3 +63,8 @@ def agreed(name: str, value: str) -> str:
         return value
     store = dist.distributed_c10d._get_default_store()
     return store.compare_set(f"dbsl/{name}", "", value).decode()
+
+
+def digest(what: Any) -> str:
+    """Return a short text that tells whether things are the same."""
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:16]

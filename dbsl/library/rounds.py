@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -18,12 +17,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dbsl.base.errors import SettingError, require
-from dbsl.cluster.formats import BLOCK, RoundedSum
+from dbsl.base.files import write_with
+from dbsl.cluster.formats import RoundedSum, message_bytes
 from dbsl.cluster.merges import Delta
 from dbsl.cluster.weights import FlatWeights
 from dbsl.config.fields import in_words
 from dbsl.config.settings import ROUND_WIRES
-from dbsl.library.processes import exchange_device, world_size
+from dbsl.library.processes import compare, digest, gather, world_size
 from dbsl.library.watch import SHARDED, alone
 from dbsl.optimizer import begin_again, first_state
 
@@ -74,19 +74,17 @@ class Rounds:
     ) -> None:
         fits = every is None or (isinstance(every, Integral) and every >= 1)
         require(fits, "every must be an integer of at least 1, or None", every)
-        if outer is not None:
-            try:
-                lr, momentum = map(float, outer)
-            except (TypeError, ValueError):
-                lr = momentum = math.nan
-            must = "outer must be a finite learning rate above 0 and a momentum in [0, 1)"
-            require(0 < lr < math.inf and 0 <= momentum < 1, must, outer)
-            outer = lr, momentum
+        try:
+            lr, momentum = map(float, (1, 0) if outer is None else outer)
+        except (TypeError, ValueError):
+            lr = momentum = math.nan
+        must = "outer must be a finite learning rate above 0 and a momentum in [0, 1)"
+        require(0 < lr < math.inf and 0 <= momentum < 1, must, outer)
         require(wire in ROUND_WIRES, f"wire must be {in_words(ROUND_WIRES)}", wire)
         module = isinstance(model, nn.Module)
         require(module, "model must be a torch module", type(model).__name__)
-        if any(isinstance(module, SHARDED) for module in model.modules()):
-            raise SettingError("model must have its parameters whole, got one that FSDP shards")
+        sharded = any(isinstance(module, SHARDED) for module in model.modules())
+        require(not sharded, "model must have its parameters whole", "one that FSDP shards")
         ddp = (m for m in model.modules() if isinstance(m, DistributedDataParallel))
         fixed = any(module.static_graph for module in ddp)  # no_sync fails before its first step
         require(not fixed, "static_graph of DDP must be False", fixed)
@@ -103,11 +101,11 @@ class Rounds:
         names = _merged_names(model, params)
         self._weights = FlatWeights(model, apart=True, names=names)  # its vector: as merged last
         trained = len(self._weights.vector) - len(self._weights.buffers)
-        self._outer_step = outer or (0.0, 0.0)
-        self._outer = outer and Delta(trained, *outer)
-        rounds = wire != "float32" and self._processes > 1
+        self._outer = None if outer is None else Delta(trained, lr, momentum)
+        self._wire = wire if self._processes > 1 else "float32"
+        rounds = self._wire != "float32"
         self._rounded = RoundedSum(wire, self._weights, group) if rounds else None
-        self._wire = wire
+        self._alike = {"every": every, "outer": outer and (lr, momentum), "wire": wire}
         self._inside: ExitStack | None = None
         self._loaded = False
 
@@ -119,19 +117,11 @@ class Rounds:
         must = f"Rounds must be built after the process group, which has {now} processes"
         require(now == self._processes, must, self._processes)
         inside = self._loaded or self.steps > 0  # a round is open: each process has its own weights
-        number, weights = ROUND_WIRES.index(self._wire), self._weights.read()
-        tensors = _digest((self._weights.layout, str(weights.dtype)))
-        fixed = _digest(self._weights.sums_of_others())
-        of_all = (inside, tensors, fixed, self.every or 0, *self._outer_step, number)
+        weights = self._weights.read()
         begun = "whether a round has begun (by a loaded state, or by steps before an error)"
-        others = "weights that are not merged"
-        names = (begun, "tensors of model", others, "every", "outer", "outer", "wire")
-        for name, values in zip(names, zip(*self._exchange(*of_all), strict=True), strict=False):
-            if name == "wire":
-                values = [ROUND_WIRES[int(number)] for number in values]
-            if name in ("tensors of model", others):
-                values = [f"{int(value):012x}" for value in values]
-            require(len({*values}) == 1, f"{name} must be the same on every process", values)
+        alike = {begun: inside, "tensors of model": digest((self._weights.layout, weights.dtype))}
+        alike["weights that are not merged"] = digest(self._weights.sums_of_others())
+        compare(alike | self._alike, group=self._group)
         if not inside:
             if self._processes > 1:
                 dist.broadcast(weights, group=self._group, group_src=0)
@@ -179,27 +169,24 @@ class Rounds:
         total = sum(weights)
         if not total:
             bad = self._weights.first_not_finite(own.masked_fill_(same, 0))
-            raise FloatingPointError(
-                "no process has finite weights: nothing is left to merge; here "
-                f"{self._weights.layout[bad]} is not finite"
-                if not finite
-                else "no process of a weight above 0 has finite weights: nothing is left to merge"
-            )
+            here = "" if finite else f"; here {self._weights.layout[bad]} is not finite"
+            which = "no process of a weight above 0 has finite weights"
+            raise FloatingPointError(f"{which}: nothing is left to merge{here}")
         share = weight / total
         counts = finite and share > 0  # infinity times 0 is no number
         changed = self._weights.may_change(same)
         if self._processes > 1:
             dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._group)
+        if self._rounded is not None:  # the change since the last merge travels
+            own = own.sub_(merged).masked_fill_(same, 0)
+        part = own.mul_(share) if counts else own.zero_()
         if self._rounded is not None:
-            change = own.sub_(merged).masked_fill_(same, 0).mul_(share) if counts else own.zero_()
-            part = self._rounded(change) + merged
+            part = self._rounded(part) + merged
             if not (part.isfinite() | (part == merged)).all():
                 self._rounded.forget()
                 raise FloatingPointError("changes are too large to be rounded: not finite")
-        else:
-            part = own.mul_(share) if counts else own.zero_()
-            if self._processes > 1:
-                dist.all_reduce(part, group=self._group)
+        elif self._processes > 1:
+            dist.all_reduce(part, group=self._group)
         changed = self._weights.spread(changed) > 0
         part = part.where(changed, merged)
         if self._outer is not None:  # its momentum may move what is frozen since
@@ -238,10 +225,9 @@ class Rounds:
         left = state["rounded"] if all_of_it == self._processes else None
         must = f"a state must be that of process {self._place()[0]} of {self._processes}"
         moved = all_of_it != self._processes and state["steps"] == 0 and left is None
-        others = (own, all_of_it) != self._place() and not moved
         # Accelerate's register_for_checkpointing saves that of process 0 alone: all refuse it.
-        if any(row[0] for row in self._exchange(others)):
-            raise SettingError(f"{must}, got that of process {own} of {all_of_it}")
+        others = (own, all_of_it) != self._place() and not moved
+        compare({}, f"{must}, got that of process {own} of {all_of_it}" * others, self._group)
         saved = len(state["merged"])
         require(saved == len(vector), f"a state must have {len(vector)} weights", saved)
         self.steps, self.merges = state["steps"], state["merges"]
@@ -254,21 +240,16 @@ class Rounds:
 
     def save(self, folder: str | Path) -> None:
         """Write the merged part of the model, the optimizer and the round, a file a process."""
-        kept = self._weights.tensors_by_name()
-        state = {
-            "model": kept,
-            "optimizer": self._optimizer.state_dict(),
-            "rounds": self.state_dict(),
-        }
-        path = Path(folder) / f"rounds-{self._place()[0]}.pt"
+        state = {"model": self._weights.tensors_by_name(), "rounds": self.state_dict()}
+        state["optimizer"] = self._optimizer.state_dict()
+        path = self._file(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state, path.with_suffix(".part"))
-        path.with_suffix(".part").replace(path)  # whole, or not there
+        write_with(path, lambda temporary: torch.save(state, temporary))
 
     @torch.no_grad()
     def load(self, folder: str | Path) -> None:
         """Go on from what `save` wrote; every process reads its own file, before `with`."""
-        path = Path(folder) / f"rounds-{self._place()[0]}.pt"
+        path = self._file(folder)
         require(path.is_file(), f"{path} must be there, as save writes it", "no such file")
         state = torch.load(path, map_location="cpu", weights_only=True)
         kept = self._weights.tensors_by_name()
@@ -282,13 +263,8 @@ class Rounds:
     @property
     def bytes_per_merge(self) -> int:
         """Bytes of what a process adds to a merge."""
-        count, width = len(self._weights.vector), self._weights.vector.element_size()
-        if self._rounded is None:
-            return count * width
         matrices, rest = map(len, self._weights.split(self._weights.vector))
-        bits = {"bf16": 16, "int8": 8, "int4": 4, "int2": 2}[self._wire]
-        scales = 0 if self._wire == "bf16" else matrices // BLOCK * 4
-        return matrices * bits // 8 + scales + rest * width
+        return message_bytes(self._wire, matrices, rest, self._weights.vector.itemsize)
 
     def _check_inside(self) -> None:
         if self._inside is None:
@@ -299,25 +275,20 @@ class Rounds:
         rank = dist.get_rank(self._group) if self._processes > 1 else 0
         return rank, self._processes
 
-    def _meet(self, leaving: bool, weight: float = 0, finite: float = 0) -> list[list[float]]:
+    def _file(self, folder: str | Path) -> Path:
+        return Path(folder) / f"rounds-{self._place()[0]}.pt"
+
+    def _meet(self, leaving: bool, weight: float = 0.0, finite: bool = False) -> list[list[Any]]:
         """Return every process's row; all must be at the same place of the loop."""
-        steps = self.steps if self.every else min(self.steps, leaving)
-        rows = self._exchange(leaving, steps, weight, finite)
-        if len({row[0] for row in rows}) > 1 or (self.every and len({row[1] for row in rows}) > 1):
+        rows = gather([leaving, self.steps, weight, finite], self._group)
+        places = [(left, steps) for left, steps, *_ in rows]
+        compared = places if self.every else [left for left, _ in places]
+        if len({*compared}) > 1:
             raise SettingError(
                 "step and merge must be called equally often on every process, got (whether the "
-                f"loop is left, steps of the round) {[(bool(row[0]), int(row[1])) for row in rows]}"
+                f"loop is left, steps of the round) {places}"
             )
         return rows
-
-    def _exchange(self, *row: float) -> list[list[float]]:
-        """Return every process's numbers; always as many, so that all may come from anywhere."""
-        row = (*row, *[0.0] * (8 - len(row)))
-        mine = torch.tensor([row], dtype=torch.float64, device=exchange_device(self._group))
-        rows = mine.repeat(self._processes, 1)
-        if self._processes > 1:
-            dist.all_gather_into_tensor(rows, mine, group=self._group)
-        return rows.tolist()
 
 
 def _merged_names(model: nn.Module, params: str | Iterable[nn.Parameter]) -> set[str] | None:
@@ -337,8 +308,3 @@ def _merged_names(model: nn.Module, params: str | Iterable[nn.Parameter]) -> set
         if not own or any(id(p) in chosen for p in own):  # statistics without weights, too
             names |= {n for n, _ in module.named_buffers(place, recurse=False)}
     return names
-
-
-def _digest(what: Any) -> int:
-    """Return a number that tells whether things are the same; a float64 holds it."""
-    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:6], "big")

@@ -7,20 +7,56 @@ Sun, Lv, arXiv 2007.11831). The sampler knows every b_i beforehand, so that no e
 
 from __future__ import annotations
 
-from collections import deque
+import statistics
+import warnings
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
+import numpy as np
+import torch.distributed as dist
+from torch import nn
+
 from dbsl.base.errors import SettingError, require
+from dbsl.config.fields import LARGEST
+from dbsl.library.processes import compare, gather, world_size
 from dbsl.library.scales import USED
-from dbsl.library.sizes import Sizes, plain, warn
-from dbsl.plan.sampler import StepSampler
+from dbsl.library.watch import Watch
+from dbsl.plan.machines import SpeedEstimate, balanced_sizes
+from dbsl.plan.sampler import ends_of_parts, ordered, whole_steps
+from dbsl.plan.types import TimeModel
 
 _MOST_AHEAD = 1024  # batches that a loader may draw before training begins
+_WARM_UP = 2  # first steps of a run, which allocate and compile: not measured
+_INTERCEPT = 0.1  # share of the first measured step that is taken not to depend on the batch
 
 
-class UnevenBatchSampler(Sizes):
+@dataclass
+class _Epoch:
+    """How far an epoch is drawn, and trained on."""
+
+    number: int
+    start: int  # samples of it that are left out: those before a loaded state
+    cuts: np.ndarray  # where its joint batches begin and end, int64 [steps + 1]
+    skipped: int  # batches that the script leaves out
+    sizes: list[tuple[int, list[int]]]  # from which step on they hold
+    taken: int = 0  # batches that are trained on, or skipped
+    drawn: int = 0  # steps of which a batch was drawn
+    # This process's batches that are drawn but not trained on: samples, their windows', cost.
+    ahead: deque[tuple[int, int, float]] = field(default_factory=deque)
+
+    def __len__(self) -> int:
+        return len(self.cuts) - 1
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether a batch of each step was drawn."""
+        return self.drawn == len(self)
+
+
+class UnevenBatchSampler:
     """A batch sampler whose batches have another size on each process.
 
     Pass it to a DataLoader as `batch_sampler`. Over all processes an epoch has each sample once;
@@ -75,18 +111,43 @@ class UnevenBatchSampler(Sizes):
         limits: Sequence[int] | None = None,
         interleave: bool = False,
     ) -> None:
-        own = ("self", "rank", "num_replicas", "__class__")
+        own = ("self", "rank", "num_replicas")
         asked = {name: plain(value) for name, value in dict(locals()).items() if name not in own}
-        super().__init__(asked, rank, num_replicas)
+        rank, num_replicas = plain(rank), plain(num_replicas)  # uint8 would overflow
+        self._alone = rank is not None and num_replicas is not None
+        self.num_replicas = num_replicas if self._alone else world_size()
+        self.rank = rank if self._alone else dist.get_rank() if dist.is_initialized() else 0
+        problem = ""
+        try:
+            _check(asked, rank, num_replicas, self.num_replicas)
+        except SettingError as refused:
+            problem = str(refused)
+        if not self._alone:
+            compare(asked, problem)
+        elif problem:
+            raise SettingError(problem)
+        sizes = asked["local_batch_sizes"]
+        total = sum(sizes) if sizes else asked["global_batch_size"]
+        self._bounds = np.array(asked["limits"] or [total] * self.num_replicas), asked["least"]
+        even = TimeModel(np.ones(self.num_replicas), np.zeros(self.num_replicas))
+        self.local_batch_sizes = sizes or balanced_sizes(total, even, *self._bounds).tolist()
+        self.global_batch_size, self.accumulate = total, asked["accumulate"]
+        self.balance, self.balance_every = asked["balance"], asked["balance_every"]
         self.num_samples, self.interleave = asked["num_samples"], interleave
-        self.epoch = 0
         self._drop_last, self._seed = drop_last, asked["seed"] if shuffle else None
+        self.epoch = 0
+        self.expects_scale = self.num_replicas > 1  # whether a loop that does not call it is warned
+        self._scaled = 0  # calls of `scale`
         self._start = 0  # samples of the epoch that are trained on
         self._iterator: _Epoch | None = None  # which drew last
         self._trained: _Epoch | None = None  # of which scale was called last
         # Whether set_epoch chose the epoch that comes next; None: it is the first, or a state's.
         self._chosen: bool | None = None
         self._skips = 0  # batches that are drawn next, and not trained on
+        self._watch: Watch | None = None
+        self._warm = 0  # steps that were measured so far
+        self._estimates = [SpeedEstimate() for _ in range(self.num_replicas)]
+        self._usual: TimeModel | None = None  # which each estimate is relative to
 
     @property
     def sampler(self) -> UnevenBatchSampler:
@@ -96,7 +157,7 @@ class UnevenBatchSampler(Sizes):
     @property
     def batches_per_epoch(self) -> int:
         """Batches of a whole epoch, on each process."""
-        return self._cut(0).steps_per_epoch
+        return len(self._cuts(0)) - 1
 
     def __len__(self) -> int:
         """Return the batches of an epoch; of one that began with a loaded state, those left.
@@ -106,26 +167,56 @@ class UnevenBatchSampler(Sizes):
         epoch = self._iterator
         under_way = epoch is not None and epoch.number == self.epoch
         begun = self._start if self._chosen else 0  # before set_epoch: those of a whole epoch
-        steps = len(epoch) if under_way else self._cut(begun).steps_per_epoch
+        steps = len(epoch) if under_way else len(self._cuts(begun)) - 1
         return steps * self.num_replicas if self.interleave else steps
 
     def first_parts(self) -> list[list[int]]:
         """Return the samples of each process in the first joint batch."""
-        sizes, cut = self.local_batch_sizes, self._cut(0)
-        return [self._part(cut, self.epoch, 0, sizes, rank)[0] for rank in range(len(sizes))]
+        sizes, ends = self.local_batch_sizes, self._cuts(0)[:2].tolist()
+        return [self._part(self.epoch, *ends, sizes, rank)[0] for rank in range(len(sizes))]
 
     def __iter__(self) -> Iterator[list[int]]:
         """Begin an epoch, or go on in the one whose state was loaded."""
-        self._check_processes()
+        now = self.num_replicas if self._alone else world_size()
+        must = f"the sampler must be built after the process group, which has {now} processes"
+        require(now == self.num_replicas, must, self.num_replicas)
         skipped, self._skips = self._skips, 0
-        return _Epoch(self, skipped)
+        return self._batches(skipped)
 
-    def _begin(self, epoch: _Epoch) -> None:
-        """Note that an epoch's first batch is drawn: loaders ask for an iterator more often."""
-        before, self._iterator = self._iterator, epoch
-        if before is not None and before.number == self.epoch and before.looked_at and len(before):
+    def _batches(self, skipped: int) -> Iterator[list[int]]:
+        """Yield an epoch's batches; until the first is drawn, `set_epoch` may come."""
+        must = "skip must be left out inside the epoch of a loaded state, else both skip"
+        whole = f"skip must be a multiple of accumulate ({self.accumulate})"
+        require(not (skipped and self._start), must, skipped)
+        require(skipped % self.accumulate == 0, whole, skipped)
+        epoch = self._begin(skipped)
+        turns = [*range(self.num_replicas)] if self.interleave else [self.rank]
+        for number in range(epoch.drawn, len(epoch)):
+            for rank in turns:
+                self._iterator = epoch  # again, where another one was drawn from meanwhile
+                yield self._drawn(epoch, number, rank)
+        if epoch.ahead:
+            self._iterator = epoch
+
+    def _begin(self, skipped: int) -> _Epoch:
+        """Begin an epoch, as its first batch is drawn: loaders ask for an iterator more often."""
+        before = self._iterator
+        if before is not None:
+            self._end(before)
+        self._chosen = False
+        sizes = [(0, self.local_batch_sizes)]
+        cuts = self._cuts(self._start)
+        epoch = _Epoch(self.epoch, self._start, cuts, skipped, sizes, taken=skipped)
+        epoch.drawn = 0 if self._draws_skipped else skipped
+        self._iterator, self._start = epoch, 0
+        return epoch
+
+    def _end(self, before: _Epoch) -> None:
+        """Find out what the epoch was that was drawn from last, now that another one begins."""
+        same, begun = before.number == self.epoch, before.taken > before.skipped
+        if same and self._looked_at(before) and len(before):
             self._start, self._chosen = before.start, True
-        elif before is not None and before.exhausted and len(before):
+        elif before.exhausted and len(before):
             if not self._scaled:
                 self._warn_of_no_scale()
             elif before.taken < len(before) and before is not self._trained:  # else it is a look
@@ -134,16 +225,35 @@ class UnevenBatchSampler(Sizes):
                     f"{len(before)} batches of an epoch: something skips batches (see skip), or "
                     "interleave is not as accelerator.prepare needs it (True) or others (False)"
                 )
-        left_early = before is not None and before.skipped < before.taken < len(before)
-        if left_early and before.number != self.epoch and self._watch and not self.balance_every:
+        left_early = begun and before.taken < len(before)
+        if left_early and not same and self._watch and not self.balance_every:
             warn("balance_every must be given where epochs are left early: no sizes have moved")
-        if self._chosen is False and before is not None and before.number == self.epoch:
-            if before.exhausted and before.taken > before.skipped:
+        if self._chosen is False and same:
+            if before.exhausted and begun:
                 # A loader that iterates for ever asks for it while batches of this one are left.
                 self.epoch, self._start = self.epoch + 1, 0
             else:
                 warn(f"set_epoch was not called: epoch {self.epoch} comes in the same order again")
-        self._chosen = False
+
+    def _drawn(self, epoch: _Epoch, number: int, rank: int) -> list[int]:
+        """Return a process's batch of a step; note one that is this process's own."""
+        begin, end = epoch.cuts[number : number + 2].tolist()
+        sizes = next(sizes for first, sizes in reversed(epoch.sizes) if first <= number)
+        part, cost = self._part(epoch.number, begin, end, sizes, rank)
+        epoch.drawn = number + 1
+        if rank == self.rank and number >= epoch.skipped:
+            first = number - number % self.accumulate
+            last = min(first + self.accumulate, len(epoch))
+            window = int(epoch.cuts[last] - epoch.cuts[first])
+            epoch.ahead.append((len(part), window, cost))
+            if len(epoch.ahead) == _MOST_AHEAD and not self._scaled:
+                self._warn_of_no_scale()
+        return part
+
+    def _looked_at(self, epoch: _Epoch) -> bool:
+        """Whether batches were drawn and not trained on, such as for a summary of the model."""
+        drawn_ahead = epoch.exhausted and not epoch.start and not self._scaled
+        return epoch.taken == epoch.skipped and not drawn_ahead
 
     def _warn_of_no_scale(self) -> None:
         if self.expects_scale and not USED:
@@ -165,11 +275,12 @@ class UnevenBatchSampler(Sizes):
         if trained is not None and trained.taken == len(trained):
             self._trained = None
         if epoch != self.epoch:
-            if self._start and self._cut(self._start).steps_per_epoch:
+            if self._start and len(self._cuts(self._start)) > 1:
                 warn(f"set_epoch({epoch}) leaves epoch {self.epoch}, inside which the state was")
             self._start, self._trained = 0, None
-        begun = self._iterator is not None and self._iterator.number == epoch
-        ahead = begun and self._iterator.ahead and self._iterator.looked_at  # drawn before the call
+        drawn = self._iterator
+        begun = drawn is not None and drawn.number == epoch
+        ahead = begun and drawn.ahead and self._looked_at(drawn)  # drawn before the call
         self.epoch, self._chosen = int(epoch), not ahead
 
     def scale(self, count: int) -> float:
@@ -181,7 +292,7 @@ class UnevenBatchSampler(Sizes):
         is left that was drawn.
         """
         epoch, before = self._iterator, self._trained
-        if before is not None and before.exhausted and before.ahead and epoch.looked_at:
+        if before is not None and before.exhausted and before.ahead and self._looked_at(epoch):
             epoch = before  # it draws no more: the other one was a look
         if epoch is None or not epoch.ahead:
             raise SettingError(
@@ -208,7 +319,7 @@ class UnevenBatchSampler(Sizes):
             self._watch.samples = cost
             now = self.balance_every and epoch.taken % self.balance_every == 0
             if now or epoch.taken == len(epoch):
-                epoch.sizes.append(self._move(epoch.steps_drawn))
+                epoch.sizes.append(self._move(epoch.drawn))
         return self.num_replicas * planned / window
 
     def skip(self, batches: int) -> None:
@@ -228,17 +339,21 @@ class UnevenBatchSampler(Sizes):
         `accumulate` batches. A loop that does not call it saves between epochs.
         """
         number, start, epoch = self.epoch, self._start, self._iterator
-        if epoch is not None and epoch.looked_at:
+        if epoch is not None and self._looked_at(epoch):
             epoch = self._trained or epoch
         if epoch is not None and (epoch is self._trained or epoch.number == self.epoch):
             window = epoch.taken % self.accumulate if epoch.taken < len(epoch) else 0
-            number, start = epoch.number, epoch.cut.begin(epoch.taken - window)
+            number, start = epoch.number, int(epoch.cuts[epoch.taken - window])
         return {
             "epoch": number,
             "samples": start,
             "num_samples": self.num_samples,
             "seed": self._seed,
-            **self._sizes_state(),
+            "local_batch_sizes": self.local_batch_sizes,
+            "speeds": {
+                "usual": self._usual and [self._usual.slope, self._usual.intercept],
+                "estimates": [estimate.state_dict() for estimate in self._estimates],
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -261,90 +376,131 @@ class UnevenBatchSampler(Sizes):
             )
         self.epoch, self._start = state["epoch"], state["samples"]
         self._iterator, self._trained, self._chosen = None, None, None
-        self._load_sizes(state)
+        # Sizes that follow the machines are taken over if they suit processes and bounds.
+        sizes, speeds, limits = state["local_batch_sizes"], state["speeds"], self._bounds[0]
+        alike = len(sizes) == self.num_replicas and sum(sizes) == self.global_batch_size
+        if self.balance and alike and ((limits >= sizes) & (least <= np.array(sizes))).all():
+            self.local_batch_sizes = [*sizes]
+            self._usual = speeds["usual"] and TimeModel(*speeds["usual"])
+            for estimate, of_state in zip(self._estimates, speeds["estimates"], strict=True):
+                estimate.load_state_dict(of_state)
+
+    def watch(self, model: nn.Module) -> None:
+        """Measure the compute time of this process's steps, for ``balance="dynamic"``.
+
+        What it waits for others is left out. `model` may be wrapped in DDP or compiled. FSDP2 is
+        refused: it waits inside both passes. Without `balance` nothing is measured.
+        """
+        require(self._watch is None, "watch must be called once", "another call")
+        if self.balance:
+            self._watch = Watch(model)
+
+    def _move(self, drawn: int) -> tuple[int, list[int]]:
+        """Return the first step that no process has drawn, and its sizes: all are done together.
+
+        Every process calls it at the same step, with how many it has `drawn`.
+        """
+        if not self._watch.called and self._scaled > self.accumulate:
+            warn("watch saw no step of its model: pass the model that the loop calls")
+        steps = self._watch.read()
+        steps, self._warm = steps[max(0, _WARM_UP - self._warm) :], self._warm + len(steps)
+        samples = Counter(count for count, _ in steps).most_common(1)[0][0] if steps else 0
+        alike = [seconds for count, seconds in steps if count == samples]
+        with self._watch.paused():
+            rows = gather((samples, statistics.median(alike) if alike else 0.0, drawn))
+            for estimate, (samples, seconds, _) in zip(self._estimates, rows, strict=True):
+                if samples:
+                    self._usual = self._usual or TimeModel(
+                        (1 - _INTERCEPT) * seconds / samples, _INTERCEPT * seconds
+                    )
+                    estimate.observe(self._usual, samples, seconds)
+            if all(samples for samples, *_ in rows):
+                # Rank 0's result: another processor may round otherwise.
+                model = TimeModel.of([e.model(self._usual) for e in self._estimates], len(rows))
+                sizes = balanced_sizes(sum(self.local_batch_sizes), model, *self._bounds)
+                self.local_batch_sizes = gather(sizes.tolist())[0]
+        return max(drawn for *_, drawn in rows), self.local_batch_sizes
 
     def _part(
-        self, cut: StepSampler, epoch: int, number: int, sizes: Sequence[int], rank: int
-    ) -> tuple[list[int], float]:
+        self, epoch: int, begin: int, end: int, sizes: Sequence[int], rank: int
+    ) -> tuple[list[Any], float]:
         """Return a process's samples of a joint batch, and their cost in samples."""
-        (part,) = cut.step(epoch, number, sizes, (rank,)).parts
-        return part.indices.tolist(), len(part.indices)
+        ends = ends_of_parts(end - begin, tuple(sizes), self._bounds[1])
+        part = self._samples(epoch, begin + ends[rank], begin + ends[rank + 1])
+        return part, len(part)
 
-    def _cut(self, start: int) -> StepSampler:
-        least = self._bounds[1]
-        return StepSampler(
-            self.num_samples,
-            self.global_batch_size,
-            seed=self._seed,
-            drop_last=self._drop_last,
-            least=least,
-            whole=least * self.num_replicas,
-            start=start,
-        )
+    def _samples(self, epoch: int, begin: int, end: int) -> list[Any]:
+        """Return what stands at these places of an epoch's order."""
+        return ordered(self.num_samples, self._seed, None, epoch, begin, end).tolist()
+
+    def _cuts(self, start: int) -> np.ndarray:
+        """Return where an epoch's joint batches begin and end, from this sample on."""
+        fewest, how = self._bounds[1] * self.num_replicas, {"drop_last": self._drop_last}
+        return whole_steps(self.num_samples, self.global_batch_size, fewest, start=start, **how)
 
 
-class _Epoch:
-    """The batches of one epoch."""
+def plain(value: Any) -> Any:
+    """Return numbers of numpy and torch as those of Python: they compare alike, and are saved."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [*map(plain, value)]
+    return value.tolist() if hasattr(value, "tolist") else value
 
-    def __init__(self, sampler: UnevenBatchSampler, skipped: int) -> None:
-        self._of = sampler
-        self.number: int | None = None  # known once a batch is drawn: set_epoch may come until then
-        self.skipped = self.taken = skipped
-        # This process's batches that are drawn but not trained on: samples, their windows', cost.
-        self.ahead: deque[tuple[int, int, float]] = deque()
-        self._open(sampler._start)
 
-    def _open(self, start: int) -> None:
-        self.start, self.cut = start, self._of._cut(start)
-        self.drawn = 0
-        self.exhausted = False
-        self.sizes = [(0, self._of.local_batch_sizes)]
+def warn(message: str) -> None:
+    """Warn whoever called the caller."""
+    warnings.warn(message, stacklevel=3)
 
-    def __len__(self) -> int:
-        return self.cut.steps_per_epoch
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return self
+def _check(asked: Mapping[str, Any], rank: Any, num_replicas: Any, replicas: Any) -> None:
+    """Refuse a sampler's arguments: name, bound and value."""
+    mine = 0 if rank is None else rank
+    whole = isinstance(mine, Integral) and isinstance(replicas, Integral)
+    fits = (rank is None) == (num_replicas is None) and whole and 0 <= mine < replicas
+    must = "rank and num_replicas must be given together, rank in [0, num_replicas)"
+    require(fits, must, f"rank {rank} and num_replicas {num_replicas}")
+    for name in ("drop_last", "shuffle", "interleave"):
+        true_or_false = isinstance(asked[name], bool)
+        require(true_or_false, f"{name} must be True or False", repr(asked[name]))
+    total, sizes, limits = (asked[n] for n in ("global_batch_size", "local_batch_sizes", "limits"))
+    given = total is not None or sizes is not None
+    require(given, "global_batch_size or local_batch_sizes must be given", "neither")
 
-    @property
-    def looked_at(self) -> bool:
-        """Whether batches were drawn and not trained on, such as for a summary of the model."""
-        drawn_ahead = self.exhausted and not self.start and not self._of._scaled
-        return self.taken == self.skipped and not drawn_ahead
+    def at_least(lowest: int, *names: str, why: str = "") -> None:
+        for name in names:
+            value = asked[name]
+            fits = isinstance(value, Integral) and lowest <= value <= LARGEST
+            left_out = value is None and name in ("global_batch_size", "balance_every")
+            must = f"{name} must be an integer of at least {lowest}{why}"
+            require(fits or left_out, must, repr(value))
 
-    @property
-    def steps_drawn(self) -> int:
-        """Steps of which a batch was drawn."""
-        return -(-self.drawn // self._of.num_replicas) if self._of.interleave else self.drawn
-
-    def __next__(self) -> list[int]:
-        of = self._of
-        if self.number is None:
-            must = "skip must be left out inside the epoch of a loaded state, else both skip"
-            whole = f"skip must be a multiple of accumulate ({of.accumulate})"
-            require(not (self.skipped and of._start), must, self.skipped)
-            require(self.skipped % of.accumulate == 0, whole, self.skipped)
-            of._begin(self)
-            self._open(of._start)
-            self.number, of._start = of.epoch, 0
-            self.drawn = 0 if of._draws_skipped else self.skipped
-        if self.ahead or not self.exhausted:
-            of._iterator = self  # again, where another one was drawn from meanwhile
-        number, rank = self.drawn, of.rank
-        if of.interleave:
-            number, rank = divmod(self.drawn, of.num_replicas)
-        if number == len(self):
-            self.exhausted = True
-            raise StopIteration
-        sizes = next(sizes for first, sizes in reversed(self.sizes) if first <= number)
-        part, cost = of._part(self.cut, self.number, number, sizes, rank)
-        self.drawn += 1
-        if rank == of.rank and number >= self.skipped:
-            begin = number - number % of.accumulate
-            end = min(begin + of.accumulate, len(self))
-            window = self.cut.begin(end) - self.cut.begin(begin)
-            self.ahead.append((len(part), window, cost))
-            if len(self.ahead) == _MOST_AHEAD and not of._scaled:
-                of._warn_of_no_scale()
-        self.exhausted = self.steps_drawn == len(self)
-        return part
+    at_least(1, "least", "accumulate", "balance_every")
+    at_least(0, "seed")
+    least = asked["least"]
+    of_each = f", {least} for each process" if replicas > 1 else ""
+    at_least(least * replicas, "num_samples", "global_batch_size", why=of_each)
+    for name, values in (("local_batch_sizes", sizes), ("limits", limits)):
+        if values is not None:
+            one_each = isinstance(values, list) and len(values) == replicas
+            must = f"{name} must have one value for each process ({replicas})"
+            require(one_each, must, str(values))
+            whole = all(isinstance(each, Integral) and each >= least for each in values)
+            require(whole, f"{name} must be integers of at least {least}", str(values))
+    if sizes is not None:
+        must = f"local_batch_sizes must sum to global_batch_size ({total})"
+        require(total in (None, sum(sizes)), must, sum(sizes))
+        total = sum(sizes)
+        fits = not limits or all(size <= limit for size, limit in zip(sizes, limits, strict=True))
+        require(fits, f"local_batch_sizes must be within limits ({limits})", str(sizes))
+    enough = not limits or sum(limits) >= total
+    must = f"limits must sum to at least the global batch size ({total})"
+    require(enough, must, str(limits))
+    must = f"drop_last must be False where a joint batch ({total}) has all samples"
+    require(not asked["drop_last"] or total <= asked["num_samples"], must, "True")
+    balance = asked["balance"]
+    require(balance in (None, "dynamic"), "balance must be None or 'dynamic'", repr(balance))
+    must = (
+        "num_replicas must be the world size with balance='dynamic', which compares all processes"
+    )
+    require(not balance or replicas == world_size(), must, f"{replicas} of {world_size()}")
+    every = asked["balance_every"]
+    require(balance or not every, "balance_every needs balance='dynamic'", every)

@@ -58,7 +58,7 @@ def _permutation(samples: int, seed: int, blocks: Order | None, epoch: int) -> n
     return blocks.order(rng) if blocks else rng.permutation(samples)
 
 
-def _ordered(
+def ordered(
     samples: int, seed: int | None, blocks: Order | None, epoch: int, begin: int, end: int
 ) -> np.ndarray:
     """Return the samples of an epoch's order from `begin` up to `end`; without a seed as they lie.
@@ -95,7 +95,7 @@ class EpochSampler:
     ) -> None:
         self._shares = np.asarray(shares, dtype=np.int64)
         self.samples = start + int(self._shares.sum())
-        self._order = partial(_ordered, self.samples, seed, blocks)
+        self._order = partial(ordered, self.samples, seed, blocks)
         self._rounds, self._first_round = rounds, first_round
         self._start, self._least = start, least
 
@@ -138,10 +138,6 @@ class StepSampler:
     Steps are those of `cuts_of_epoch`; a part has at least `least` samples, unless it is empty.
     Which samples a global batch has does not depend on the sizes of the parts, which may change
     from step to step.
-
-    With `whole` steps have B samples each but the last, as torch's `BatchSampler` cuts them, from
-    the sample `start` on; where the leftover is less than `whole` samples, the last two steps share
-    what they have. With no `seed` samples keep their order.
     """
 
     def __init__(
@@ -149,19 +145,14 @@ class StepSampler:
         samples: int,
         global_batch_size: int,
         *,
-        seed: int | None = 0,
+        seed: int = 0,
         drop_last: bool = False,
         least: int = 1,
         blocks: Order | None = None,
-        whole: int = 0,
-        start: int = 0,
     ) -> None:
-        self._order = partial(_ordered, samples, seed, blocks)
+        self._order = partial(ordered, samples, seed, blocks)
         self._least = least
-        if whole:
-            self._cuts = _whole_steps(samples, global_batch_size, whole, start, drop_last)
-        else:
-            self._cuts = cuts_of_epoch(samples, global_batch_size, least, drop_last)
+        self._cuts = cuts_of_epoch(samples, global_batch_size, least, drop_last)
         self.steps_per_epoch = len(self._cuts) - 1
 
     def begin(self, number: int) -> int:
@@ -203,8 +194,14 @@ def cuts_of_epoch(
     return numbers * size + np.maximum(0, numbers - (steps - larger))
 
 
-def _whole_steps(samples: int, size: int, fewest: int, start: int, drop_last: bool) -> np.ndarray:
-    """Return where steps of one size and a last one of at least `fewest` samples begin and end."""
+def whole_steps(
+    samples: int, size: int, fewest: int, *, start: int = 0, drop_last: bool = False
+) -> np.ndarray:
+    """Return where steps of one size begin and end, as torch's `BatchSampler` cuts them.
+
+    The last one is what is left from the sample `start` on; where that is less than `fewest`
+    samples, the last two steps share what they have.
+    """
     cuts = np.arange(start, samples + 1, size)
     rest = samples - int(cuts[-1])
     if drop_last or not rest:

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from dbsl.base.errors import SettingError
-from dbsl.base.seeds import stream_seed
+from dbsl.base.seeds import seed_streams, stream_seed
 from dbsl.config.hooks import Extra
 from dbsl.data.sources import Source
-from dbsl.data.transforms import seed_streams
 from dbsl.loss import Figures, check_figures, scalars
 from dbsl.plan.sampler import Step
 from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, NO_FAULT, RoundReport, Turn

@@ -314,7 +314,7 @@ def test_rounds_that_an_error_ends_are_left(run_ranks):
         ("weight", "weight must be at least 0, and their sum above 0 and finite, got 0.0,0.0"),
         ("model", "tensors of model must be the same on every process"),
         ("outer", "outer must be the same on every process"),
-        ("wire", "wire must be the same on every process, got int4,int8"),
+        ("wire", "wire must be the same on every process, got int4 on rank 0 and int8 on rank 1"),
         ("6 and 5", "step and merge must be called equally often on every process"),
         ("1 and 2", "step and merge must be called equally often on every process"),
     ],

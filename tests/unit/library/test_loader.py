@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import dbsl
 from dbsl import SettingError
-from dbsl.library.lengths import deal
+from dbsl.library.loader import deal
 from dbsl.library.scales import USED
 
 

@@ -391,7 +391,7 @@ def test_a_step_is_measured_after_one_that_failed_and_without_its_pauses():
 
 def test_a_process_group_that_came_later_is_refused(monkeypatch):
     sampler, merging = UnevenBatchSampler(10, 4), rounds()
-    for module in ("sizes", "rounds"):
+    for module in ("uneven", "rounds"):
         monkeypatch.setattr(f"dbsl.library.{module}.world_size", lambda group=None: 2)
     for use in (lambda: iter(sampler), lambda: merging.__enter__()):
         with pytest.raises(SettingError, match="built after the process group, which has 2"):

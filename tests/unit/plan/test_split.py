@@ -12,7 +12,7 @@ from dbsl.plan.machines import (
     bounded_split,
     split_batch,
 )
-from dbsl.plan.sampler import StepSampler
+from dbsl.plan.sampler import StepSampler, whole_steps
 from dbsl.plan.solve import PlanRules, plan_dual_batch, plan_steps
 from dbsl.plan.spec import make_plan, resize_plan, specs_of
 from dbsl.plan.types import TimeModel
@@ -89,9 +89,8 @@ def test_a_short_batch_leaves_parts_empty_or_large_enough(sizes, data, least):
 
 def test_no_process_takes_alone_what_an_epoch_has_left():
     assert split_batch(15, [1] * 8).tolist() == [2] * 7 + [1]
-    sampler = StepSampler(1007, 8, whole=8)
-    last = sampler.step(0, sampler.steps_per_epoch - 1, [1] * 8).parts
-    assert max(len(part.indices) for part in last) == 2
+    begin, end = whole_steps(1007, 8, fewest=8)[-2:].tolist()
+    assert max(split_batch(end - begin, [1] * 8)) == 2
 
 
 @given(
