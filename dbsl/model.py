@@ -344,17 +344,6 @@ def set_training(model: nn.Module) -> None:
             module.eval()
 
 
-@contextmanager
-def kept_modes(model: nn.Module) -> Iterator[None]:
-    """Put each module into the mode that it was in, training or evaluation, on leaving."""
-    before = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode
-
-
 def set_dropout(model: nn.Module, probability: float) -> None:
     """Set the dropout before the classifier; a model that was not built here keeps its own."""
     if not hasattr(model, "head_dropouts"):

@@ -248,6 +248,17 @@ def _views(vector: Tensor, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, 
         offset += _padded(tensor.numel())
 
 
+@contextmanager
+def kept_modes(model: nn.Module) -> Iterator[None]:
+    """Put each module into the mode that it was in, training or evaluation, on leaving."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
 _MOST_GRAPHS = 64  # in a run; further shapes run uncompiled
 
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from dbsl.base.errors import RunStopped
 from dbsl.base.seeds import generator, stream_seed
-from dbsl.cluster.weights import uncompiled
+from dbsl.cluster.weights import kept_modes, uncompiled
 from dbsl.config.fields import Within
 from dbsl.config.hooks import Extra, Metrics
 from dbsl.config.settings import RunConfig
-from dbsl.model import EMA, batch_norms, kept_modes, set_training
+from dbsl.model import EMA, batch_norms, set_training
 from dbsl.plan.sampler import Order
 from dbsl.run.workers import Workers
 

@@ -19,6 +19,7 @@ from accelerate.utils import find_batch_size, gather
 from torch import nn
 
 from dbsl.base.errors import SettingError
+from dbsl.cluster.weights import kept_modes
 from dbsl.library.loader import uneven
 
 # Losses of sentence-transformers that compare the samples of a batch with each other.
@@ -100,17 +101,14 @@ class UnevenTrainerMixin:
         """Return whether the loss is divided by the items of a batch: tried with twice as many."""
         if items is None or not self.args.average_tokens_across_devices:
             return False
-        modes = {module: module.training for module in model.modules()}
-        model.eval()  # no dropout
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), torch.random.fork_rng(), kept_modes(model):
+            model.eval()  # no dropout
             losses = [
                 super(UnevenTrainerMixin, self).compute_loss(
                     model, dict(inputs), num_items_in_batch=items * times
                 )
                 for times in (1, 2)
             ]
-        for module, trains in modes.items():
-            module.training = trains
         return bool(torch.isclose(losses[0], 2 * losses[1], rtol=1e-3))
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dbsl.base.errors import require
 from dbsl.base.seeds import global_streams, seed_streams
+from dbsl.cluster.weights import kept_modes
 from dbsl.library.loader import sampler_of
 from dbsl.library.processes import gather
 from dbsl.library.uneven import UnevenBatchSampler
@@ -162,18 +163,15 @@ def _put_back(model: nn.Module, sampler: UnevenBatchSampler) -> Iterator[None]:
     """Have no dropout and no exchange between processes inside; leave everything as it was."""
     gradients = [p.grad for p in model.parameters()]
     buffers = [b.clone() for b in model.buffers()]
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    for module, trains in modes.items():
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
-            module.train(trains)
-    with torch.random.fork_rng(), global_streams(), alone(model):
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
+    with torch.random.fork_rng(), global_streams(), alone(model), kept_modes(model):
+        model.eval()
+        for norm in norms:
+            norm.train(not isinstance(norm, nn.SyncBatchNorm))
         try:
             yield
         finally:
             sampler.__dict__.pop("scale", None)
-            for module, trains in modes.items():
-                module.training = trains
             with torch.no_grad():
                 for buffer, value in zip(model.buffers(), buffers, strict=True):
                     buffer.copy_(value)

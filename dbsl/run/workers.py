@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from dbsl.base.errors import ReadError, RunStopped, require
 from dbsl.cluster.merges import MergeRule
-from dbsl.cluster.weights import uncompiled
+from dbsl.cluster.weights import kept_modes, uncompiled
 from dbsl.config.settings import FLOAT32, RunConfig, meets_at_server
 from dbsl.data.sources import TrainingData, as_source
 from dbsl.data.transforms import Mixing
 from dbsl.loss import LossFunction, bind_loss
-from dbsl.model import kept_modes, train_mode
+from dbsl.model import train_mode
 from dbsl.optimizer import BuildOptimizer, join_optimizers, keep_ratios
 from dbsl.plan.sampler import evaluation_batches
 from dbsl.plan.types import EpochEnd

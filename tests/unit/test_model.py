@@ -11,6 +11,7 @@ from torch import nn
 
 import dbsl.model
 from dbsl.base.errors import SettingError
+from dbsl.cluster.weights import kept_modes
 from dbsl.config.settings import RunConfig
 from dbsl.model import (
     StridedConv2d,
@@ -18,7 +19,6 @@ from dbsl.model import (
     build_model,
     check_model,
     count_once,
-    kept_modes,
     load_initial,
     load_model,
     save_model,
