@@ -192,8 +192,8 @@ def check_epochs_under_way(
 def with_lost_workers(state: Mapping[str, Any], workers: Workers, epochs: int) -> Mapping[str, Any]:
     """Return rank 0's state with the workers back that were lost.
 
-    They begin with the first epoch that nobody has begun, when another worker has come as far.
-    Epochs under way keep the plans that were made without them.
+    They begin with the first epoch that nobody has begun. Epochs under way keep the plans that were
+    made without them.
     The run's planner takes the state; `epochs` the run was to have when it was saved.
     """
     server, planner = state["cluster"]["server"], workers.plans.planner
@@ -204,6 +204,7 @@ def with_lost_workers(state: Mapping[str, Any], workers: Workers, epochs: int) -
     planner.load_state_dict(state["planner"])
     begin = planner.bring_back(min(epochs, workers.config.epochs) * workers.plans.rounds)
     for worker in members.lost:
-        members.join(worker, begin * workers.plans.rounds)
+        members.clocks[worker] = begin * workers.plans.rounds
+    members.active = set(range(len(members.clocks)))
     cluster = state["cluster"] | {"server": server | members.state_dict()}
     return {**state, "cluster": cluster, "planner": planner.state_dict()}

@@ -196,17 +196,10 @@ class SimulatedCluster(Cluster):
     def _start_rounds(self) -> None:
         """Begin the rounds of all workers that are in none and may start one, in order."""
         server, latest = self.server, self.server.latest_start()
-        free = server.members.active - server.members.inside
-        waiting = [
-            worker
-            for worker, clock in enumerate(server.clocks)
-            if clock < self._rounds
-            and clock <= latest
-            and worker in free
-            and server.may_start(worker)
-        ]
-        for worker in waiting:
-            self._pulled[worker] = server.pull(worker)  # which a newcomer begins with
+        for worker in sorted(server.members.active - server.members.inside):
+            if server.clocks[worker] >= self._rounds or server.clocks[worker] > latest:
+                continue
+            self._pulled[worker] = server.pull(worker)
             self.planner.decide(*self._place(worker))
             compute_s, exchange_s = self._times(worker, *self._place(worker))
             self._spent[worker] = compute_s, exchange_s, self.time_s - self._ended[worker]

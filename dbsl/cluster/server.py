@@ -75,22 +75,9 @@ class Server:
         """Return the clock up to which workers may start a round now."""
         return float("inf") if self.staleness is None else self.members.slowest() + self.staleness
 
-    def may_start(self, worker: int) -> bool:
-        """Whether the worker may start its next round now.
-
-        A newcomer waits until another worker, who is none, has come as far: it would else lead from
-        its first round on.
-        """
-        newcomers, clock = self.members.newcomers, self.clocks[worker]
-        if worker in newcomers:
-            others = self.members.active - newcomers
-            if clock > max((self.clocks[w] for w in others), default=self.members.slowest()):
-                return False
-        return clock <= self.latest_start()
-
     def pull(self, worker: int) -> Tensor:
         """Return the global weights for a worker's next round, not to be written to."""
-        self.members.begin(worker)
+        self.members.inside.add(worker)
         self._pulled_version[worker] = self.version
         return self.snapshot()
 

@@ -259,7 +259,7 @@ class ServingCluster(MemberCluster):
         """Return the plan of a worker's next round when it may begin; until then it may change."""
         with self._changed:
             if self._may_begin(worker):
-                self.server.members.begin(worker)
+                self.server.members.inside.add(worker)
             return self.planner.decide(*self._place(worker))
 
     def _pull(self, worker: int) -> Tensor | None:
@@ -273,7 +273,7 @@ class ServingCluster(MemberCluster):
             lambda: (
                 self.interrupted
                 or worker not in self.server.members.active
-                or self.server.may_start(worker)
+                or self.server.clocks[worker] <= self.server.latest_start()
             )
         )
         self._check_there(worker)

@@ -19,7 +19,6 @@ class Members:
         self.rounds = rounds  # per epoch
         self.clocks = [0] * workers  # rounds that each has pushed, lost workers included
         self.active = set(range(workers))  # those that are there
-        self.newcomers: set[int] = set()  # are back after a loss, and have not begun a round
         self.inside: set[int] = set()  # have begun a round, and not pushed it
 
     @property
@@ -36,32 +35,20 @@ class Members:
         there = self.active - {but}
         return min(max(self.clocks[w] + (w in self.inside) for w in there), last)
 
-    def begin(self, worker: int) -> None:
-        """Note that a worker has begun its next round."""
-        self.newcomers.discard(worker)
-        self.inside.add(worker)
-
     def leave(self, worker: int) -> None:
         """Go on without a worker."""
         self.active.discard(worker)
-        self.newcomers.discard(worker)
         self.inside.discard(worker)
-
-    def join(self, worker: int, clock: int) -> None:
-        """Go on with a lost worker, which begins with as many rounds behind it as any, or more."""
-        self.clocks[worker] = clock
-        self.active.add(worker)
-        self.newcomers.add(worker)
 
     def state_dict(self) -> dict[str, Any]:
         """Return who is there, in plain values."""
-        sets = {name: sorted(getattr(self, name)) for name in ("active", "newcomers", "inside")}
+        sets = {"active": sorted(self.active), "inside": sorted(self.inside)}
         return {"clocks": list(self.clocks), **sets}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        self.clocks, self.inside = list(state["clocks"]), set(state["inside"])
-        self.active, self.newcomers = set(state["active"]), set(state["newcomers"])
+        self.clocks = list(state["clocks"])
+        self.active, self.inside = set(state["active"]), set(state["inside"])
 
 
 class EpochPlans:

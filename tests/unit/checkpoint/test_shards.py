@@ -22,7 +22,7 @@ from train import Config
 
 FAST = TimeModel(0.001, 0.01)
 # What a server has told of and has not merged.
-NOTHING = {"newcomers": [], "inside": [], "reports": [], "finished": [], "outer": None}
+NOTHING = {"inside": [], "reports": [], "finished": [], "outer": None}
 COUNTS = {"weights": None, "version": 9, "refused": 0}
 
 
@@ -81,7 +81,7 @@ def test_a_lost_worker_is_back_in_the_first_epoch_that_nobody_has_begun(clocks, 
     state = with_lost_workers(saved, run, 5)
     assert state["cluster"]["server"]["clocks"] == [*clocks[:2], 2 * back]
     assert set(state["planner"]["decided"]) == set(range(min(clocks[:2]) // 2, back))
-    assert state["cluster"]["server"]["newcomers"] == [2]  # it waits, as one that joins
+    assert state["cluster"]["server"]["active"] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

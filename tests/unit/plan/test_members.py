@@ -24,10 +24,10 @@ def case(*losses, workers=3, rounds=1, epochs=8, sync="asp", slow=None, **option
     return Case(options, 90, [model] * workers, [5] * workers, 1, emulation, losses)
 
 
-def know(planner, *clocks, inside=(), lost=(), newcomers=()):
+def know(planner, *clocks, inside=(), lost=()):
     """Have workers at these clocks; those inside have begun their next round."""
     members = planner.members
-    members.clocks, members.newcomers = [*clocks], set(newcomers)
+    members.clocks = [*clocks]
     members.active = set(range(len(clocks))) - set(lost)
     members.inside = set(inside)
 
@@ -61,7 +61,7 @@ def test_a_worker_that_is_back_and_has_begun_nothing_is_lost_without_a_sample():
     leave_out(planner, 2)
     know(planner, 1, 1, 0, inside=(1,), lost=(2,))
     assert planner.bring_back(24) == 1
-    know(planner, 1, 2, 3, inside=(1,), newcomers=(2,))
+    know(planner, 1, 2, 3, inside=(1,))
     assert planner.drop(2, 24) == 0
     assert samples_of(run, 1) == [45, 45, 0]
 
