@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from dbsl.checkpoint import resume
 from dbsl.checkpoint.checkpoint import Checkpoint
 from dbsl.config.complete import found_by, with_found
 from dbsl.config.hooks import Extra, Extras
+from dbsl.config.parse import run_folder_of
 from dbsl.config.settings import RunConfig, check_effects
 from dbsl.data.dataset import Data, load_data
 from dbsl.data.sources import TrainingData
@@ -88,7 +89,9 @@ class RunFolder(AbstractContextManager):
         threads = processes.common_threads(accelerator)
         found_out = {"mixed_precision": accelerator.mixed_precision, "cpu_threads": threads}
         config = settle_islands(_with_rate(replace(with_found(given), **found_out)), count, nodes)
-        before = resume.run_before(config)
+        before = config.resume and run_folder_of(config.resume, config.output_dir)
+        if before and not (before / "config.yaml").is_file():
+            before = None  # auto's first start
         self.folder = before or Path(config.output_dir or default_folder(config))
         if not config.plan_only:
             # First of all: nobody likes to measure and decode for a folder that cannot be written.
@@ -104,8 +107,10 @@ class RunFolder(AbstractContextManager):
             check_effects(config, count)
         elif found is None:
             accelerator.print(f"{before} has no checkpoint yet: the run starts again")
-        now = resume.adapt_to_processes(config, found, count, given)
-        self._given = _given_now(given, config, now)
+        changes = resume.changes_for(config, found, count, given)
+        now = replace(config, **changes)
+        said = {n: v for n, v in changes.items() if getattr(given, n) is not None}
+        self._given = replace(given, **said)
         self._unset = self._given.workers is None and count == 1
         self.config = count_workers(settle_islands(now, count, nodes), count)
         Extras.of(self.config).first(Extra.machine, self.config, accelerator)  # it refuses early
@@ -195,10 +200,3 @@ class RunFolder(AbstractContextManager):
             self._accelerator.end_training()
             if self.is_finished or self.log is not None:
                 check_result(self.folder, self.config, self._accelerator)
-
-
-def _given_now(given: RunConfig, before: RunConfig, now: RunConfig) -> RunConfig:
-    """Return the settings as given, but for those of other workers, which a resumed run adapts."""
-    names = [field.name for field in fields(given) if getattr(given, field.name) is not None]
-    adapted = {n: getattr(now, n) for n in names if getattr(before, n) != getattr(now, n)}
-    return replace(given, **adapted)

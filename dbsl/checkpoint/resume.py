@@ -16,7 +16,6 @@ from dbsl.base.machine import remember
 from dbsl.checkpoint.disk import (
     MODEL_FILE,
     Found,
-    Manifest,
     checkpoints_in,
     newest,
     reading_checkpoint,
@@ -33,9 +32,9 @@ from dbsl.checkpoint.handover import (
 )
 from dbsl.cluster.weights import vector_length
 from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_text
-from dbsl.config.complete import FOUND, set_back
+from dbsl.config.complete import FOUND
 from dbsl.config.fields import Role, with_role
-from dbsl.config.parse import RUN_FOLDER, is_checkpoint, run_folder_of
+from dbsl.config.parse import RUN_FOLDER, is_checkpoint
 from dbsl.config.settings import (
     CHECKPOINTS,
     RunConfig,
@@ -62,14 +61,6 @@ class Resumed:
 
 
 # --- which checkpoint
-
-
-def run_before(config: RunConfig) -> Path | None:
-    """Return the folder of the run that goes on; None: it is a new one."""
-    if config.resume is None:
-        return None
-    run_folder = run_folder_of(config.resume, config.output_dir)
-    return run_folder if (run_folder / "config.yaml").is_file() else None  # auto's first start
 
 
 def find_checkpoint(run_folder: Path, config: RunConfig, accelerator: Accelerator) -> Found | None:
@@ -142,52 +133,48 @@ def _draw_another_order(changed: Changes, cls: type[RunConfig]) -> list[str]:
     return [n for n in names if None in changed[n] or getattr(cls, n) is not None]
 
 
-def adapt_to_processes(
+def changes_for(
     config: RunConfig, found: Found | None, processes: int, given: RunConfig
-) -> RunConfig:
-    """Return the config for as many workers as there are now, in so many processes.
+) -> dict[str, Any]:
+    """Return the settings that change for as many workers as there are now, in so many processes.
 
     What was measured or solved for other workers is left to be found anew; the global batch of
-    joint steps stays. In `config` what the run had found out is filled in, in `given` it is not.
+    joint steps stays, unless it or its parts are given. In `config` what the run had found out is
+    filled in, in `given` it is not.
     """
     if found is None:
-        return config
-    cls, workers = type(config), found.manifest.workers
-    before, now = complete_settings(found.manifest.config, config), workers_of(config, processes)
-    config = replace(config, workers=now or workers)
-    if config.workers == workers:
-        # It may have been kept before, from yet other workers.
-        kept = "global_batch_size" in before[FOUND]
-        return _with_global_batch(config, before, found) if kept else config
-    of_workers = {*with_role(cls, Role.WORKERS)} - {"workers"}
-    config, gone = set_back(config, given, config.found.keys() & of_workers), set()
-    for name in with_role(cls, Role.WORKERS):  # values of each worker have no meaning now
-        value = getattr(config, name)
-        several = isinstance(value, tuple) and len(value) > len(before["resolutions"])
-        by_worker = several or (value and name == "local_batch_sizes")
-        if by_worker and _is_as_before(name, config, before):
-            gone |= {*(_TIMES if name in _TIMES else (name,))}
-    small = config.small_workers
-    small = small and min(small, config.workers)
-    config = replace(config, small_workers=small, **dict.fromkeys(gone))
-    return _with_global_batch(config, before, found)
-
-
-def _with_global_batch(config: RunConfig, before: Mapping[str, Any], found: Found) -> RunConfig:
-    """Return the config with the global batch of joint steps, unless it or its parts are given."""
-    joint = before["sync"] == "step" or before["push"] != "weights"
-    given = config.global_batch_size or config.local_batch_sizes
-    if given or not (joint and takes_joint_steps(config)):
-        return config
+        return {}
+    of_workers, workers = with_role(type(config), Role.WORKERS), found.manifest.workers
+    before = complete_settings(found.manifest.config, config)
+    changes = {"workers": workers_of(config, processes) or workers}
+    if changes["workers"] != workers:
+        anew = config.found.keys() & {*of_workers} - {"workers"}
+        anew |= {"profile"} if "slope" in anew else set()
+        changes |= {name: getattr(given, name) for name in anew}
+        config = replace(config, **changes)
+        for name in of_workers:  # values of each worker have no meaning now
+            value = getattr(config, name)
+            several = isinstance(value, tuple) and len(value) > len(before["resolutions"])
+            by_worker = several or (value and name == "local_batch_sizes")
+            if by_worker and _is_as_before(name, config, before):
+                changes |= dict.fromkeys(_TIMES if name in _TIMES else (name,))
+        if config.small_workers:
+            changes["small_workers"] = min(config.small_workers, config.workers)
+    config, joint = replace(config, **changes), before["sync"] == "step"
+    joint = (joint or before["push"] != "weights") and takes_joint_steps(config)
+    # It may have been kept before, from yet other workers.
+    kept = config.workers != workers or "global_batch_size" in before[FOUND]
+    if not (joint and kept) or config.global_batch_size or config.local_batch_sizes:
+        return changes
     planner = found.shard(SERVER_RANK)["planner"]
     sizes = {plan["global_batch_size"] for plan in planner["last"].values()}
-    if len(sizes) > 1:
-        return config
-    changes = {"global_batch_size": sizes.pop()}
-    # Without a global batch it was each worker's part; with one it would be the most of each.
-    if before["global_batch_size"] is None and _is_as_before("large_batch_size", config, before):
-        changes["large_batch_size"] = None
-    return replace(config, **changes)
+    if len(sizes) == 1:
+        changes["global_batch_size"] = sizes.pop()
+        # Without a global batch it was each worker's part; with one it would be the most of each.
+        alone = before["global_batch_size"] is None
+        if alone and _is_as_before("large_batch_size", config, before):
+            changes["large_batch_size"] = None
+    return changes
 
 
 # --- what it takes over
@@ -205,7 +192,16 @@ def read_resumed(found: Found, workers: Workers, config: RunConfig) -> Resumed:
         for name, pair in changed.items():
             if name not in with_role(type(config), Role.COMMAND):
                 say(f"changed since the checkpoint: {name} {' -> '.join(map(as_given, pair))}")
-        others = _new_to_workers(changed, manifest, workers)
+        others = {  # what has changed so that no process's own state fits
+            "workers": (manifest.workers, workers.config.workers),
+            "processes": (manifest.processes, workers.accelerator.num_processes),
+            "training images": (manifest.samples, len(data.train)),
+        }
+        others = {what: pair for what, pair in others.items() if pair[0] != pair[1]}
+        anew = {*with_role(type(config), Role.PLAN)}
+        if manifest.processes > 1 and config.sync == "bsp":
+            anew |= {"wire", "merge"}  # which decide what a barrier keeps of a round
+        others |= {name: pair for name, pair in changed.items() if name in anew}
         for what, pair in {} if saved.is_open else others.items():
             must_stay(what, *pair, " until all workers have pushed the same rounds")
         epochs = saved.under_way(at_epoch_end=MODEL_FILE in manifest.files)
@@ -214,7 +210,6 @@ def read_resumed(found: Found, workers: Workers, config: RunConfig) -> Resumed:
             epochs = range(epoch, epoch + any(inside))
         orders = _draw_another_order(changed, type(config))
         check_epochs_under_way(saved, orders, workers, epochs, others=bool(others))
-        check_held_out(manifest.held_out, data, config.dataset)
         same = not (others or saved.server_alone)
         if others:
             state = for_others(saved, workers)
@@ -226,21 +221,6 @@ def read_resumed(found: Found, workers: Workers, config: RunConfig) -> Resumed:
     if not (same or saved.joint or saved.pushes):
         say("optimizer states begin empty, as do remainders of rounding")
     return Resumed(found, state, same)
-
-
-def _new_to_workers(changed: Changes, manifest: Manifest, workers: Workers) -> Changes:
-    """Return what has changed so that no process's own state fits: before, now."""
-    config, processes = workers.config, workers.accelerator.num_processes
-    others = {
-        "workers": (manifest.workers, config.workers),
-        "processes": (manifest.processes, processes),
-        "training images": (manifest.samples, len(workers.data.train)),
-    }
-    others = {what: pair for what, pair in others.items() if pair[0] != pair[1]}
-    anew = {*with_role(type(config), Role.PLAN)}
-    if manifest.processes > 1 and config.sync == "bsp":
-        anew |= {"wire", "merge"}  # which decide what a barrier keeps of a round
-    return others | {name: pair for name, pair in changed.items() if name in anew}
 
 
 def check_trained_on(run: Path, data: TrainingData, dataset: str) -> None:
@@ -284,6 +264,7 @@ def _check_state(
     fits = len(weights) == vector_length(workers.raw_model)
     for name in ("model", "model_kwargs") if not fits else ():
         must_stay(name, *changed.get(name, ("", "")), ", whose weights the run has")
+    check_held_out(manifest.held_out, data, workers.config.dataset)
     epochs = workers.config.epochs
     text = f"epochs must be above the {manifest.epoch} that are complete"
     require("epochs" not in changed or epochs > manifest.epoch, text, epochs)

@@ -7,7 +7,7 @@ while no other setting and no number of processes has changed; else all of it is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -56,12 +56,6 @@ def with_found(given: RunConfig) -> RunConfig:
     values = {name: value for name, value in given.found.items() if name != PROCESSES}
     said = {"profile": None} if "slope" in values else {}  # it has had its say
     return replace(given, **values, **said)
-
-
-def set_back(config: RunConfig, given: RunConfig, names: Collection[str]) -> RunConfig:
-    """Return the settings with these, which were found out, as they were given."""
-    names = {*names, "profile"} if "slope" in names else names
-    return replace(config, **{name: getattr(given, name) for name in names})
 
 
 def found_by(given: RunConfig, complete: RunConfig, processes: int) -> dict[str, Any]:

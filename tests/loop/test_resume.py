@@ -27,7 +27,6 @@ from dbsl.config.complete import with_found
 from dbsl.config.parse import parse_config
 from dbsl.model import load_model
 from dbsl.plan.types import LostWorker, RoundReport
-from dbsl.runs import _given_now
 from tests import helpers
 from tests.helpers import fingerprint, rounds_of, rows, samples_by_epoch, short, slow, wait_all
 from train import Config
@@ -542,14 +541,16 @@ def test_what_workers_send_and_how_they_merge_may_change_between_epochs(tmp_path
     assert samples_by_epoch(folder) == [samples_by_epoch(folder)[0]] * 3
 
 
+def adapted(config, found, processes, given):
+    return replace(config, **resume.changes_for(config, found, processes, given))
+
+
 def test_settings_of_other_workers_are_written_as_they_are_trained_with(left):
     """config.yaml repeats the run: what was given for three workers is no setting of one of two."""
     given = Config(**{**SETTINGS, **MODES["step"]}, workers=4)
-    now = resume.adapt_to_processes(given, newest(left("step", False)), 2, given)
-    written = _given_now(given, given, now)
-    assert (written.workers, written.local_batch_sizes) == (2, None)
-    assert written == replace(now, global_batch_size=None)  # found out, not given
-    assert _given_now(replace(given, workers=None), given, now).workers is None
+    changes = resume.changes_for(given, newest(left("step", False)), 2, given)
+    assert (changes["workers"], changes["local_batch_sizes"]) == (2, None)
+    assert changes.keys() == {"workers", "local_batch_sizes", "global_batch_size"}
 
 
 @pytest.mark.parametrize(
@@ -573,7 +574,7 @@ def test_other_workers_keep_the_global_batch_unless_its_parts_are_given(
         saved["local_batch_sizes"] = None
     found = replace(found, manifest=replace(found.manifest, config=saved))
     config = {**SETTINGS, "sync": "step", "workers": 4, **given}
-    now = resume.adapt_to_processes(Config(**config), found, 1, Config(**config))
+    now = adapted(Config(**config), found, 1, Config(**config))
     assert (now.global_batch_size, now.local_batch_sizes, now.large_batch_size) == expected
 
 
@@ -613,17 +614,17 @@ def test_what_was_found_for_other_workers_is_found_anew(left):
     before = {"small_workers": 2, "small_batch_size": (2,), "processes": 1}
     given = Config(**config, found=before)
     found = newest(left("bsp", False))
-    now = resume.adapt_to_processes(with_found(given), found, 2, given)
+    now = adapted(with_found(given), found, 2, given)
     assert (now.workers, now.small_workers, now.small_batch_size) == (2, None, None)
     # Batches of two workers are no batches of two resolutions.
     sizes = {"local_batch_sizes": [3, 5], "resolutions": [16, 32]}
     manifest = replace(found.manifest, workers=2, config={**found.manifest.config, **sizes})
     given = Config(workers=1, local_batch_sizes=(3, 5), resolutions=(16, 32))
-    now = resume.adapt_to_processes(given, replace(found, manifest=manifest), 1, given)
+    now = adapted(given, replace(found, manifest=manifest), 1, given)
     assert now.local_batch_sizes is None
     given, sizes = Config(workers=3, local_batch_sizes=(9,)), {"local_batch_sizes": [9]}
     manifest = replace(found.manifest, workers=1, config={**found.manifest.config, **sizes})
-    now = resume.adapt_to_processes(given, replace(found, manifest=manifest), 1, given)
+    now = adapted(given, replace(found, manifest=manifest), 1, given)
     assert now.local_batch_sizes is None
 
 
