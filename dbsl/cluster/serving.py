@@ -115,15 +115,13 @@ class ServedCluster(MemberCluster):
 
     def plan(self, turn: Turn) -> Plan:
         with self._waiting(), self._exchange():
-            _, text = self._link.ask(Kind.PLAN)
+            answer, text = self._link.ask(Kind.PULL)
+        self._end(answer)
         return read_plan(text)
 
     def pull(self, turn: Turn) -> None:
         with self._waiting(), self._exchange():
-            answer, _ = self._link.ask(Kind.PULL)
-            if answer == Answer.GOES_ON:
-                self._link.receive()
-        self._end(answer)
+            self._link.receive()
 
     def _hand_over(self, report: RoundReport) -> bool:
         with self._exchange():
@@ -230,17 +228,16 @@ class ServingCluster(MemberCluster):
         if not turn.workers:
             return self.planner.plans.of_epoch(turn.epoch)[-1]
         with self._waiting():
-            return self._begin(*turn.workers)
+            begun = self._begin(*turn.workers)
+        if begun is None:
+            self._end(self._ending)
+        plan, self._pulled = begun
+        return plan
 
     def pull(self, turn: Turn) -> None:
-        if not turn.workers:
-            return
-        with self._waiting():
-            weights = self._pull(*turn.workers)
-            if weights is not None:
-                self.weights.load(weights)  # to a GPU it takes its time: others need not wait
-        if weights is None:
-            self._end(self._ending)
+        if turn.workers:
+            with self._waiting():
+                self.weights.load(self._pulled)  # to a GPU it takes its time: others need not wait
 
     def _hand_over(self, report: RoundReport | None) -> bool:
         if report is None:
@@ -255,29 +252,24 @@ class ServingCluster(MemberCluster):
 
     # --- what any worker asks of the server
 
-    def _begin(self, worker: int) -> Plan:
-        """Return the plan of a worker's next round when it may begin; until then it may change."""
-        with self._changed:
-            if self._may_begin(worker):
-                self.server.members.inside.add(worker)
-            return self.planner.decide(*self._place(worker))
+    def _begin(self, worker: int) -> tuple[Plan, Tensor] | None:
+        """Return the plan and the weights of a worker's next round when it may begin.
 
-    def _pull(self, worker: int) -> Tensor | None:
-        """Return the weights for a worker's next round when it may begin; None: the run stops."""
+        Until then both may change. None: the run is to stop.
+        """
         with self._changed:
-            return self.server.pull(worker) if self._may_begin(worker) else None
-
-    def _may_begin(self, worker: int) -> bool:
-        """Wait, with the lock held, until a worker may begin; False: the run is to stop."""
-        self._wait_for(
-            lambda: (
-                self.interrupted
-                or worker not in self.server.members.active
-                or self.server.clocks[worker] <= self.server.latest_start()
+            self._wait_for(
+                lambda: (
+                    self.interrupted
+                    or worker not in self.server.members.active
+                    or self.server.clocks[worker] <= self.server.latest_start()
+                )
             )
-        )
-        self._check_there(worker)
-        return not self.interrupted
+            self._check_there(worker)
+            if self.interrupted:
+                return None
+            weights = self.server.pull(worker)
+            return self.planner.decide(*self._place(worker)), weights
 
     def _check_there(self, worker: int) -> None:
         """Refuse what comes of a worker that was lost."""
@@ -355,19 +347,17 @@ class ServingCluster(MemberCluster):
         """Hear a message and do what it asks; False: it was the last."""
         worker = self._owners[rank]
         kind, text = hear(link.pair, Kind)
-        if kind == Kind.PLAN:
-            tell(link.pair, Answer.GOES_ON, encode(self._begin(worker)))
-        elif kind == Kind.PUSH:
+        if kind == Kind.PUSH:
             link.receive()  # finite, or its worker has refused it
             self._merge(link.vector, read_report(text))
         elif kind == Kind.PULL:
-            weights = self._pull(worker)
-            if weights is not None:
-                tell(link.pair, Answer.GOES_ON)
+            if (begun := self._begin(worker)) is None:
+                tell(link.pair, self._ending)
+            else:
+                plan, weights = begun
+                tell(link.pair, Answer.GOES_ON, encode(plan))
                 link.send(weights)
                 link.wait()
-            else:
-                tell(link.pair, self._ending)
         elif kind == Kind.LEAVE:  # this process is to stop as well
             with self._changed:
                 if not self._stopping:

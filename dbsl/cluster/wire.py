@@ -36,15 +36,14 @@ class Kind(IntEnum):
 
     DONE = 0
     PUSH = 1  # a report comes with it; then weights, their change since a pull, or gradients
-    PULL = 2  # is answered; where the run goes on, a vector comes
-    PLAN = 3  # asks for the plan of the worker's next round
-    LEAVE = 4  # is answered
+    PULL = 2  # asks for the worker's next round; where the run goes on, weights follow the answer
+    LEAVE = 3  # is answered
 
 
 class Answer(IntEnum):
-    """What the server answers, perhaps with a plan."""
+    """What the server answers."""
 
-    GOES_ON = 0
+    GOES_ON = 0  # with the plan of the round
     STOPPED = 1  # to be gone on with
     FINISHED = 2  # before its last epoch
 

@@ -115,7 +115,8 @@ def test_pulled_weights_do_not_change_under_the_worker():
 
 
 def serving(weights, owner):
-    common = {"planner": SimpleNamespace(members=owner.members), "workers": (0,), "epochs": 1}
+    planner = SimpleNamespace(members=owner.members, decide=lambda *place: None)
+    common = {"planner": planner, "workers": (0,), "epochs": 1}
     return ServingCluster(weights, owner, pairs={}, timeout_s=1.0, **common)
 
 
@@ -134,6 +135,7 @@ def test_others_may_push_while_rank_0_copies_what_it_has_pulled(monkeypatch):
         load(vector)
 
     monkeypatch.setattr(weights, "load", slowly)
+    cluster.plan(Turn((0,), 0, 0))
     cluster.pull(Turn((0,), 0, 0))
     assert torch.equal(weights.vector, expected)  # of the moment of the pull
     assert owner.version == 1

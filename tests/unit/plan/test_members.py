@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from dbsl.cluster.serving import ServedCluster
-from dbsl.cluster.wire import encode
+from dbsl.cluster.wire import Answer, encode
 from dbsl.extras.emulate import Emulation
 from dbsl.plan.types import TimeModel, Turn
 from experiments.benchmarks.coverage.cases import Case, Loss, Stop
@@ -102,6 +102,6 @@ def test_a_served_worker_asks_for_the_plan_of_an_epoch_that_a_loss_may_change():
     leave_out(run.plans.planner, 2)
     now = replace(run.plans.planner.plans.last[8], first_round=1, taken=30)
     cluster = ServedCluster.__new__(ServedCluster)
-    cluster._link = SimpleNamespace(ask=lambda kind: (kind, encode(now)))
+    cluster._link = SimpleNamespace(ask=lambda kind: (Answer.GOES_ON, encode(now)))
     cluster._waited_s = 0.0
     assert cluster.plan(Turn((1,), 0, 0)) == now
