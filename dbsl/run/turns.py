@@ -97,8 +97,8 @@ class WorkerTurn:
         plans, self._all_workers = workers.plans, workers
         self.place, self.plan = turn, workers.cluster.plan(turn)
         self.epoch, self.round, self.workers = turn.epoch, turn.round, turn.workers
-        # Whose optimizer steps; -1: nobody's, in a turn without steps of a process without workers.
-        self.worker = next(iter(turn.workers), -1)
+        # Whose optimizer steps; a process without workers has turns without steps.
+        self.worker = next(iter(turn.workers), 0)
         self.stage = plans.stage_at(turn.epoch)
         plan, draw = self.plan, plans.sampler.batches_of
         self._steps = draw(plan, turn.workers, turn.epoch, turn.round) if turn.workers else []
