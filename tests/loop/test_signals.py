@@ -10,6 +10,7 @@ from dbsl.base.errors import EXIT_STOPPED
 from dbsl.checkpoint import checkpoint
 from dbsl.data.sources import TensorSource
 from dbsl.profile import timing
+from dbsl.run.workers import Workers
 from tests import helpers
 from tests.helpers import fingerprint, rows, short
 
@@ -36,16 +37,25 @@ MOMENTS = [
     ("wait", TERM, 1, "bsp"),
     ("save", USR1, 1, "step"),
     ("save", TERM, 2, "bsp"),
+    ("merge", TERM, 1, "bsp"),
+    ("merge", USR2, 1, "step"),
+    ("start-up", USR1, 3, "bsp"),
+    ("step", USR1, 3, "step"),
+    ("merge", TERM, 3, "bsp"),
+    ("merge", USR1, 3, "asp"),
+    ("evaluation 1", TERM, 3, "bsp"),
+    ("save", USR2, 3, "step"),
 ]
 
 
 def signals(patch, moment, number):
-    """Have a signal come to the last process at a moment, once."""
+    """Have a signal come to the first and last process at a moment, once; in start-up to all."""
     came = []
 
     def come(*, due=True):
         last = int(os.environ.get("WORLD_SIZE", "1")) - 1
-        if due and not came and int(os.environ.get("RANK", "0")) in (0, last):
+        mine = int(os.environ.get("RANK", "0")) in (0, last) or moment == "start-up"
+        if due and not came and mine:
             came.append(number)
             os.kill(os.getpid(), number)
 
@@ -76,6 +86,8 @@ def signals(patch, moment, number):
         before(train, "build_model")
     elif moment == "profiling":
         before(timing, "measure_step_times")
+    elif moment == "merge":
+        before(Workers, "push")
     elif moment == "save":
         before(checkpoint, "write_shard")
     elif moment != "step":
@@ -91,6 +103,8 @@ def test_a_signal_ends_the_run_and_what_was_trained_goes_on(tmp_path, moment, nu
     folder = tmp_path / "run"
     if ranks > 1:
         settings |= {"small_workers": None, "worker_timeout": 30}
+        # Nobody waits for the others there, and who has finished is not stopped.
+        settings |= {"slowdown": ("1:4.0",)} if mode == "asp" else {}
     flags = helpers.to_flags(folder, **settings)
     with pytest.MonkeyPatch.context() as patch, signals(patch, moment, number):
         processes = helpers.start_ranks(flags, ranks)
