@@ -1,4 +1,4 @@
-"""Recompute the figures of README.md, docs/results.md and results/*/README.md from their rows.
+"""Recompute the figures of README.md, docs/ and results/*/README.md from their rows.
 
     python -m experiments.recompute [FOLDER OF THE PAGES]
 
@@ -26,6 +26,7 @@ from scipy import optimize, stats
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments/results"
 SHORT, TABLES, CLAIMS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).values()
+WHOLE = ("README.md", "docs/results.md")  # every decimal of their prose needs a claim
 MORE = ("four", "eight", "four_larger")  # cases of links/more_workers.csv
 WORDS = {"three": 3, "four": 4, "five": 5, "eight": 8}
 FIGURE = rf"(?:[-+]?\d[\d,]*(?:\.\d+)?(?![\d.]*\d)|\b(?:{'|'.join(WORDS)})\b)"
@@ -75,6 +76,12 @@ def peak(what: str) -> list[float]:
     """Return an arm's least and most memory; the plain loop's is from its set-up, and not told."""
     own = rows("speed:part == 'training'")
     return [] if "plain" in what else own.loc[own["what"] == what, "peak_mib"].agg(["min", "max"])
+
+
+def beside(what: str) -> list[float]:
+    """Return the least and the most of train.py's images a second over another program's."""
+    own = rows("speed:part == 'training'")
+    return [*own.loc[own["what"] == what, "train.py_over_it"].agg(["min", "max"])]
 
 
 def done(prefix: str, planned: str) -> list[float]:
@@ -321,7 +328,7 @@ def repeated() -> float:
 
 
 VERBS = {verb.__name__: verb for verb in (cost, corrected, hypothesis, cause, detectable, change)}
-VERBS |= {"stage": stage, "done": done, "speed": speed, "peak": peak}
+VERBS |= {"stage": stage, "done": done, "speed": speed, "peak": peak, "beside": beside}
 VERBS |= {verb.__name__: verb for verb in (format_p, goal_p, gain_p, speed_limit)}
 VERBS |= {verb.__name__: verb for verb in (more_workers_p, repeats, alike, slow_p, repeated)}
 VERBS |= {
@@ -403,11 +410,7 @@ def figures(page: str, text: str) -> Iterator[tuple[int, str, str]]:
             yield found[0].start(number), found[0][number], wanted
     if not CLAIMS[page]:
         return  # of this page only the tables are held against rows
-    start, end = text.find("# Results"), len(text)
-    if page == "README.md":  # from its first table of figures to the end of its results
-        end = text.find("\n## ", start)
-        start = text.find("\n## ")
-    for rest in MEASURED.finditer(prose, start, end):
+    for rest in MEASURED.finditer(prose) if page in WHOLE else ():
         yield rest.start(), rest[0], ""
 
 

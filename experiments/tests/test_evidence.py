@@ -3,10 +3,12 @@
 from statistics import fmean
 
 import pytest
+import yaml
 
+from dbsl.plan.solve import TimeModel, plan_dual_batch
 from experiments.plots import evidence
 from experiments.plots.evidence import plans_figure
-from experiments.plots.idea import ROUNDS, first_plan, idea_figure, mixed_split
+from experiments.plots.idea import STEPS, idea_figure, mixed_split
 from experiments.plots.rows import read
 from tests.helpers import ROOT
 
@@ -34,16 +36,23 @@ def test_pictures_of_accuracy_have_every_arm():
     assert len(along.lines) == len(ends.containers) == len(evidence.GAP_ARMS)
 
 
-def test_the_picture_of_the_idea_has_each_step_of_the_plan_that_the_page_prints():
-    plan, split = first_plan(), mixed_split()
-    rounds, joint = idea_figure(plan, split).axes
+def test_the_page_on_planning_prints_the_plan_of_the_first_command():
+    times = yaml.safe_load((ROOT / "experiments/configs/digits/first_command.yaml").read_text())
+    model = TimeModel(times["slope"][1], times["intercept"][1])
+    plan = plan_dual_batch(1437, 4, 1, 32, model)
     page = (ROOT / "docs/planning.md").read_text()
-    for row, each in zip(rounds.collections[::ROUNDS], plan.workers, strict=True):
-        ends = [path.get_extents().x1 for path in row.get_paths()]
-        assert len(ends) == each.steps
-        assert max(ends) <= plan.time_s * ROUNDS
+    for each in plan.workers:
         assert f"{each.local_batch_size:>8}{each.samples:>10}{each.steps:>8}" in page
-    assert len(rounds.collections) == ROUNDS * len(plan.workers)
-    batches = [int(text.get_text()) for text in joint.texts]
-    assert sorted(set(batches)) == sorted(set(split.local_batch_sizes))
-    assert sum(batches) % sum(split.local_batch_sizes) == 0
+
+
+def test_the_picture_of_the_idea_has_the_batches_of_the_split_and_its_saving():
+    split = mixed_split()
+    equal, balanced = idea_figure(split).axes
+    for axes, steps, sizes in zip(
+        (equal, balanced), STEPS, ([64] * 4, split.local_batch_sizes), strict=True
+    ):
+        texts = [int(text.get_text()) for text in axes.texts]
+        assert texts == [size for size in sizes for _ in range(steps)]
+        assert sum(texts) == 256 * steps
+    less = 100 - 100 * max(split.times_s) / split.equal_time_s
+    assert f"{less:.0f} % less time" in balanced.get_title("left")

@@ -68,10 +68,15 @@ def in_small(flags, processes):
     changes = {k: v for k, v in SMALL.items() if k not in given - {"epochs", "dataset", "model"}}
     if any(flag.startswith("local-dir:") for flag in flags):
         del changes["model"], changes["resolutions"], changes["epochs"]
-    if "config" in given:  # a recipe of large batches
+    if "small_workers" in given:  # a published setting
+        changes |= {"large_batch_size": 8, "small_batch_size": 4, "dropout": 0.1}
+        changes |= {"lr_milestones": [], "label_column": None}
+    elif "config" in given:  # a recipe of large batches
         changes |= {"global_batch_size": 12, "warmup_epochs": 0}
     if "local_batch_sizes" not in given:
         changes |= {"workers": processes} if processes > 1 else {}
+    if "pretrained" in given:  # no download
+        changes["pretrained"] = False
     return yaml_to_argv(changes)
 
 
@@ -123,6 +128,16 @@ def test_the_commands_of_a_page_run(place, name, number):
         run(place / "runs/x", dataset="digits", small_ratio=0.25, lr_milestones=(), epochs=1)
     for words in each:
         call(words)
+
+
+def test_readme_prints_the_plan_of_two_unlike_workers(place, capsys):
+    settings = {"dataset": "digits", "workers": 2, "sync": "step", "balance": "dynamic"}
+    settings |= {"resolutions": (16,), "slope": (0.0005, 0.001), "intercept": (0.01,)}
+    AcceleratorState._reset_state(True)
+    train.main(train.Config(**settings, min_batch_size=8, plan_only=True, report_to="none"))
+    printed = capsys.readouterr().out
+    (plan,) = re.findall(r"```text\n(.*?)```", TEXTS["README.md"], re.DOTALL)
+    assert all(line in printed for line in plan.splitlines())
 
 
 def test_there_are_commands_of_every_kind():

@@ -35,8 +35,9 @@ TOKENS = LOOP.replace(
     " * loader.scale(len(labels))  # n * b_i / B\n        loss.backward()\n",
     "\n        tokens = len(labels)\n" + indent(block("mean_scale"), 8 * " "),
 )
-README = re.search(r"```python\n(loader =.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
-LOOPS = {"readme": "model = DistributedDataParallel(model)\n" + README, "plain": LOOP}
+DIFF = re.search(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+README = "".join(line[1:] for line in DIFF.splitlines(True) if not line.startswith("-"))
+LOOPS = {"readme": README, "plain": LOOP}
 LOOPS |= {"accelerate": block("import prepare"), "accumulate": block("GradScaler")}
 LOOPS["tokens"] = TOKENS
 

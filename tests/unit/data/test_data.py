@@ -441,7 +441,7 @@ def test_the_csv_that_the_page_on_data_makes_is_read(tmp_path, monkeypatch):
         flat_image(n).save(tmp_path / f"flowers/train/{n:04d}.jpg")
     rows = "".join(f"{n:04d},{'rose' if n % 2 else 'tulip'}\n" for n in range(10))
     (tmp_path / "flowers/train.csv").write_text("id,kind\n" + rows)
-    page = (ROOT / "docs/data.md").read_text()
+    page = (ROOT / "docs/train.md").read_text()
     monkeypatch.chdir(tmp_path)
     exec(re.search(r"### Labels in a CSV.*?```python\n(.*?)```", page, re.DOTALL)[1])
     data = load("flowers")
