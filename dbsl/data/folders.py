@@ -54,6 +54,7 @@ def split_of(name: str) -> str | None:
 @cache
 def _endings() -> frozenset[str]:
     """Return how the files that Pillow decodes end."""
+    Image.preinit()  # common formats are loaded first, and tried first on each file
     known = Image.registered_extensions()  # it loads all of Pillow's formats, too
     return frozenset(e for e, kind in known.items() if kind in {*Image.OPEN} - _NO_PIXELS)
 

@@ -35,6 +35,7 @@ _ROTATION = 0.05  # largest rotation of "paper", in turns: 18 degrees
 _ZOOM = 0.25  # largest change of scale of "paper"
 AREA = (0.08, 1.0)  # random crop over image: torchvision's defaults, and timm's
 RATIO = (3 / 4, 4 / 3)  # width over height
+_LOG_RATIO = np.log(RATIO).tolist()
 TRIES = 10
 DRAWS = 4 * TRIES  # uniform numbers that a random crop takes
 
@@ -108,9 +109,9 @@ class Transform:
         """Return the part in use of an image of width and height."""
         if self.augment == "crop":
             return random_box(*size, uniforms)
-        whole = np.array(size, dtype=np.float64)
-        part = whole if self.augment == "paper" else self.crop_pct * whole.min()
-        return np.hstack([(whole - part) / 2, (whole + part) / 2])
+        (width, height), part = size, self.crop_pct * min(size)
+        wide, tall = size if self.augment == "paper" else (part, part)
+        return (width - wide) / 2, (height - tall) / 2, (width + wide) / 2, (height + tall) / 2
 
     def taken(self, image: Image.Image, drawn: np.ndarray, bits: int = 16) -> Image.Image:
         """Return the part in use of an opened image, RGB [R, R]; for timm's pipeline all of it.
@@ -127,8 +128,8 @@ class Transform:
             scale = min(8, 2 ** int(math.log2(spare)))
             drafted = image.draft(None, (width // scale, height // scale))
             if drafted is not None:  # JPEG alone can
-                box = np.asarray(box) * (drafted[1][2] / width)
-        image = as_rgb(image, bits).resize((side, side), self.resampling, tuple(map(float, box)))
+                box = [edge * (drafted[1][2] / width) for edge in box]
+        image = as_rgb(image, bits).resize((side, side), self.resampling, box)
         mirrored = self.augment == "crop" and drawn[-1]
         return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else image
 
@@ -233,11 +234,11 @@ def random_box(width: int, height: int, uniforms: np.ndarray) -> Box:
     image in which ten tries do not fit gives its central part of the nearest allowed ratio.
     `uniforms` lie in [0, 1), float64 [DRAWS].
     """
-    low, high = np.log(RATIO)
-    for area, ratio, right, down in uniforms.reshape(TRIES, 4):
+    low, high = _LOG_RATIO
+    for area, ratio, right, down in uniforms.reshape(TRIES, 4).tolist():
         area = (AREA[0] + (AREA[1] - AREA[0]) * area) * width * height
-        ratio = np.exp(low + (high - low) * ratio)
-        wide, tall = round(np.sqrt(area * ratio)), round(np.sqrt(area / ratio))
+        ratio = float(np.exp(low + (high - low) * ratio))
+        wide, tall = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < wide <= width and 0 < tall <= height:
             left, top = int(right * (width - wide + 1)), int(down * (height - tall + 1))
             return left, top, left + wide, top + tall

@@ -220,7 +220,7 @@ def taken_by(transform, image, sample=3):
 def test_large_images_are_cut_to_their_centre_or_stay_whole():
     for augment, box in (("none", [24, 8, 136, 120]), ("paper", [0, 0, 160, 128])):
         transform = replace(make_transform(56, augment), crop_pct=0.875)
-        assert transform.box((160, 128), None).tolist() == box
+        assert transform.box((160, 128), None) == tuple(box)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "CMYK"])
