@@ -299,6 +299,8 @@ class ImageSplit:
             raise SettingError("it is null")
         content, path = value["bytes"], value["path"]
         if content is None:
+            beside = os.path.join(self._roots[0], path)  # a table names files from where it lies
+            path = beside if os.path.isfile(beside) else path
             self._check_path(path)
             if Path(path).is_file():
                 content = Path(path).read_bytes()

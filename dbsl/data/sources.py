@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -20,7 +19,6 @@ from dbsl.plan.sampler import Order
 
 Batch = tuple[Tensor, Tensor]  # inputs [B, ...], labels [B]
 _READ_AGAIN = 32  # samples, at most, that are compared with a second reading
-_NO_BAD: Mapping[int, str] = MappingProxyType({})
 
 
 class Source(Protocol):
@@ -83,8 +81,10 @@ class TensorSource(Source):
     Small images of one size are such, uint8 [N, S, S, 3].
     """
 
-    def __init__(self, inputs: Tensor, labels: Tensor, bad: Mapping[int, str] = _NO_BAD) -> None:
-        self.inputs, self.labels, self.bad = inputs, labels, bad  # [N, ...], [N]
+    def __init__(
+        self, inputs: Tensor, labels: Tensor, bad: Mapping[int, str] | None = None
+    ) -> None:
+        self.inputs, self.labels, self.bad = inputs, labels, bad or {}  # [N, ...], [N]
         self.device = inputs.device
 
     def __len__(self) -> int:

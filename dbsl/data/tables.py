@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import hub_or_cache, lazy_import
@@ -164,7 +163,7 @@ def _open_tables(dataset: str, label_column: str | None) -> Mapping[str, dataset
         return {"train": _digits()}
     path = Path(dataset).expanduser()
     with opening(dataset, "'digits', a folder, a parquet file or a hub id that can be reached"):
-        if not path.exists():
+        if not (dataset and path.exists()):
             if path.suffix == ".parquet" or not HUB_ID.fullmatch(dataset):
                 raise FileNotFoundError("it does not exist")
             with hub_or_cache():
@@ -264,7 +263,7 @@ def _digits() -> datasets.Dataset:
     digits = load_digits()
     images = np.round(digits.images * (255 / 16)).astype(np.uint8)  # they come as 0..16
     return datasets.Dataset.from_dict(
-        {"image": [Image.fromarray(image) for image in images], "label": digits.target},
+        {"image": list(images), "label": digits.target},
         features=datasets.Features(
             image=datasets.Image(), label=datasets.ClassLabel(names=list("0123456789"))
         ),

@@ -382,7 +382,7 @@ def test_rows_without_labels_are_left_out_and_counted(tmp_path, caplog, stored, 
 
 
 @pytest.mark.parametrize(
-    "name", ["./nothing", "../nothing/here", "/nothing", "~/nothing-here", "a/b/c", "a b", "a/"]
+    "name", ["./nothing", "../nothing/here", "/nothing", "~/nothing-here", "a/b/c", "a b", "a/", ""]
 )
 def test_a_missing_folder_or_a_file_that_is_no_data_set_asks_no_hub(tmp_path, monkeypatch, name):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("looked further"))
@@ -699,7 +699,15 @@ def test_a_store_leaves_bad_images_out_up_to_a_limit(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "path", ["/etc/hostname", "{}/outside.png", "https://example.org/x.png", "{}/set/inside.png"]
+    "path",
+    [
+        "/etc/hostname",
+        "{}/outside.png",
+        "../outside.png",
+        "https://example.org/x.png",
+        "{}/set/inside.png",
+        "inside.png",
+    ],
 )
 def test_a_table_cannot_name_files_outside_of_its_folder(tmp_path, path):
     (tmp_path / "set").mkdir()
