@@ -20,7 +20,7 @@ from dbsl.base.seeds import generator
 from dbsl.config.hooks import Extra, Extras
 from dbsl.config.image_settings import Augment, ImageConfig, Interpolation
 from dbsl.data.images import ImageLoader, ImageSplit, decode_cached
-from dbsl.data.sources import Batch, TensorSource, image_batch
+from dbsl.data.sources import Batch, PixelStore, image_batch
 from dbsl.data.tables import listed, open_labelled
 from dbsl.data.transforms import EVAL_CROP, Means, Transform
 from dbsl.plan.solve import largest_remainder
@@ -48,8 +48,8 @@ class Data:
     """The images that `load_data` found."""
 
     config: ImageConfig
-    train: TensorSource | ImageLoader
-    evaluation: TensorSource | ImageLoader
+    train: PixelStore | ImageLoader
+    evaluation: PixelStore | ImageLoader
     class_names: tuple[str, ...]
     mean: Means  # images are normalised by
     std: Means
@@ -150,11 +150,11 @@ def load_data(
     workers = min(8, cores_of_process()) if workers is None else workers
     load = streams.source if streams else ImageLoader
 
-    def source(split: ImageSplit, pixels: np.ndarray | None) -> TensorSource | ImageLoader:
+    def source(split: ImageSplit, pixels: np.ndarray | None) -> PixelStore | ImageLoader:
         if pixels is None:
             return load(split, device, workers, config.max_bad_images)
         tensors = (torch.from_numpy(array).to(device) for array in (pixels, split.labels))
-        return TensorSource(*tensors, split.bad)
+        return PixelStore(*tensors, split.bad)
 
     # timm's pipeline runs in loader processes.
     kept = pixels if config.augmentation != "timm" else (None, pixels[1])

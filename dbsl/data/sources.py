@@ -76,10 +76,7 @@ def image_batch(size: int, side: int, classes: int, device: torch.device) -> Bat
 
 
 class TensorSource(Source):
-    """Inputs and labels of one split, kept on the device: a batch is one gather.
-
-    Small images of one size are such, uint8 [N, S, S, 3].
-    """
+    """Inputs and labels of one split, kept on the device: a batch is one gather."""
 
     def __init__(
         self, inputs: Tensor, labels: Tensor, bad: Mapping[int, str] | None = None
@@ -97,12 +94,22 @@ class TensorSource(Source):
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: Any = None, epoch: int = 0
     ) -> Iterator[Batch]:
-        """See `Source.batches`."""
+        """See `Source.batches`; inputs are as the model takes them, whatever the transform."""
         for samples in index_batches:
             places = to_device(samples, self.device)
-            inputs = self.inputs.index_select(0, places)
-            labels = self.labels.index_select(0, places)
-            yield inputs if transform is None else transform(inputs, samples, epoch), labels
+            yield self.inputs.index_select(0, places), self.labels.index_select(0, places)
+
+
+class PixelStore(TensorSource):
+    """Small images of one size, uint8 [N, S, S, 3]: their batches pass the transform."""
+
+    def batches(
+        self, index_batches: Iterable[np.ndarray], transform: Any, epoch: int = 0
+    ) -> Iterator[Batch]:
+        """See `Source.batches`."""
+        for samples in index_batches:
+            ((pixels, labels),) = super().batches([samples])
+            yield transform(pixels, samples, epoch), labels
 
 
 @dataclass(frozen=True)

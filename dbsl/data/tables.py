@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, words_of
 from dbsl.base.machine import hub_or_cache, lazy_import
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data.folders import LABEL_COLUMNS, files_below, read_folder, split_of
@@ -196,8 +196,7 @@ def opening(dataset: str, must: str) -> Iterator[None]:
     except SettingError:
         raise
     except Exception as error:  # no network, no such name, a broken file: libraries raise all kinds
-        reason = str(error.__cause__ or error).strip().partition("\n")[0]
-        why = reason or type(error).__name__
+        why = words_of(error.__cause__ or error)
         raise SettingError(f"{dataset!r} cannot be opened ({why}): give {must}") from error
 
 

@@ -8,7 +8,7 @@ import pytest
 import train
 from dbsl.base.errors import EXIT_STOPPED
 from dbsl.checkpoint import checkpoint
-from dbsl.data.sources import TensorSource
+from dbsl.data.sources import PixelStore
 from dbsl.profile import timing
 from dbsl.run.workers import Workers
 from tests import helpers
@@ -63,7 +63,7 @@ def signals(patch, moment, number):
         act = getattr(place, name)
         patch.setattr(place, name, lambda *a, **more: (come(), act(*a, **more))[1])
 
-    batches, count = TensorSource.batches, []
+    batches, count = PixelStore.batches, []
 
     def evaluated(self, index_batches, transform, epoch=0):
         for batch in batches(self, index_batches, transform, epoch):
@@ -80,8 +80,8 @@ def signals(patch, moment, number):
             yield batch
 
     if moment == "wait":
-        patch.setattr(TensorSource, "batches", waits)
-        patch.setattr(TensorSource, "while_waiting", None, raising=False)
+        patch.setattr(PixelStore, "batches", waits)
+        patch.setattr(PixelStore, "while_waiting", None, raising=False)
     elif moment == "start-up":
         before(train, "build_model")
     elif moment == "profiling":
@@ -91,7 +91,7 @@ def signals(patch, moment, number):
     elif moment == "save":
         before(checkpoint, "write_shard")
     elif moment != "step":
-        patch.setattr(TensorSource, "batches", evaluated)
+        patch.setattr(PixelStore, "batches", evaluated)
     return helpers.at_step(9 if moment == "step" else 10**9, come)
 
 

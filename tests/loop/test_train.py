@@ -14,7 +14,7 @@ from dbsl.config.image_settings import ImageConfig
 from dbsl.config.parse import COMMON, parse_config, read_source
 from dbsl.config.settings import check_effects
 from dbsl.data.dataset import load_data
-from dbsl.data.sources import TensorSource
+from dbsl.data.sources import PixelStore
 from dbsl.data.transforms import Transform
 from dbsl.model import load_model
 from dbsl.plan.sampler import evaluation_batches
@@ -41,7 +41,7 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, monkeypatch, capsys):
         time.sleep(0.4)
         held.append(holder_of(folder))
 
-    monkeypatch.setattr(TensorSource, "start", start, raising=False)
+    monkeypatch.setattr(PixelStore, "start", start, raising=False)
     run(folder, checkpoint_every=2)
     assert all(holder.startswith(f"process {os.getpid()} on ") for holder in held)
     spent, printed = time.perf_counter() - began, capsys.readouterr().out

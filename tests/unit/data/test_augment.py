@@ -11,7 +11,7 @@ from PIL import Image
 from dbsl.config.settings import RunConfig, TrainingConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.images import ImageLoader
-from dbsl.data.sources import TensorSource
+from dbsl.data.sources import PixelStore
 from dbsl.data.transforms import Transform, global_streams, image_seed, timm_transform
 from tests.helpers import make_table, read
 
@@ -79,7 +79,7 @@ def test_other_random_numbers_are_left_as_they_were():
 
 def test_small_images_are_augmented_by_loaders_and_evaluated_as_before():
     small, plain = (load({"loader_workers": 0}, **more) for more in ({"aa": RAND}, {}))
-    assert (type(small.train), type(plain.train)) == (ImageLoader, TensorSource)
+    assert (type(small.train), type(plain.train)) == (ImageLoader, PixelStore)
     assert (small.mean, small.std, small.crop_pct) == (plain.mean, plain.std, 1.0)
     for source in ("train", "evaluation"):  # evaluated: whole, not cropped to 87.5 %
         found = [

@@ -27,7 +27,7 @@ from dbsl.config.image_settings import ImageConfig
 from dbsl.data import images
 from dbsl.data.dataset import load_data, stratified_subset
 from dbsl.data.images import ImageLoader, ImageSplit
-from dbsl.data.sources import TensorSource
+from dbsl.data.sources import PixelStore, as_source
 from dbsl.data.tables import choose_columns
 from dbsl.extras.streaming import StreamSettings
 from dbsl.plan.sampler import EpochSampler
@@ -484,6 +484,12 @@ def test_pixel_store_serves_batches_of_any_sizes_and_read_only_indices(numbered)
     assert labels.dtype == torch.int64
 
 
+def test_tensors_that_a_model_of_images_is_evaluated_on_pass_no_transform(numbered):
+    data, images = load(numbered), torch.rand(3, 3, 8, 8)
+    source = as_source([(image, 0) for image in images], data, 8, "source")
+    assert torch.equal(read(source, data.transform(8, "none", 0))[0], images)
+
+
 def test_cache_spares_the_second_load_decoding(numbered, cache, monkeypatch):
     calls, open_ = [], ImageSplit._open
     monkeypatch.setattr(ImageSplit, "_open", lambda *given: calls.append(1) or open_(*given))
@@ -547,7 +553,7 @@ UNEVEN = [(8, 8)] * 102 + [(8, 9)] + [(8, 8)] * 97  # it is not among the 64 tha
 @pytest.mark.parametrize(
     ("sizes", "source"),
     [
-        ([(64, 64)] * 5, TensorSource),
+        ([(64, 64)] * 5, PixelStore),
         ([(65, 65)] * 5, ImageLoader),
         ([(8, 9)] * 5, ImageLoader),
         (UNEVEN, ImageLoader),
@@ -567,7 +573,7 @@ def test_load_data_source_depends_on_the_sizes(tmp_path, sizes, source):
 def test_sources_agree_on_samples_and_labels(numbered):
     store = load(numbered, max_store_bytes=60 * 8 * 8 * 3)
     loader = load(numbered, max_store_bytes=60 * 8 * 8 * 3 - 1, loader_workers=0)
-    assert isinstance(store.train, TensorSource)
+    assert isinstance(store.train, PixelStore)
     assert isinstance(loader.train, ImageLoader)
     assert loader.image_side == 8
     assert loader.mean == (0.485, 0.456, 0.406)

@@ -11,7 +11,7 @@ from torch import nn
 from dbsl.cluster.weights import FlatWeights
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
-from dbsl.data.sources import TensorSource
+from dbsl.data.sources import PixelStore
 from dbsl.data.transforms import Transform
 from dbsl.extras.average import Average, recompute_statistics, statistics_batches
 from dbsl.model import load_model
@@ -57,7 +57,7 @@ def workers_of(model, images, batch_size, accelerator, transform=None, together=
 def _recomputed(rank, world_size, model):
     """Return a model's statistics, recomputed from 60 random images of 4 px."""
     pixels = np.random.default_rng(0).integers(256, size=(60, 4, 4, 3), dtype=np.uint8)
-    images = TensorSource(torch.from_numpy(pixels), torch.zeros(60, dtype=torch.int64))
+    images = PixelStore(torch.from_numpy(pixels), torch.zeros(60, dtype=torch.int64))
     place = {"process_index": rank, "num_processes": world_size}
     accelerator = SimpleNamespace(autocast=nullcontext, reduce=_mean, **place)
     transform = Transform(4, "none", False, (0.5,) * 3, (0.5,) * 3, 0)
