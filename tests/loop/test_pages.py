@@ -7,6 +7,7 @@ import pytest
 from tests.helpers import ROOT, pages
 
 PAGES = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in pages()}
+PAGES["CHANGELOG.md"] = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 DOCS = [name for name in PAGES if name.startswith("docs/")]
 
 
@@ -23,9 +24,10 @@ def test_links_of_a_page_lead_to_files_and_headings(name):
         assert not heading or heading in slugs, link
 
 
-def test_readme_and_docs_are_short_and_readme_leads_to_every_page():
+def test_readme_docs_and_changelog_are_short_and_readme_leads_to_every_page():
     words = {name: len(text.split()) for name, text in PAGES.items()}
     assert words["README.md"] <= 900
+    assert words["CHANGELOG.md"] <= 900
     assert sum(words[name] for name in ("README.md", *DOCS)) <= 10000
     assert not [name for name in DOCS if f"]({name}" not in PAGES["README.md"]]
 
