@@ -114,10 +114,9 @@ def choose_columns(config: ImageConfig, features: datasets.Features) -> tuple[st
             sizes[name] = feature.num_classes
         elif isinstance(feature, datasets.Value) and feature.dtype.startswith(_LABEL_TYPES):
             sizes[name] = 0
-    if label_column is None and any(sizes.values()) and "label" not in sizes:
-        label_column = max(sizes, key=sizes.get)
-    if label_column is None:
-        label_column = next((name for name in LABEL_COLUMNS if name in sizes), None)
+    most = max(sizes, key=sizes.get) if any(sizes.values()) else None
+    guesses = [label_column] if label_column else ["label", most, *LABEL_COLUMNS]
+    label_column = next((name for name in guesses if name in sizes), label_column)
     kinds = {name: getattr(f, "dtype", type(f).__name__) for name, f in features.items()}
     there = ", ".join(f"{name!r} ({kind})" for name, kind in kinds.items())
     tar = "; unpack a tar of class folders" if "__url__" in features else ""

@@ -299,6 +299,7 @@ def image_seed(seed: int, epoch: int, sample: int) -> int:
     return int(own >> np.uint64(1))
 
 
+@dataclass(frozen=True)
 class Mixing:
     """Mixes each image of a batch with another of it, and their labels likewise.
 
@@ -306,17 +307,13 @@ class Mixing:
     a resumed run draws as an unbroken one. Partners are of the same batch: how an epoch is split
     into batches matters, as it does not without mixing.
 
-    `mixup_alpha` is of mixup's Beta distribution (arXiv 1710.09412), `cutmix_alpha` of CutMix's
-    areas (arXiv 1905.04899); 0: off. With both, each batch gets one of the two.
+    With both alphas, each batch gets one of the two.
     """
 
-    def __init__(
-        self, mixup_alpha: float, cutmix_alpha: float, *, num_classes: int, seed: int
-    ) -> None:
-        self._classes, self._seed = num_classes, seed
-        self._mix = timm.data.Mixup(
-            mixup_alpha, cutmix_alpha, label_smoothing=0.0, num_classes=num_classes
-        )
+    mixup_alpha: float  # of mixup's Beta distribution (arXiv 1710.09412); 0: off
+    cutmix_alpha: float  # of CutMix's areas (arXiv 1905.04899); 0: off
+    num_classes: int
+    seed: int
 
     def mixed(
         self, batches: Iterable[tuple[Tensor, Tensor]], parts: Iterable[Part], epoch: int
@@ -325,11 +322,15 @@ class Mixing:
 
         The last image of an odd batch stays as it is: timm mixes pairs. Images are written to.
         """
+        classes = self.num_classes
+        mix = timm.data.Mixup(
+            self.mixup_alpha, self.cutmix_alpha, label_smoothing=0.0, num_classes=classes
+        )
         for (images, labels), part in zip(batches, parts, strict=True):
             whole = len(labels) // 2 * 2
-            shares = F.one_hot(labels, self._classes).to(images.dtype)
+            shares = F.one_hot(labels, classes).to(images.dtype)
             if whole:
                 first = int(part.indices[0])
-                with global_streams(stream_seed(self._seed, "mixing", epoch, first)):
-                    _, shares[:whole] = self._mix(images[:whole], labels[:whole])
+                with global_streams(stream_seed(self.seed, "mixing", epoch, first)):
+                    _, shares[:whole] = mix(images[:whole], labels[:whole])
             yield images, shares
