@@ -16,7 +16,7 @@ from torch import nn
 
 from dbsl.base.machine import check_installed, threads_of_process
 from dbsl.checkpoint import resume
-from dbsl.checkpoint.checkpoint import Checkpoint
+from dbsl.checkpoint.checkpoint import Checkpoint, PlainFolder
 from dbsl.config.complete import found_by, with_found
 from dbsl.config.hooks import Extra, Extras
 from dbsl.config.parse import run_folder_of
@@ -60,7 +60,7 @@ def _with_rate(config: RunConfig) -> RunConfig:
     return config if config.lr else replace(config, lr=default_learning_rate(config.optimizer))
 
 
-class RunFolder(AbstractContextManager):
+class RunFolder(PlainFolder, AbstractContextManager):
     """A run's folder: what it was given, what it leaves, and what it goes on from.
 
     All is checked and read before anything is written, by `begin`. `config` are the settings with

@@ -67,7 +67,7 @@ _OWN = (SettingError, SyncError, SaveError, ReadError, DivergedError)
 
 
 class RunStopped(Exception):
-    """The run was asked to stop, has saved and ends; the message says how to go on."""
+    """The run is to stop: its checkpoint saves, and then the message says how to go on."""
 
 
 def quiet_interrupts() -> None:

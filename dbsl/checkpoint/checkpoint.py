@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import reduce
@@ -72,35 +72,25 @@ def _tried(act: Callable[..., T], *given: Any) -> tuple[T | None, str]:
         return None, getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-class RunPlace(Protocol):
-    """Where a run is saved: `dbsl.runs.RunFolder`, or a `PlainFolder`."""
-
-    folder: Path
-    found: Found | None  # what is to be resumed
-    log: Any  # None: there is none
-    stop_reason: str | None  # why the run is to stop now
-
-    def complete(self, config: RunConfig) -> RunConfig:
-        """Return the settings with what was found out, by name."""
-
-    def rounds(self) -> None:
-        """Record what workers say of their rounds, and which of them were lost."""
-
-
 class PlainFolder:
-    """A folder that has nothing but checkpoints; the newest of them is gone on from."""
+    """A folder that has nothing but checkpoints; the newest of them is gone on from.
 
-    log = stop_reason = None
+    `dbsl.runs.RunFolder` has more in it.
+    """
+
+    found: Found | None  # what is to be resumed
+    log: Any = None  # None: there is none
+    stop_reason: str | None = None  # why the run is to stop now
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.found = folder, newest(folder)
 
     def complete(self, config: RunConfig) -> RunConfig:
-        """Return the settings as they are."""
+        """Return the settings with what was found out, by name."""
         return config
 
     def rounds(self) -> None:
-        """Leave them to whoever asks the cluster."""
+        """Record what workers say of their rounds, and which of them were lost."""
 
 
 class Checkpoint:
@@ -112,7 +102,7 @@ class Checkpoint:
     it does not fit the run of any.
     """
 
-    def __init__(self, run: RunPlace | Path, workers: Workers, **states: Any) -> None:
+    def __init__(self, run: PlainFolder | Path, workers: Workers, **states: Any) -> None:
         run = PlainFolder(run) if isinstance(run, Path) else run
         self._run, self._workers, self._states = run, workers, states
         self._config = config = run.complete(workers.config)
