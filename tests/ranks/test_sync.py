@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dbsl.base.errors import RunStopped, SyncError
-from dbsl.cluster import alive, wire
+from dbsl.cluster import alive, serving, wire
 from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.meeting import BarrierCluster
 from dbsl.cluster.merges import mean, ratio
@@ -140,6 +140,18 @@ def long_round_rank(rank):
 
 def test_a_server_without_a_worker_waits_for_rounds_longer_than_the_timeout(run_ranks):
     assert run_ranks(long_round_rank, world_size=3) == [4, 0, 0]
+
+
+def idle_rank(rank):
+    serving._LOOK_S = 0.01  # in a fork
+    _, cluster, plan = make(rank, "asp", 2, server_only=True)
+    idle = []
+    train(cluster, plan, lambda turn: time.sleep(0.1), idle=lambda: idle.append(rank))
+    return bool(idle)
+
+
+def test_a_server_without_a_worker_has_turns_in_which_it_may_save(run_ranks):
+    assert run_ranks(idle_rank, world_size=3) == [True, False, False]
 
 
 def async_rank(rank, sync, staleness, slow_s, server_only):
