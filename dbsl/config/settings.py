@@ -66,7 +66,7 @@ _SMALL = Needs("small_ratio", new=True) | Needs("small_workers")
 
 @dataclass(frozen=True)
 class TrainingConfig(ImageConfig):
-    """What is trained, in which batches and for how long, and how workers meet."""
+    """What is trained, in which batches and for how long, and how it is averaged."""
 
     # --- mixing
     mixup: Amount = 0.0  # alpha of mixup, such as 0.2; 0: off
@@ -167,7 +167,7 @@ class TrainingConfig(ImageConfig):
     # (dynamic), or by the rule of Ye et al. 2020 (dbs). They change after each epoch; with
     # dynamic:3 or dbs:3 every 3 rounds
     balance: Annotated[str, BALANCE, Role.PLAN] = "none"
-    # --- how workers meet
+    # --- averaging
     # how workers learn from each other. bsp: local SGD, all wait and average their weights after a
     # round (--rounds-per-epoch); ssp: only who is more than --staleness rounds ahead waits; asp:
     # nobody waits; step: as DDP, gradients are averaged at every step. ssp and asp survive the
