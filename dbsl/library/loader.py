@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
 
@@ -174,10 +173,16 @@ class _Joint(UnevenBatchSampler):
     def _drawn_order(self, epoch: int) -> tuple[list[Any], list[int]]:
         """Return the samples of an epoch, in order, and where batches that are joint ones end."""
         if epoch != self._epoch[0]:
-            with _seeded(stream_seed(self._seed, "joint batches", epoch), self._generators):
+            seed = stream_seed(self._seed, "joint batches", epoch)
+            before = [generator.get_state() for generator in self._generators]
+            with global_streams(seed):
+                for generator in self._generators:
+                    generator.manual_seed(seed)
                 if hasattr(self._order, "set_epoch"):
                     self._order.set_epoch(epoch)
                 order = [*itertools.islice(self._order, len(self._order))]
+            for generator, state in zip(self._generators, before, strict=True):
+                generator.set_state(state)
             ends = []
             if not self._joins:
                 smallest, fewest = min(map(len, order)), self._bounds[1] * self.num_replicas
@@ -187,9 +192,7 @@ class _Joint(UnevenBatchSampler):
                 order = [*itertools.chain.from_iterable(order)]
             own = digest((order, ends, self._costs))
             alike = agreed(f"{self._name}, epoch {epoch}", own) == own
-            must = (
-                "lengths, and what the sampler draws under one seed, must be alike on all processes"
-            )
+            must = "lengths and the batches that a seed gives must be the same on every process"
             require(alike, must, f"others in epoch {epoch} on another one")
             self._epoch = epoch, order, ends
         return self._epoch[1:]
@@ -268,20 +271,6 @@ def sampler_of(loader: Any) -> UnevenBatchSampler:
     raise SettingError(f"loader must come from dbsl.uneven, got {type(loader).__name__}")
 
 
-@contextmanager
-def _seeded(seed: int, generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Draw from torch, numpy, random and these generators under a seed, and put them back."""
-    states = [generator.get_state() for generator in generators]
-    with global_streams(seed):
-        for generator in generators:
-            generator.manual_seed(seed)
-        try:
-            yield
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
-
-
 def _order_of(loader: Any) -> Any:
     """Return a loader's sampler, or its batch sampler if that is of another kind.
 
@@ -289,8 +278,9 @@ def _order_of(loader: Any) -> Any:
     """
     kind = type(loader).__name__
     require(isinstance(loader, DataLoader), "loader must be a torch DataLoader", kind)
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        what = "IterableDataset" if isinstance(loader.dataset, IterableDataset) else "no batch size"
+    numbered = not isinstance(loader.dataset, IterableDataset)
+    if not numbered or loader.batch_sampler is None:
+        what = "no batch size" if numbered else "IterableDataset"
         raise SettingError(
             f"loader must give batches of numbered samples, got {what}: give each process's loader "
             "its own batch size, and multiply the loss by dbsl.mean_scale(samples)"
@@ -301,8 +291,6 @@ def _order_of(loader: Any) -> Any:
     repeats = getattr(order, "num_repeats", None) or getattr(order, "repetitions", None)
     must = "loader must have each sample once"
     require(not repeats, must, f"{name}: repeated augmentation")
-    other = not isinstance(order, UnevenBatchSampler)
-    require(other, "loader must have a sampler of another kind", name)
     if hasattr(order, "num_replicas"):
         raise SettingError(
             f"loader must have a sampler for all processes together, got {name}, which splits them "

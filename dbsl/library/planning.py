@@ -54,8 +54,7 @@ def measure_step(
     sizes = np.asarray(batch_sizes).tolist()
     whole = isinstance(sizes, list) and sizes and all(isinstance(size, int) for size in sizes)
     ascends = whole and sizes[0] >= 1 and sorted(set(sizes)) == sizes
-    must = "batch_sizes must be integers that ascend from at least 1"
-    require(ascends, must, str(sizes))
+    require(ascends, "batch_sizes must be integers that ascend from at least 1", str(sizes))
     number = isinstance(seconds, (int, float)) and 0 <= seconds < math.inf
     require(number, "seconds must be at least 0 and finite", seconds)
     times, errors = measure_step_times(step, sizes, seconds=seconds)

@@ -94,9 +94,7 @@ class Rounds:
         self.steps = 0  # since the last merge
         self.merges = 0
         self._model, self._optimizer = model, optimizer
-        bare = getattr(optimizer, "optimizer", optimizer)  # without Accelerate's wrapping
-        # Momentum says not whether it was loaded; torch's SGD is built without.
-        self._first = {} if isinstance(bare, torch.optim.SGD) else first_state(optimizer)
+        self._first = first_state(optimizer)
         self._weight, self._group, self._processes = weight, group, world_size(group)
         names = _merged_names(model, params)
         self._weights = FlatWeights(model, apart=True, names=names)  # its vector: as merged last
@@ -162,7 +160,8 @@ class Rounds:
             weight = math.nan  # all processes are to hear of it
         same = own == self._weights.rounded()  # a constant may be infinite, such as a mask
         finite = bool((same | own.isfinite()).all())
-        _, _, given, all_finite, *_ = zip(*self._meet(False, weight, finite), strict=True)
+        rows = self._meet(False, weight, finite, self._weights.may_change(same).tolist())
+        _, _, given, all_finite, changes = zip(*rows, strict=True)
         fits = all(each >= 0 for each in given) and 0 < sum(given) < math.inf
         require(fits, "weight must be at least 0, and their sum above 0 and finite", given)
         weights = [each if fine else 0.0 for each, fine in zip(given, all_finite, strict=True)]
@@ -174,9 +173,6 @@ class Rounds:
             raise FloatingPointError(f"{which}: nothing is left to merge{here}")
         share = weight / total
         counts = finite and share > 0  # infinity times 0 is no number
-        changed = self._weights.may_change(same)
-        if self._processes > 1:
-            dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._group)
         if self._rounded is not None:  # the change since the last merge travels
             own = own.sub_(merged).masked_fill_(same, 0)
         part = own.mul_(share) if counts else own.zero_()
@@ -187,7 +183,8 @@ class Rounds:
                 raise FloatingPointError("changes are too large to be rounded: not finite")
         elif self._processes > 1:
             dist.all_reduce(part, group=self._group)
-        changed = self._weights.spread(changed) > 0
+        changed = torch.tensor([*map(any, zip(*changes, strict=True))], device=part.device)
+        changed = self._weights.spread(changed)
         part = part.where(changed, merged)
         if self._outer is not None:  # its momentum may move what is frozen since
             part = self._outer(merged, part[None], torch.ones(1)).where(changed, merged)
@@ -278,9 +275,9 @@ class Rounds:
     def _file(self, folder: str | Path) -> Path:
         return Path(folder) / f"rounds-{self._place()[0]}.pt"
 
-    def _meet(self, leaving: bool, weight: float = 0.0, finite: bool = False) -> list[list[Any]]:
+    def _meet(self, leaving: bool, *told: Any) -> list[list[Any]]:
         """Return every process's row; all must be at the same place of the loop."""
-        rows = gather([leaving, self.steps, weight, finite], self._group)
+        rows = gather([leaving, self.steps, *told], self._group)
         places = [(left, steps) for left, steps, *_ in rows]
         compared = places if self.every else [left for left, _ in places]
         if len({*compared}) > 1:
