@@ -143,12 +143,13 @@ def _compare(
     rows = torch.tensor([*weights.values()], dtype=torch.float64)
     errors, gram = torch.zeros(len(rows), dtype=torch.float64), 0.0
     for own, target in zip(mine, joint, strict=True):
-        parts, target = [own.double()], target.double()
+        parts, target = [own.double().flatten()], target.double().flatten()
         if processes > 1:
-            parts = [torch.empty_like(target) for _ in range(processes)]
-            dist.all_gather(parts, own.double())
+            (own,) = parts
+            parts = [torch.empty_like(own) for _ in range(processes)]
+            dist.all_gather(parts, own)
             dist.broadcast(target, 0)
-        table = torch.stack([*parts, target]).flatten(1).cpu()
+        table = torch.stack([*parts, target]).cpu()
         errors += (rows @ table[:-1] - table[-1]).square().sum(1)
         gram = gram + table @ table.T
     size = gram[-1, -1].clamp(min=1e-300)

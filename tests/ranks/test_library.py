@@ -34,6 +34,17 @@ def test_every_process_names_what_is_not_alike_or_wrong(run_ranks, arguments, sa
         assert said in error
 
 
+def of_lengths(rank):
+    list(dbsl.uneven(DataLoader(range(8), 4), lengths=[1 + rank] * 8))
+
+
+def test_lengths_that_are_not_alike_are_refused(run_ranks):
+    errors = run_ranks(of_lengths, expect_errors=True)
+    assert "lengths and the batches that a seed gives must be the same" in "".join(
+        filter(None, errors)
+    )
+
+
 def prepared(rank, interleave, prepare):
     from accelerate import Accelerator
 
