@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from dbsl.library.planning import StepTimes as StepTimes
     from dbsl.library.planning import measure_step as measure_step
     from dbsl.library.planning import split_batch as split_batch
+    from dbsl.library.processes import mean_scale as mean_scale
     from dbsl.library.rounds import Rounds as Rounds
-    from dbsl.library.scales import mean_scale as mean_scale
     from dbsl.library.uneven import UnevenBatchSampler as UnevenBatchSampler
     from dbsl.plan.solve import PlanRules as PlanRules
     from dbsl.plan.solve import plan_dual_batch as plan_dual_batch
@@ -28,7 +28,7 @@ _HOMES = {  # imported when they are first used: ``import dbsl`` alone costs not
     "check": "library.check",
     "share": "library.loader",
     "steps_of": "library.loader",
-    "mean_scale": "library.scales",
+    "mean_scale": "library.processes",
     "Rounds": "library.rounds",
     "measure_step": "library.planning",
     "StepTimes": "library.planning",

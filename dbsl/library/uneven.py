@@ -21,8 +21,7 @@ from torch import nn
 
 from dbsl.base.errors import SettingError, require
 from dbsl.config.fields import LARGEST
-from dbsl.library.processes import compare, gather, world_size
-from dbsl.library.scales import USED
+from dbsl.library.processes import USED, compare, gather, world_size
 from dbsl.library.watch import Watch
 from dbsl.plan.machines import SpeedEstimate, balanced_sizes
 from dbsl.plan.sampler import ends_of_parts, ordered, whole_steps

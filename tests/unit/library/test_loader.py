@@ -18,7 +18,6 @@ from torch.utils.data.distributed import DistributedSampler
 import dbsl
 from dbsl import SettingError
 from dbsl.library.loader import deal
-from dbsl.library.scales import USED
 
 
 class Buckets(Sampler):
@@ -202,22 +201,6 @@ class Repeats(Sampler):
 def test_what_cannot_be_cut_is_refused(loader, options, said):
     with pytest.raises(SettingError, match=said):
         list(dbsl.uneven(loader, **{"rank": 0, "num_replicas": 2, **options}))
-
-
-def test_scale_is_for_each_batch_with_its_samples():
-    USED.clear()
-    loader = loaders("random", [2, 4])[1]
-    with pytest.raises(SettingError, match="scale must be called once for each batch"):
-        loader.scale(4)
-    batches = iter(loader)
-    next(batches)
-    with pytest.raises(SettingError, match="count must be 4, as planned for batch 0 of"):
-        loader.scale(3)
-    forgotten = loaders("random", [2, 4])[0]
-    list(forgotten)
-    forgotten.set_epoch(1)
-    with pytest.warns(UserWarning, match="scale was not called for any batch"):
-        list(forgotten)
 
 
 def test_shares_and_steps_are_said():

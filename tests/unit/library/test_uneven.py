@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import dbsl
 from dbsl import PlanRules, Rounds, SettingError, TimeModel, UnevenBatchSampler, split_batch
-from dbsl.library.scales import USED
+from dbsl.library.processes import USED
 from dbsl.library.watch import Watch
 from dbsl.optimizer import first_state
 
