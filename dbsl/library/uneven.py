@@ -32,7 +32,7 @@ _WARM_UP = 2  # first steps of a run, which allocate and compile: not measured
 _INTERCEPT = 0.1  # share of the first measured step that is taken not to depend on the batch
 
 
-@dataclass
+@dataclass(eq=False)
 class _Epoch:
     """How far an epoch is drawn, and trained on."""
 
@@ -236,15 +236,15 @@ class UnevenBatchSampler:
 
     def _drawn(self, epoch: _Epoch, number: int, rank: int) -> list[int]:
         """Return a process's batch of a step; note one that is this process's own."""
-        begin, end = epoch.cuts[number : number + 2].tolist()
+        cut = epoch.cuts.item  # a number of Python's, and soon
+        begin, end = cut(number), cut(number + 1)
         sizes = next(sizes for first, sizes in reversed(epoch.sizes) if first <= number)
         part, cost = self._part(epoch.number, begin, end, sizes, rank)
         epoch.drawn = number + 1
         if rank == self.rank and number >= epoch.skipped:
             first = number - number % self.accumulate
             last = min(first + self.accumulate, len(epoch))
-            window = int(epoch.cuts[last] - epoch.cuts[first])
-            epoch.ahead.append((len(part), window, cost))
+            epoch.ahead.append((len(part), cut(last) - cut(first), cost))
             if len(epoch.ahead) == _MOST_AHEAD and not self._scaled:
                 self._warn_of_no_scale()
         return part
@@ -291,7 +291,8 @@ class UnevenBatchSampler:
         is left that was drawn.
         """
         epoch, before = self._iterator, self._trained
-        if before is not None and before.exhausted and before.ahead and self._looked_at(epoch):
+        other = before is not None and before is not epoch
+        if other and before.exhausted and before.ahead and self._looked_at(epoch):
             epoch = before  # it draws no more: the other one was a look
         if epoch is None or not epoch.ahead:
             raise SettingError(
