@@ -142,7 +142,8 @@ class TrainingConfig(ImageConfig):
     # gradients of such parts. As many values as --large-batch-size may have; auto: what fits a CUDA
     # GPU; unset: the whole batch. Batch norm and mixing see one part at a time
     micro_batch_size: _Sizes = None
-    # smallest batch size that a computed or balanced plan gives a worker
+    # smallest batch size that a computed or balanced plan gives a worker; a model with batch norm
+    # wants about 8
     min_batch_size: Annotated[Count, Role.PLAN] = 2
     # step time by which batch sizes are planned: seconds of a step = slope x samples + intercept.
     # One value, one per resolution, or one per resolution and worker (with --worker-processes: and
@@ -168,18 +169,18 @@ class TrainingConfig(ImageConfig):
     # dynamic:3 or dbs:3 every 3 rounds
     balance: Annotated[str, BALANCE, Role.PLAN] = "none"
     # --- averaging
-    # how workers learn from each other. bsp: local SGD, all wait and average their weights after a
-    # round (--rounds-per-epoch); ssp: only who is more than --staleness rounds ahead waits; asp:
-    # nobody waits; step: as DDP, gradients are averaged at every step. ssp and asp survive the
-    # death of a process that was launched on its own
+    # what workers average, and when. bsp: local SGD, all average their weights after a round
+    # (--rounds-per-epoch); ssp: so, but only a worker that is more than --staleness rounds ahead
+    # waits; asp: so, but nobody waits; step: as DDP, gradients are averaged at every step. ssp and
+    # asp survive the death of a process that was launched on its own
     sync: Annotated[Sync, Role.PLAN] = "bsp"
     # what workers send: weights after a round, or gradients to one optimizer for all; gradients:4
     # sums those of 4 steps before it sends them
     push: Annotated[
         str, PUSH, Role.PLAN, Excludes(sync="step", why=", which averages gradients itself")
     ] = "weights"
-    # number format in which workers send. --sync bsp takes bf16, int8, int4 or int2; --sync step
-    # takes bf16, fp16 or powersgd:RANK[:STEPS], PowerSGD of that rank after STEPS steps in float32
+    # format of what workers send. --sync bsp takes bf16, int8, int4 or int2; --sync step takes
+    # bf16, fp16 or powersgd:RANK[:STEPS], PowerSGD of that rank after STEPS steps in float32
     wire: str = "float32"
     # with --sync step or --push gradients: leave out an epoch's last samples if they do not fill a
     # global batch; otherwise an epoch's steps have equal sizes, at most the global batch
@@ -198,7 +199,7 @@ class TrainingConfig(ImageConfig):
         Excludes(sync="step"),
         Excludes(push="gradients"),
     ] = None
-    # times in an epoch that each worker sends its weights and gets the common ones
+    # how often in an epoch each worker sends its weights and gets the common ones
     rounds_per_epoch: Annotated[Count, Role.PLAN, Excludes(push="gradients", why=" (see push)")] = 1
     # rank 0 averages and evaluates but does not train
     dedicated_server: Annotated[
