@@ -219,8 +219,11 @@ def advice_on(scale: NoiseScale, plan: Plan) -> str:
     numbers = (scale.b_simple, scale.low, scale.high)
     value, low, high = (f"{v:.3g}" if v < 1000 else f"{v:.0f}" for v in numbers)
     upper = "or more" if math.isinf(scale.high) else f"to {high}"
-    name = "the global batch" if plan.global_batch_size else "B_L"
-    return f"gradient noise scale {value} (95 %: {low} {upper}); {name} is {batch}"
+    name = "global" if plan.global_batch_size else "largest"
+    return (
+        f"a step gains from more samples up to about {value}, the gradient noise scale "
+        f"(95 %: {low} {upper}); the {name} batch is {batch}"
+    )
 
 
 class NoiseProbe:

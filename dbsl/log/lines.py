@@ -291,19 +291,23 @@ def evaluation_in_words(evaluation: Mapping[str, Any] | None) -> str:
     return f"{result}, loss {short_loss(evaluation['loss'])}{averaged}{others}"
 
 
-def result_in_words(values: Mapping[str, Any], unit: str) -> str:
-    """Return what there is of the result, in one line."""
-    formats = {
-        "final_accuracy": "accuracy {:.2%}",
-        "best_accuracy": " (best {:.2%})",
-        "final_top5_accuracy": ", top-5 {:.2%}",
-        "final_loss": ", loss {}",
-        "train_time_s": ", training {:.1f} s",
-        "start_up_time_s": " and start-up {:.1f} s",
-        "total_time_s": " of {:.1f} s",
-        "images_per_s": f", {{:.0f}} {unit}/s",
-        "virtual_time_s": ", {:.1f} s of simulated time",
-    }
-    shown = {n: short_loss(v) if n == "final_loss" else v for n, v in values.items()}
-    given = [text.format(shown[key]) for key, text in formats.items() if key in shown]
-    return "".join(given).lstrip(", ").replace("%", " %")
+def result_in_words(values: Mapping[str, Any], samples: int, unit: str, folder: Path) -> str:
+    """Return what came of a run, what it took, and what to try next, a line each.
+
+    `values` are those of summary.json; `samples` is how many it was evaluated on.
+    """
+    best, top5 = values["best_accuracy"], values.get("final_top5_accuracy")
+    simulated_s = values.get("virtual_time_s", 0.0)
+    first5 = "" if top5 is None else f", top-5 {100 * top5:.2f} %"
+    beside = f"; side by side the workers would train in {duration(simulated_s)}"
+    tries = f"python -m dbsl.predict {folder} --dataset FOLDER tries it on images of your own; "
+    return (
+        f"accuracy {100 * values['final_accuracy']:.2f} % (best {100 * best:.2f} %){first5}, loss "
+        f"{short_loss(values['final_loss'])}, on {samples} evaluation {unit}\n"
+        f"{values['total_time_s']:.1f} s in all, of them training {values['train_time_s']:.1f} s "
+        f"({speed_in_words(values['images_per_s'], unit)}) and start-up "
+        f"{values['start_up_time_s']:.1f} s{beside if simulated_s else ''}\n"
+        f"weights, figures of each epoch and a picture are in {folder}\n"
+        f"next: {tries if unit == 'images' else ''}"
+        f"--resume {folder} --epochs {2 * values['epochs']} trains it for as long again"
+    )

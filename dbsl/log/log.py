@@ -380,8 +380,8 @@ class RunLog:
         }
         text = json.dumps(rows.strict_numbers(values), indent=2, sort_keys=True, allow_nan=False)
         write_text(self.folder / "summary.json", text + "\n")
-        result = lines.result_in_words(values, self._unit)
-        self._say(f"{result}; all of it in {self.folder}")
+        samples = len(data.evaluation)
+        self._say(lines.result_in_words(values, samples, self._unit, self.folder))
 
 
 def check_result(folder: Path, config: RunConfig, accelerator: Accelerator) -> None:

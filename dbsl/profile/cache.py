@@ -15,6 +15,7 @@ import torch
 
 from dbsl.base.errors import SettingError, px, require
 from dbsl.base.files import write_text
+from dbsl.profile.fit import shortest_step
 from dbsl.profile.memory import MemoryModel, confirm_batch, room_bytes
 from dbsl.profile.timing import (
     StepProfile,
@@ -31,6 +32,7 @@ _FORMAT = 3
 # Samples with which memory is measured at most. It costs seconds, and a line to tens of thousands
 # needs a long base.
 _MEMORY_UP_TO = (64, 1024)
+_MUCH_LESS = 0.75  # of a kept time: the machine was busy when that was measured
 _BAD_FIT = "; a bad fit, here or in another process: predictions may be far off (--profile again)"
 
 
@@ -87,7 +89,8 @@ class Profiler:
     def profile(self, resolution: int, largest: int, micro_batch: int | None = None) -> StepProfile:
         """Return the profile of steps with up to `largest` samples, and print it.
 
-        Kept times that no line fits, of a busy machine perhaps, are measured again.
+        Kept times of a machine that was busy, as it seems, are measured again: no line fits them,
+        or steps are now much shorter. Longer ones are no reason: the machine may be busy now.
         """
         profile = self._known.get((resolution, micro_batch))
         # A line that was fitted to much larger batches says little of small ones.
@@ -97,7 +100,7 @@ class Profiler:
             there = ", ".join(_steps(*of, own.batch_sizes[-1]) for of, own in known) or "nothing"
             must = f"profile must have {_steps(resolution, micro_batch, largest)}"
             raise SettingError(f"{must}, got {there} in {self.file}")
-        if self.all(usable and (self.file or self.rough or not profile.misses)):
+        if self.all(usable and (self.file or self.rough or self._holds(profile))):
             told = f"step times{px(resolution, ' at ')} from {self.path} (--profile again measures)"
             self._accelerator.print(told)
         else:
@@ -106,6 +109,14 @@ class Profiler:
         note = "" if self.all(not profile.misses) else _BAD_FIT
         self._accelerator.print(profile.describe(note))
         return profile
+
+    def _holds(self, kept: StepProfile) -> bool:
+        """Whether a few steps with the fewest and the most samples are not much below the line."""
+        if kept.misses or self.spec.setup["compile"]:  # compiling takes longer than measuring
+            return not kept.misses
+        step = TrainingStep(self.spec, kept.resolution, kept.micro_batch)
+        ends = kept.batch_sizes[-1], kept.batch_sizes[0]  # the larger first: its images serve both
+        return all(shortest_step(step, n) > _MUCH_LESS * kept.time_model.time(n) for n in ends)
 
     def _measured(self, resolution: int, largest: int, micro_batch: int | None) -> StepProfile:
         """Return new times, and keep them.

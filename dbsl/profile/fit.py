@@ -15,6 +15,7 @@ from dbsl.plan.types import TimeModel
 
 TOLERANCE = 0.10  # relative error of a prediction up to which the line is said to hold
 _SURE_ENOUGH = 0.02  # standard error of a median time, relative to it
+_TURNS = 4  # fewer may lie close to each other by chance
 _SIZES_FOR_A_FLOOR = 4  # a line and a floor are three numbers
 
 
@@ -23,35 +24,39 @@ def measure_step_times(
 ) -> tuple[list[float], list[float]]:
     """Return the median seconds of ``step(batch_size)`` for each size, and their relative errors.
 
-    Sizes take turns, so that a slow spell of the machine falls on all of them: a step that warms up
-    and is left out, then steps for about a quarter of the longest step's time. It ends when the
+    Sizes take turns, so that a slow spell of the machine falls on all of them: steps for about a
+    quarter of the longest step's time, of which the device is waited for once. It ends when the
     standard error of every median is small enough, or when time is up, after 2 turns at least.
     """
-    from torch.utils.benchmark import Timer  # imports compilers
-
-    timers = [
-        Timer(
-            "step(batch_size)",
-            globals={"step": step, "batch_size": size},
-            timer=_clock,
-            num_threads=torch.get_num_threads(),  # Timer's own default is 1
-        )
-        for size in batch_sizes
-    ]
     began = time.perf_counter()
     step(max(batch_sizes))  # the first one compiles, or tries cuDNN's algorithms
-    second = _clock()  # which waits for the device
-    step(max(batch_sizes))
-    block_s = max(0.25 * (_clock() - second), 1e-3)
-    samples: list[list[float]] = [[] for _ in timers]
+    block_s = 0.25 * _seconds_a_step(step, max(batch_sizes), 0.0)
+    samples: list[list[float]] = [[] for _ in batch_sizes]
     for turn in itertools.count(1):
-        for each, taken in zip(timers, samples, strict=True):
-            taken += each.blocked_autorange(min_run_time=block_s).times  # waits for the device
+        for size, taken in zip(batch_sizes, samples, strict=True):
+            taken.append(_seconds_a_step(step, size, block_s))
         if turn == 1:
             continue
         errors = [_median_error(taken) for taken in samples]
-        if max(errors) < _SURE_ENOUGH or time.perf_counter() - began > seconds:
+        sure = turn >= _TURNS and max(errors) < _SURE_ENOUGH
+        if sure or time.perf_counter() - began > seconds:
             return [statistics.median(taken) for taken in samples], errors
+
+
+def shortest_step(step: Callable[[int], object], batch_size: int) -> float:
+    """Return the least seconds of three ``step(batch_size)``, after one that warms up."""
+    step(batch_size)
+    return min(_seconds_a_step(step, batch_size, 0.0) for _ in range(3))
+
+
+def _seconds_a_step(step: Callable[[int], object], batch_size: int, at_least_s: float) -> float:
+    """Return the mean seconds of steps that follow each other, for so long and one at least."""
+    began = now = _clock()
+    steps = 0
+    while not steps or now - began < at_least_s:
+        step(batch_size)
+        steps, now = steps + 1, time.perf_counter()
+    return (_clock() - began) / steps
 
 
 def _clock() -> float:

@@ -36,7 +36,8 @@ from dbsl.profile.timing import NO_OPTIMIZER, StepSpec, setup_of
 STEPS_A_ROUND = 10  # a worker takes as many at least with the batch that `auto` chooses
 _SMALLEST_AUTO = 16  # samples: below them fewer steps do
 _SAME_MACHINE = 0.10  # relative difference of step times up to which workers count as equal
-_SECONDS, _SECONDS_OF_ONE = 30.0, 3.0  # to measure for; what one worker alone predicts is rough
+# To measure for: real processes, simulated workers, and one alone, whose predictions are rough.
+_SECONDS, _SECONDS_SIMULATED, _SECONDS_OF_ONE = 30.0, 10.0, 3.0
 _OF_MODELS = ("slope", "intercept", "floor")
 
 
@@ -257,7 +258,8 @@ def make_profiler(
     build = None if pushes else build_optimizer
     spec = StepSpec(setup, model, accelerator, loss_of, data.example, build)
     rough = config.workers == 1 and not config.small_workers
-    seconds, again = _SECONDS_OF_ONE if rough else _SECONDS, config.profile == AGAIN
+    several = _SECONDS if accelerator.num_processes > 1 else _SECONDS_SIMULATED
+    seconds, again = _SECONDS_OF_ONE if rough else several, config.profile == AGAIN
     return Profiler(
         spec,
         seconds=seconds / len(config.resolutions),

@@ -333,7 +333,8 @@ def test_workers_take_turns():
 def test_a_run_whose_noise_scale_is_known_says_it_next_to_its_batch():
     plan = plan_dual_batch(4000, 4, 0, 16, TimeModel(1e-3, 0.02))
     scale = dbsl.extras.noise.NoiseScale(100.0, 80.0, 130.0, 1.0, 100.0, 50)
-    assert advice_on(scale, plan) == "gradient noise scale 100 (95 %: 80 to 130); B_L is 16"
+    gains = "a step gains from more samples up to about 100, the gradient noise scale"
+    assert advice_on(scale, plan) == f"{gains} (95 %: 80 to 130); the largest batch is 16"
     assert "80 or more" in advice_on(replace(scale, high=math.inf), plan)
     for unknown in (replace(scale, b_simple=math.inf), replace(scale, pairs=5)):
         assert not advice_on(unknown, plan)

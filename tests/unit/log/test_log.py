@@ -302,7 +302,7 @@ def test_summary_is_strict_json_written_in_one_go_and_printed_in_a_line(
     assert list(summary) == sorted(summary)
     printed = capsys.readouterr().out
     assert "accuracy 60.00 % (best 75.00 %)" in printed
-    assert "42.5 s of simulated time" in printed
+    assert "side by side the workers would train in 42.5 s" in printed
 
 
 def test_measured_times_are_set_against_predicted_ones_and_a_miss_is_said_once(
