@@ -36,6 +36,7 @@ def fork_rank(flags: list[str], rank: int, processes: int, port: int) -> int:
     if child:
         return child
     import train
+    from dbsl.config.parse import parse_config
 
     status = 1
     try:
@@ -47,7 +48,7 @@ def fork_rank(flags: list[str], rank: int, processes: int, port: int) -> int:
             numbers |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": processes}
             os.environ |= {name: str(number) for name, number in numbers.items()}
             os.environ["MASTER_ADDR"] = "127.0.0.1"
-        train.main(train.parse_config(train.Config, flags))
+        train.main(parse_config(train.Config, flags))
         status = 0
     except SystemExit as error:
         status = error.code
