@@ -153,7 +153,6 @@ def train_turn(turn: Any, training: Training) -> None:
     for step in steps:
         # One batch, or micro-batches. A joint step in one process has a batch of every worker.
         for images, labels, part in step:
-            workers.model.require_backward_grad_sync = part.syncs  # DDP, in real joint steps
             with accelerator.autocast():
                 loss, figures = loss_function(workers.model, images, labels, config)
             # dbsl: The weight is 1, or b / B where all workers' batches of b make one of B, or

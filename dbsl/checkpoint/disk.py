@@ -45,7 +45,7 @@ class CheckpointError(SettingError):
 
 @contextmanager
 def reading_checkpoint(folder: Path) -> Iterator[None]:
-    """Turn an error of code that takes a checkpoint's state into one, but not those of a disk."""
+    """Raise `CheckpointError` for any error inside, but those of a disk and of settings."""
     try:
         yield
     except (SettingError, SaveError, OSError):

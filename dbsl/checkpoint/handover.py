@@ -44,7 +44,7 @@ class Saved:
         Joint steps may anywhere. Else all workers must have pushed the same rounds, of which none
         is lost with a worker that was ahead, and every epoch's end must have been told.
         """
-        if self.state["cluster"].get("untold"):
+        if self.state["cluster"]["untold"]:
             return False
         if self.joint:
             return True

@@ -127,7 +127,7 @@ def _in_short(name: str, value: Any) -> Any:
 def _draw_another_order(changed: Changes, cls: type[RunConfig]) -> list[str]:
     """Return the changed settings by which the order of an epoch's samples is another.
 
-    It depends on one that may be unset by whether it is set alone.
+    Of a setting that may be unset it matters only whether it is set.
     """
     names = [name for name in with_role(cls, Role.ORDER) if name in changed]
     return [n for n in names if None in changed[n] or getattr(cls, n) is not None]

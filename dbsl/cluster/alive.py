@@ -96,7 +96,7 @@ class Keepalive:
         self._on_lost(self)
 
     def _beat(self) -> bool:
-        """Talk until one of both ends it; return whether that was the other, which answers."""
+        """Talk until one of both ends it; return whether the other did, which should answer."""
         speaks = self._asks
         while True:
             if speaks:

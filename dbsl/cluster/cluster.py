@@ -86,7 +86,7 @@ class Cluster(ABC):
         self._reports: deque[RoundReport] = deque()  # where there is no server
         self.interrupted = False  # the run is to stop
         self.finished_early = False  # whether `finish` ended the run before its last epoch
-        self._untold = False  # the epoch's end that it is at is to be told again
+        self._untold = False  # it was stopped in an epoch's end, which is evaluated again
         self._losses: deque[LostWorker] = deque()  # not yet logged
         self._exits = ExitStack()
 
@@ -162,7 +162,7 @@ class Cluster(ABC):
         self._clock, self._refused = state["clock"], state["refused"]
         self.time_s = state["time_s"] if self._times else None
         self._waited_s = state["waited_s"]
-        self._untold = state.get("untold", False)
+        self._untold = state["untold"]
         if self.server is not None:
             self.server.load_state_dict(state["server"])
 

@@ -25,8 +25,9 @@ from dbsl.config.settings import Wire
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what gradients are rounded to
 _LEAST_SAVING = 2  # PowerSGD compresses a matrix if this saves as much; torch's own value
-# A factor of zeros, as of a layer without a gradient, would be divided by its length, or stay zeros
-# for ever. The first is lost in any other length, the second in any other number.
+# A factor of zeros, as of a layer without a gradient, would be divided by its length, 0, or stay
+# zeros for ever. Added to any other length, the first changes no digit, and so does the second to
+# any other number.
 _EPSILON, _NEAR_ZERO = 1e-30, 1e-15
 _KEPT = ("error_dict", "p_memory_dict", "q_memory_dict")
 

@@ -135,8 +135,8 @@ class SimulatedCluster(Cluster):
     def __init__(self, weights: FlatWeights, server: Server, **common: Any) -> None:
         super().__init__(weights, server, **common)
         self._pulled: dict[int, Tensor] = {}
-        # A worker's present round: seconds of computing, exchanging, and waiting before it, which
-        # do not count at a barrier.
+        # A worker's present round: seconds of computing, of exchanging, and of waiting before it.
+        # At a barrier this waiting does not count.
         self._spent: dict[int, tuple[float, float, float]] = {}
         self._ended = [0.0] * len(server.clocks)  # each worker's last round
         self._queue: list[tuple[float, int]] = []  # ends of rounds

@@ -34,8 +34,9 @@ class Server:
     The server keeps its own copy of `weights`, [P]. `rule` merges what was not refused: each push
     alone, or `together` those of all workers in a round, in the order in which they came. A
     `staleness` of 0 is a barrier, None no bound. `observe` is called with each report, before
-    anyone can ask for what follows from it. Where simulated pushes `together` are `rounded`, that
-    sums their changes. The run's planner knows the `members`, too.
+    anyone can ask for what follows from it. `rounded` sums the changes of pushes that are merged
+    `together` and travel in a smaller format, in a simulated cluster. The run's planner knows the
+    `members`, too.
     """
 
     def __init__(

@@ -182,11 +182,8 @@ class Stepper:
             self._places = self._weights.attach_gradients(self.vector)  # of what is trained now
 
     @contextmanager
-    def micro_batch(self, step: Step, part: Part) -> Iterator[tuple[float, bool]]:
-        """Enclose a worker's forward and backward pass.
-
-        It gives the factor on its mean loss, and whether DDP sums gradients in it.
-        """
+    def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
+        """Enclose a worker's forward and backward pass; it gives the factor on its mean loss."""
         if self._places:
             self._put_in_place(lambda place: place)
         several = self._together or not (part.first and part.last)
@@ -195,7 +192,7 @@ class Stepper:
         elif several:
             self._buffers.copy_(self._start)
         with self.timer.running((part.worker,)):
-            yield part.weight, False
+            yield part.weight
         if several:
             self._mean.add_(self._buffers, alpha=part.weight if self._together else part.share)
             if part.last and not self._together:
@@ -314,15 +311,15 @@ class DistributedSteps(Stepper):
             self._wrap()
 
     @contextmanager
-    def micro_batch(self, step: Step, part: Part) -> Iterator[tuple[float, bool]]:
+    def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
         if (step.odd or step.reweighted) and part.first:
             self.average_buffers()
         self._weight = step.parts[0].weight  # all its micro-batches have the same
         # What is computed without DDP stays here until its last micro-batch sums it all.
         syncs = part.last and not step.odd
-        self._exchanged = not syncs
-        with super().micro_batch(step, part) as (weight, _):
-            yield (weight if step.odd else weight * self._world_size), syncs
+        self.model.require_backward_grad_sync, self._exchanged = syncs, not syncs
+        with super().micro_batch(step, part) as weight:
+            yield weight if step.odd else weight * self._world_size
         self._check_exchanged()
 
     def _check_exchanged(self) -> None:
@@ -461,7 +458,7 @@ class PushedGradients(Stepper):
             self._weight = 0.0
 
     @contextmanager
-    def micro_batch(self, step: Step, part: Part) -> Iterator[tuple[float, bool]]:
+    def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
         if part.first:
             self._before = self._buffers.clone()
         with super().micro_batch(step, part) as found:

@@ -31,8 +31,8 @@ class FlatWeights:
 
     With `names` the vector has these tensors alone.
     With `apart` the model keeps its own tensors: `read` copies them, `load` copies back, and
-    `vector` is what was loaded last. It is at least of float32: of equal bfloat16 numbers the mean
-    is the same number.
+    `vector` is what was loaded last. It is at least of float32, so that the mean of equal bfloat16
+    numbers is that number.
     """
 
     def __init__(

@@ -126,7 +126,7 @@ class Channel:
         self._pending: list[dist.Work] = []  # each keeps what it sends
 
     def ask(self, kind: Kind) -> tuple[Answer, str]:
-        """Ask the server; return its answer, as the last push has left this process."""
+        """Ask the server; return its answer. By then the last push has left this process."""
         tell(self.pair, kind)
         answer = hear(self.pair, Answer)
         self.wait()

@@ -63,7 +63,7 @@ class Planner:
         # Of the plans that follow, which go by measured times.
         again = {"by_hand": (), "measured": True}
         self._specs = {r: replace(spec, **again) for r, spec in (specs or {}).items()}
-        self._begun = 0  # rounds of the run that a loss left as they were planned
+        self._begun = 0  # the run's rounds whose plan is kept since a worker was lost
         self._epochs = [0] * workers  # epoch of each worker's last report
         self._speeds = [SpeedEstimate() for _ in range(workers)]
         self._refine_at = 2  # measurements of each worker
@@ -140,7 +140,7 @@ class Planner:
         members, plans, rounds = self.members, self.plans, self._rounds
         there, clock, lost = members.active - {worker}, members.clocks[worker], 0
         others = self._plans_of(there)
-        # Begun, too: rounds that the lost worker was ahead, or that an earlier loss left alone.
+        # Those count, too, in which the lost worker was ahead, or that an earlier loss has kept.
         self._begun = max(self._begun, members.begun(last, but=worker), min(clock, last))
         stop = -(-self._begun // rounds)
         for epoch in range(min(clock, members.slowest(but=worker)) // rounds, stop):

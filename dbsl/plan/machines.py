@@ -132,10 +132,10 @@ class SpeedEstimate:
 def split_batch(samples: int, sizes: Sequence[int] | np.ndarray, least: int = 1) -> np.ndarray:
     """Split the samples of a joint step in proportion to its parts' `sizes`, int64 [n].
 
-    Each part has at least `least` samples (or its size, if that is less) or none: of too few the
-    largest parts get some. None is above its size, but where what is left is less than `least`:
-    three samples for two parts of 2 are 3 and none; and where there are more samples than all
-    sizes.
+    Each part has at least `least` samples (or its size, if that is less) or none at all: of too few
+    samples the largest parts get some. A part exceeds its size only where the rest would be fewer
+    than `least` (three samples for two parts of 2 become 3 and 0), and where there are more samples
+    than all sizes.
     """
     sizes = np.array(sizes, dtype=np.int64)
     if samples >= sizes.sum():

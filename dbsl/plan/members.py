@@ -27,11 +27,11 @@ class Members:
         return set(range(len(self.clocks))) - self.active
 
     def slowest(self, but: int | None = None) -> int:
-        """Return the rounds that every worker that is there, but for one, has pushed."""
+        """Return how many rounds all workers that are there have pushed, `but` left out."""
         return min(self.clocks[worker] for worker in self.active if worker != but)
 
     def begun(self, last: int, but: int | None = None) -> int:
-        """Return the rounds, of `last` in all, that any worker, but for one, has begun."""
+        """Return how many of the run's `last` rounds some worker has begun, `but` left out."""
         there = self.active - {but}
         return min(max(self.clocks[w] + (w in self.inside) for w in there), last)
 

@@ -124,7 +124,10 @@ class EpochSampler:
         ]
 
     def _before(self, round_: int) -> np.ndarray:
-        """Return the samples of each worker before a round; too few for all come in the last."""
+        """Return the samples of each worker before a round.
+
+        A worker with too few samples for all rounds has them in the last one.
+        """
         over = round_ - self._first_round
         few = self._shares < self._rounds * self._least
         return np.where(

@@ -119,7 +119,7 @@ class Plan:
     large_samples: int | None = None
     small_samples: int | None = None
     update_factor: float | None = None
-    global_batch_size: int | None = None  # B of joint steps; None where workers have rounds
+    global_batch_size: int | None = None  # B that all workers share; None: each has its own batch
     first_round: int = 0  # of an epoch, from which the plan is in force
     taken: int = 0  # samples of that epoch that its earlier rounds took
 

@@ -30,14 +30,14 @@ MEASURED = ("images_per_s", "memory_gib")  # in a line: these differ from run to
 class _Window:
     """A worker's steps since its last line.
 
-    `sums`, of loss and figures, and `samples` are what earlier rounds add to the running sums of
-    the round under way, less what those were at the last line.
+    Together with the running sums of the round under way, `sums`, of loss and figures, and
+    `samples` are those since the last line. They are negative where that line was in this round.
     """
 
     steps: int = 0  # the worker's in the run
     sums: list[float] = field(default_factory=list)  # none: zeros
     samples: int = 0
-    seconds: float = 0.0  # in earlier rounds
+    seconds: float = 0.0  # until time was last counted
 
 
 class TakenSteps(NamedTuple):

@@ -186,7 +186,6 @@ class WorkerPart(NamedTuple):
 
     worker: int
     weight: float  # on the mean loss of the batch
-    syncs: bool  # whether DDP is to sum gradients in this backward pass
 
 
 class TurnStep:
@@ -216,9 +215,9 @@ class TurnStep:
             self._workers.is_between_steps = not self._added  # while it waits for data
             images, labels = batch = next(self._batches)
             self._workers.is_between_steps = False
-            with stepper.micro_batch(self._step, part) as (weight, syncs):
+            with stepper.micro_batch(self._step, part) as weight:
                 self._open = len(labels)
-                yield images, labels, WorkerPart(part.worker, weight, syncs)
+                yield images, labels, WorkerPart(part.worker, weight)
             refuse_order(self._open is not None, "call step.add for each batch", "none")
         self._is_complete = True
         self._complete(batch)

@@ -79,7 +79,7 @@ def after_joint_steps(*, compiled):
     stepper.begin(Turn((0, 1), 0, 0))
     for _ in range(3):
         for part in step.parts:
-            with stepper.micro_batch(step, part) as (weight, _):
+            with stepper.micro_batch(step, part) as weight:
                 images, labels = image_batch(len(part.indices), 16, 3, CUDA)
                 (loss_of(model, images, labels) * weight).backward()
         stepper.complete(step)

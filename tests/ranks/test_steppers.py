@@ -143,8 +143,7 @@ def train(cluster, stepper, case):
             step = sampler.step(turn.epoch, number, case.sizes, turn.workers)
             case.first(stepper.model)
             for part in parts_of(step, case):
-                with stepper.micro_batch(step, part) as (weight, syncs):
-                    stepper.model.require_backward_grad_sync = syncs
+                with stepper.micro_batch(step, part) as weight:
                     batch = torch.from_numpy(part.indices)
                     loss = F.cross_entropy(stepper.model(images[batch]), labels[batch])
                     (loss * weight).backward()

@@ -35,8 +35,9 @@ def state_of(clocks, plan=None, *, active=None, **server):
     active = list(range(len(clocks))) if active is None else active
     plans = EpochPlans({8: plan or dual(len(clocks))}, lambda epoch: 8)
     server = NOTHING | COUNTS | {"clocks": clocks, "active": active} | server
+    cluster = {"clock": 0, "refused": 0, "time_s": None, "waited_s": 0.5, "untold": False}
     return {
-        "cluster": {"clock": 0, "refused": 0, "time_s": None, "waited_s": 0.5, "server": server},
+        "cluster": cluster | {"server": server},
         "planner": plans.state_dict(),
         "model": {"weights": None},
         "stepper": {"optimizers": {0: "own"}},
