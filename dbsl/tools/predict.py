@@ -74,8 +74,8 @@ def open_data(run: Path, dataset: str | None) -> Data:
     known = {one.name for one in fields(Settings)} & settings.keys() if same else {}
     settings = {name: settings[name] for name in known}
     if dataset is not None:
-        parts = ("train_samples", "eval_samples", "holdout")
-        settings |= {**dict.fromkeys(parts), "dataset": dataset}
+        settings |= dict.fromkeys(("train_samples", "eval_samples", "holdout"))
+        settings["dataset"] = dataset
     config = parse_flags(Settings, yaml_to_argv(settings))
     device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     data = load_data(config, config.seed, device, only_evaluate=not same)
@@ -107,6 +107,5 @@ def evaluate(
         loss += float(F.cross_entropy(scores, torch.tensor(wanted).to(labels), reduction="sum"))
         columns = (wanted, *(column.tolist() for column in scores.softmax(1).max(1)))
         for label, probability, place in zip(*columns, strict=True):
-            row = {"label": names[label], "class": names[place], "probability": probability}
-            rows.append(row)
+            rows.append({"label": names[label], "class": names[place], "probability": probability})
     return rows, loss / len(rows)

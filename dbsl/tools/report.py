@@ -32,8 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parse_flags(_Arguments, argv, prog="python -m dbsl.report")
     require(len(given.run) == 1, "run must be one folder", given.run)
     folder = Path(*given.run)
-    text = "run must be the folder of a finished run"
-    require((folder / "summary.json").is_file(), text, str(folder))
+    require((folder / "summary.json").is_file(), "run must be a finished run's folder", str(folder))
     rows = read_metrics(folder / "metrics.jsonl")
     plans = list(takewhile(lambda row: row["event"] == "plan", rows))
     settings = parse_flags(Settings, yaml_to_argv({"report_to": given.report_to}))
@@ -46,10 +45,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _push(folder: Path, repository: str) -> str:
     """Push a run's timm model to a hub repository, user/name; return where it is."""
-    model = load_model(folder)
+    push, model = timm.models.push_to_hf_hub, load_model(folder)
     try:
-        done = timm.models.push_to_hf_hub(model, repository, safe_serialization=True)
+        return push(model, repository, safe_serialization=True).commit_url
     except Exception as reason:  # network, login or name: many types
         must = "push_to_hub must be a repository that can be written"
         raise SettingError(f"{must}, got {repository} ({in_line(reason)})") from reason
-    return done.commit_url

@@ -244,7 +244,7 @@ def test_a_finished_run_is_drawn_and_sent_again_from_its_folder_alone(tmp_path, 
     assert (point.step, point.value) == (1000, pytest.approx(summary["final_accuracy"]))
     (hparams, *_) = (tmp_path / "run/dbsl").glob("*/hparams.yml")
     assert "local_batch_sizes: '8'" in hparams.read_text()
-    with pytest.raises(ValueError, match="run must be the folder of a finished run, got"):
+    with pytest.raises(ValueError, match="run must be a finished run's folder, got"):
         main([str(tmp_path)])
     with pytest.raises(ValueError, match="run must be one folder, got empty"):
         main([])
