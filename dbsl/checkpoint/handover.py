@@ -38,11 +38,12 @@ class Saved:
         self.server_alone = meets_at_server(settings["sync"]) and not self.simulated
 
     @property
-    def is_open(self) -> bool:
-        """Whether other workers or plans may go on from here: what is left is one piece.
+    def others_may_go_on(self) -> bool:
+        """Whether other workers or plans may go on from here.
 
-        Joint steps may anywhere. Else all workers must have pushed the same rounds, of which none
-        is lost with a worker that was ahead, and every epoch's end must have been told.
+        In joint steps they may anywhere. Else all workers must have pushed the same rounds, none of
+        which was lost with a worker that was ahead, and every epoch's end must have been told. What
+        a worker had trained of a round that it has not pushed is trained again.
         """
         if self.state["cluster"]["untold"]:
             return False

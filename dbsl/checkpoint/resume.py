@@ -202,7 +202,7 @@ def read_resumed(found: Found, workers: Workers, config: RunConfig) -> Resumed:
         if manifest.processes > 1 and config.sync == "bsp":
             anew |= {"wire", "merge"}  # which decide what a barrier keeps of a round
         others |= {name: pair for name, pair in changed.items() if name in anew}
-        for what, pair in {} if saved.is_open else others.items():
+        for what, pair in {} if saved.others_may_go_on else others.items():
             must_stay(what, *pair, " until all workers have pushed the same rounds")
         epochs = saved.under_way(at_epoch_end=MODEL_FILE in manifest.files)
         if others:

@@ -186,12 +186,8 @@ class FlatWeights:
         return places
 
 
-def layout_of(model: nn.Module) -> list[str]:
-    """Return name, shape and memory order of each tensor in the vector of a model's weights."""
-    return _layout(_floating(model))
-
-
 def _layout(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return name, shape and memory order of each tensor."""
     return [
         f"{name} {[*tensor.shape]}{' channels last' * _is_channels_last(tensor)}"
         for name, tensor in tensors.items()

@@ -148,7 +148,7 @@ class _Player:
             return False
         if stop.workers in (None, self._workers):
             return True
-        return self._saved(self._state(), self._run).is_open
+        return self._saved(self._state(), self._run).others_may_go_on
 
     def _state(self) -> dict[str, Any]:
         cluster, planner = self._cluster.state_dict(), self._run.plans.planner.state_dict()

@@ -134,7 +134,7 @@ def test_others_go_on_where_all_workers_have_pushed_the_same_rounds(sync, clocks
     state = state_of(clocks, dual(3, rounds=2), **more)
     state["planner"]["begun"] = begun
     saved = saved_as(state, Config(), sync=sync, rounds_per_epoch=2)
-    assert saved.is_open == expected
+    assert saved.others_may_go_on == expected
 
 
 @pytest.mark.parametrize("clock", [4, 5])
