@@ -287,6 +287,12 @@ def speed_limit(where: str) -> float:
     return len(speeds) * min(speeds) / sum(speeds)
 
 
+def reached(where: str, arm: str) -> list[float]:
+    """Return an arm's tokens a second over those of the fast process alone times all speeds."""
+    speeds = [*map(int, where.split("'")[1].split(":"))]
+    return interval(times(where, arm, "alone", "tokens_per_s") * max(speeds) / sum(speeds))
+
+
 def slow_p(megabits: str, question: str) -> float:
     """Return p of a question on a slow link, corrected for three questions on three links.
 
@@ -329,7 +335,7 @@ def repeated() -> float:
 
 VERBS = {verb.__name__: verb for verb in (cost, corrected, hypothesis, cause, detectable, change)}
 VERBS |= {"stage": stage, "done": done, "speed": speed, "peak": peak, "beside": beside}
-VERBS |= {verb.__name__: verb for verb in (format_p, goal_p, gain_p, speed_limit)}
+VERBS |= {verb.__name__: verb for verb in (format_p, goal_p, gain_p, speed_limit, reached)}
 VERBS |= {verb.__name__: verb for verb in (more_workers_p, repeats, alike, slow_p, repeated)}
 VERBS |= {
     "const": lambda *numbers: [*map(float, numbers)],  # what no row says, such as a margin
@@ -348,7 +354,7 @@ VERBS |= {
     "paired_p": lambda *names: float(stats.ttest_1samp(ahead(*names), 0).pvalue),
     "over5": lambda *names: interval(ahead(*names)[:5]),
     "n5": lambda *names: len(ahead(*names)[:5]),
-    "ci": lambda where, arm, column="accuracy": interval(rows(where, arm)[column]),
+    "ci": lambda where, arm, column="accuracy": interval(rows(where, arm).eval(column)),
     "sd": lambda where, arm: rows(where, arm)["accuracy"].agg(["mean", "std"]),
     "n": lambda where, *arms: min(rows(where, arm).index.nunique() for arm in arms),
     "arms": lambda where: rows(where)["arm"].nunique(),

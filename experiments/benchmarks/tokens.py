@@ -40,7 +40,7 @@ MODULE = "experiments.benchmarks.tokens"
 ARMS = ("equal", "grouped", "uneven", "uneven lengths", "uneven grouped", "lengths grouped")
 ALONE = "alone"
 MACHINES = {"1:1": (1.0, 1.0), "2:1": (1.0, 0.5), "4:1": (1.0, 0.25)}
-SAMPLES, BATCH, VOCABULARY, WARM = 512, 32, 1000, 3
+SAMPLES, BATCH, VOCABULARY, WARM = 384, 32, 1000, 2
 KEEP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "68719476736"}
 
 
