@@ -177,12 +177,9 @@ def keep_ratios(optimizer: torch.optim.Optimizer, lr: float) -> torch.optim.Opti
 
 def first_state(optimizer: torch.optim.Optimizer) -> dict[Tensor, Any]:
     """Return a copy of the state that an optimizer is built with, which most have none of."""
-    bare = getattr(optimizer, "optimizer", optimizer)  # without Accelerate's wrapping
-    # Momentum says not whether it was loaded; torch's SGD is built without.
-    state = {} if isinstance(bare, torch.optim.SGD) else optimizer.state
     return {
         parameter: deepcopy(values)
-        for parameter, values in state.items()
+        for parameter, values in optimizer.state.items()
         if not values.get("step")  # else it was loaded
     }
 

@@ -171,7 +171,7 @@ def changes_for(
     if len(sizes) == 1:
         changes["global_batch_size"] = sizes.pop()
         # Without a global batch it was each worker's part; with one it would be the most of each.
-        alone = before["global_batch_size"] is None
+        alone = before["global_batch_size"] is None and config.large_batch_size is not None
         if alone and _is_as_before("large_batch_size", config, before):
             changes["large_batch_size"] = None
     return changes

@@ -155,8 +155,7 @@ class TrainingConfig(ImageConfig):
     # least seconds of a step, where it was measured with the slope; no flag
     floor: _Times = field(default=None, metadata=NO_FLAG)
     # file of measured step times, written by python -m dbsl.profile --output; again: measure even
-    # if the cache has them; unset: from the cache, else measured for up to 30 s (simulated workers:
-    # 10 s, one worker alone: 3 s)
+    # if the cache has them; unset: from the cache, else measured for up to 30 s (simulated: 10 s)
     profile: Annotated[str | None, Role.FREE | Role.PLAN, Excludes("slope")] = None
     # weight of a worker with small batches when weights are averaged, where a large one has 1: its
     # samples of an epoch / those of a large worker (data), the square root of that (sqrt), or 1

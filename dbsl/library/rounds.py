@@ -94,7 +94,9 @@ class Rounds:
         self.steps = 0  # since the last merge
         self.merges = 0
         self._model, self._optimizer = model, optimizer
-        self._first = first_state(optimizer)
+        bare = getattr(optimizer, "optimizer", optimizer)  # without Accelerate's wrapping
+        # Momentum says not whether it was loaded; torch's SGD is built without.
+        self._first = {} if isinstance(bare, torch.optim.SGD) else first_state(optimizer)
         self._weight, self._group, self._processes = weight, group, world_size(group)
         names = _merged_names(model, params)
         self._weights = FlatWeights(model, apart=True, names=names)  # its vector: as merged last

@@ -440,7 +440,7 @@ def test_loader_processes_augment_as_the_process_itself(fork, tmp_path):
 def test_step_times_of_a_table_are_measured_with_its_own_inputs(
     fork, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("dbsl.run.times._SECONDS", 0.2)
+    monkeypatch.setattr("dbsl.run.times._SECONDS_SIMULATED", 0.2)
     settings = {**COMMON, "slope": None, "intercept": None, "epochs": 1}
     run(fork("tabular"), tmp_path / "run", **{**settings, "lr": 0.05, "lr_milestones": ()})
     printed = capsys.readouterr().out

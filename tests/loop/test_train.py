@@ -297,7 +297,7 @@ REFUSED = [
     (["--sync", "asp", "--merge", "delta"], "merge must be ratio or half with sync"),
     (["--resolutions", "32,16"], "resolutions must ascend, got 32,16"),
     (["--resolutions", "0"], "resolutions must be positive for images, got 0"),
-    (["--dataset", "no-such-name-on/the-hub"], "dataset 'no-such-name-on/the-hub' cannot be op"),
+    (["--dataset", "no-such-name-on/the-hub"], "'no-such-name-on/the-hub' cannot be opened"),
     (["--optimizer", "sdg"], "optimizer must be a name that timm.optim.list_optimizers()"),
     (["--slope", "0.1", "0.2", "0.3"], "slope must have 1 value, one per resolution (2) or"),
     (["--profile", "no-such.json"], "profile must be unset with slope"),
