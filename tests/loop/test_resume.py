@@ -482,7 +482,7 @@ def test_a_run_trains_by_what_was_changed_and_takes_each_sample_once(
     settings |= {"resume": str(folder)}
     if refusal and (inside or name == "seed"):
         drawn = "dataset, seed and holdout must be those that drew the run's evaluation images, got"
-        message = f"{refusal} inside an epoch, got" if inside else drawn
+        message = drawn if name == "seed" else f"{refusal} inside an epoch, got"
         with pytest.raises(ValueError, match=f"^{message} "):
             run(folder, **settings)
         assert files_of(folder) == before
