@@ -18,7 +18,7 @@ import torch
 from accelerate.utils import find_batch_size, gather
 from torch import nn
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, require
 from dbsl.cluster.weights import kept_modes
 from dbsl.library.loader import uneven
 
@@ -39,6 +39,12 @@ class UnevenTrainerMixin:
     balance_every: int | None = None
     lengths: Sequence[int] | None = None
     _divides: bool | None = None  # whether the model divides its loss by the items of all processes
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        before = cls.__mro__[: cls.__mro__.index(UnevenTrainerMixin)]
+        late = [base.__name__ for base in before if base.__module__.startswith("transformers.")]
+        require(not late, "base classes must begin with UnevenTrainerMixin", late)
 
     def get_train_dataloader(self) -> Any:
         """Return Trainer's own loader, with this process's part of each joint batch."""

@@ -15,7 +15,7 @@ from dbsl.base.errors import require
 from dbsl.base.seeds import global_streams, seed_streams
 from dbsl.cluster.weights import kept_modes
 from dbsl.library.loader import sampler_of
-from dbsl.library.processes import gather
+from dbsl.library.processes import by_itself, gather
 from dbsl.library.uneven import UnevenBatchSampler
 from dbsl.library.watch import SHARDED, alone
 
@@ -26,9 +26,10 @@ def check(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], loader:
     """Return whether processes together have the gradient of the joint batch, in one line.
 
     Call it once, on every process. Each takes its part of a joint batch, and process 0 the whole
-    one. `loss_fn(model, batch)` returns what the loop calls `backward` on, scale and all. `loader`
-    comes from `uneven`, or has an `UnevenBatchSampler`. Dropout is off meanwhile. Gradients,
-    weights and statistics are as before afterwards.
+    one. `loss_fn(model, batch)` returns what the loop calls `backward` on, scale and all; of what
+    waits for other processes it may call `mean_scale` alone. `loader` comes from `uneven`, or has
+    an `UnevenBatchSampler`. Dropout is off meanwhile. Gradients, weights and statistics are as
+    before afterwards.
 
     The line says "equal", with the relative difference. Or it says that the loss is off by n,
     divided by the accumulation twice, or scaled twice or not at all; that it is a sum, or a mean
@@ -63,7 +64,10 @@ def check(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], loader:
     with _put_back(model, sampler):
         mine = gradient_of(parts[rank], n * sizes[rank] / sum(sizes))
         said_by_all = gather([calls[:1], factors[0]])
-        joint = gradient_of([i for part in parts for i in part], 1.0) if rank == 0 else mine
+        joint = mine
+        if rank == 0:
+            with by_itself():
+                joint = gradient_of([i for part in parts for i in part], 1.0)
         weights = _hypotheses(sizes)
         errors, free = _compare(mine, joint, weights, n)
     for at, (called, _) in enumerate(said_by_all):

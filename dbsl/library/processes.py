@@ -6,7 +6,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from dbsl.cluster.wire import gather_texts
 
 USED: set[str] = set()  # what loops of this process have called
 _AHEAD: dict[dist.ProcessGroup | None, tuple[int, Tensor, dist.Work]] = {}
+_by_itself = False  # whether `mean_scale` counts this process alone
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:
@@ -76,6 +78,21 @@ def digest(what: Any) -> str:
     return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """Have `mean_scale` inside count this process alone, where the others do not call it."""
+    global _by_itself
+    before, _by_itself = _by_itself, True
+    announced = dict(_AHEAD)
+    _AHEAD.clear()
+    try:
+        yield
+    finally:
+        _by_itself = before
+        _AHEAD.clear()
+        _AHEAD.update(announced)
+
+
 def mean_scale(
     count: int | Sequence[int],
     group: dist.ProcessGroup | None = None,
@@ -111,7 +128,8 @@ def mean_scale(
             f"count must be {announced}, announced by ahead, got {count}: one is announced at a "
             "time, and none before a loop is left early"
         )
-    scales = [world_size(group) * each / total for each in _numbers(count)]
+    processes = 1 if _by_itself else world_size(group)
+    scales = [processes * each / total for each in _numbers(count)]
     return scales if isinstance(count, list | tuple) else scales[0]
 
 
@@ -126,7 +144,7 @@ def _add_up(count: Any, group: dist.ProcessGroup | None) -> tuple[Any, Tensor, d
     numbers = _numbers(count)
     fits = all(1 <= number < math.inf for number in numbers) and numbers
     counts = torch.tensor([sum(numbers), float(not fits)], dtype=torch.float64)
-    if not dist.is_initialized():
+    if _by_itself or not dist.is_initialized():
         return count, counts, None
     counts = counts.to(exchange_device(group))
     return count, counts, dist.all_reduce(counts, group=group, async_op=True)

@@ -34,6 +34,11 @@ def over_tokens(model, batch, loader):
     return each.sum() / batch[2].sum() * loader.scale(len(batch[1]))
 
 
+def counted(model, batch, loader):
+    each = cross_entropy(model, batch, reduction="none") * batch[2]
+    return each.sum() / batch[2].sum() * dbsl.mean_scale(int(batch[2].sum()))
+
+
 def contrastive(model, batch, loader):
     vectors = functional.normalize(model(batch[0]), dim=1)
     logits = vectors @ vectors.T
@@ -67,6 +72,7 @@ LOOPS = {
     ),
     "multiplied by n": (lambda m, b, s: 2 * scaled(m, b, s), {}, "off by n: multiplied by 2"),
     "tokens": (over_tokens, {}, "dbsl.mean_scale(tokens)"),
+    "tokens, counted": (counted, {}, "equal"),
     "contrastive": (contrastive, {}, "depends on other samples"),
     "batch norm": (scaled, {"norm": True}, "batch norm has each process's own statistics"),
     "dropping": (scaled, {"drop": True}, "was given 1 on process 0, whose part has 2 samples"),
