@@ -44,10 +44,6 @@ def check(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], loader:
     calls: list[int] = []  # counts that scale was called with
     factors: list[float] = []  # by which the loss is multiplied besides it
 
-    def sample(index: Any) -> Any:
-        seed_streams(0)  # the same augmentation each time
-        return source.dataset[index]
-
     def gradient_of(indices: list[Any], scale: float) -> list[Tensor]:
         def scaled(count: int) -> float:
             calls.append(int(count))
@@ -55,7 +51,7 @@ def check(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], loader:
 
         sampler.scale = scaled  # stands before the class's own
         model.zero_grad()
-        loss = loss_fn(model, source.collate_fn([*map(sample, indices)]))
+        loss = loss_fn(model, source.collate_fn([_sample(source, i) for i in indices]))
         factors.append(_factor(loss) / (scale if calls else 1.0))
         loss.backward()
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -84,6 +80,11 @@ def check(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], loader:
         constant = _constant({factor for _, factor in said_by_all}, n, sampler.accumulate)
         return constant or f"equal ({errors[0]:.0e})"
     return f"{said or _other_reason(model, free, tolerance)}; off by {errors[0]:.1g}"
+
+
+def _sample(source: Any, index: Any) -> Any:
+    seed_streams(0)  # the same augmentation each time
+    return source.dataset[index]
 
 
 def _other_reason(model: nn.Module, free: float | None, tolerance: float) -> str:
