@@ -135,7 +135,7 @@ def _on_ways(plans: Plans, model: nn.Module, accelerator: Accelerator) -> list[s
     for resolution, plan in plans.first.items():
         bounds = (known.limits or known.fits) if joint else known.large_batch_sizes
         most = bounds[resolution] if bounds else [None] * config.workers
-        model, least = known.models[resolution], plans.sampler.least
+        model, least = known.models[resolution], max(plans.sampler.least, config.min_batch_size)
         times = epoch_times(plan, model, most, plans.rounds, least, exchange_s)
         lines.append(f"{px(resolution, after=': ')}{times.describe()}")
     return lines

@@ -100,6 +100,13 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, monkeypatch, capsys):
             {"workers": 2, "slope": (1e-3, 9e-2), "resolutions": (16,), "sync": "step"},
             ["worker 0 alone is best, ", " times as fast as balanced"],
         ),
+        (
+            {
+                **{"workers": 2, "slope": (1e-3, 2e-3), "resolutions": (16,), "sync": "step"},
+                **{"global_batch_size": 16, "min_batch_size": 8},
+            },
+            ["equal batches and balanced take the same time"],  # both have batches of 8
+        ),
     ],
 )
 def test_plan_only_prints_the_plan_and_why_and_leaves_nothing(tmp_path, capsys, settings, words):
