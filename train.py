@@ -157,7 +157,8 @@ def train_turn(turn: Any, training: Training) -> None:
                 loss, figures = loss_function(workers.model, images, labels, config)
             # dbsl: The weight is 1, or b / B where all workers' batches of b make one of B, or
             # n * b / B where DDP averages over n processes; of a micro-batch its share of that.
-            accelerator.backward(loss * part.weight)  # once: add further losses up before
+            weighted = loss if part.weight == 1 else loss * part.weight
+            accelerator.backward(weighted)  # once: add further losses up before
             step.add(part, loss, figures)  # for the log; on the device: .item() would wait for it
         # dbsl: Each worker is at its own place in the epoch, and may have its --lr-scaling.
         lr = turn.lr_factor * learning_rate(turn.epoch + step.progress, config, training.stages)

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from dbsl.base.errors import SettingError, require
 from dbsl.config.settings import NO_SIDE
-from dbsl.data.transforms import to_device
+from dbsl.data.transforms import padded_pixels, to_device
 from dbsl.plan.sampler import Order
 
 Batch = tuple[Tensor, Tensor]  # inputs [B, ...], labels [B]
+_DRAWN_AT_ONCE = 32  # batches: enough to be cheap, and the first of them does not wait long
 _READ_AGAIN = 32  # samples, at most, that are compared with a second reading
 
 
@@ -103,13 +104,29 @@ class TensorSource(Source):
 class PixelStore(TensorSource):
     """Small images of one size, uint8 [N, S, S, 3]: their batches pass the transform."""
 
+    @cached_property
+    def _padded(self) -> Tensor:
+        return padded_pixels(self.inputs)
+
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: Any, epoch: int = 0
     ) -> Iterator[Batch]:
-        """See `Source.batches`."""
-        for samples in index_batches:
-            ((pixels, labels),) = super().batches([samples])
-            yield transform(pixels, samples, epoch), labels
+        """See `Source.batches`. What is random is drawn for many batches at once."""
+        index_batches, crops = [*index_batches], transform.augment == "crop"
+        for first in range(0, len(index_batches), _DRAWN_AT_ONCE):
+            some = index_batches[first : first + _DRAWN_AT_ONCE]
+            samples, sizes = np.concatenate(some), [len(batch) for batch in some]
+            places = to_device(samples, self.device)
+            labels = self.labels.index_select(0, places).split(sizes)
+            if crops:
+                windows = transform.windows(self.inputs.shape[1], samples, epoch, samples)
+                rows, columns = to_device(np.stack(windows), self.device)
+                rows, columns = rows[:, :, None].split(sizes), columns[:, None, :].split(sizes)
+                images = (self._padded[own + of] for own, of in zip(rows, columns, strict=True))
+            else:
+                images = (self.inputs.index_select(0, own) for own in places.split(sizes))
+            for batch, pixels, own in zip(some, images, labels, strict=True):
+                yield transform(pixels, batch, epoch, prepared=crops), own
 
 
 @dataclass(frozen=True)

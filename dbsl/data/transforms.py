@@ -90,7 +90,10 @@ class Transform:
             first = (side - cut) // 2
             images = images[:, first : first + cut, first : first + cut]
         elif augment == "crop":
-            images = _shift(images, *self._changes(samples, epoch))
+            side, padded = images.shape[1], padded_pixels(images)
+            rows, columns = self.windows(side, samples, epoch, np.arange(len(samples)))
+            rows, columns = to_device(np.stack([rows, columns]), images.device)
+            images = padded[rows[:, :, None] + columns[:, None, :]]
         images = self._normalise(self._resize(images))
         return _warp(images, *self._changes(samples, epoch)) if augment == "paper" else images
 
@@ -99,6 +102,21 @@ class Transform:
         stream = stream_seed(self.seed, "augment", epoch)
         chance, first, second = sample_uniforms(stream, samples, 3).T
         return (chance < 0.5) & self.mirror, first, second
+
+    def windows(
+        self, side: int, samples: np.ndarray, epoch: int, places: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return which `padded_pixels` of images of a side "crop" shows, as rows and columns.
+
+        Their sums are the pixels' numbers: int64 [B, S] each. The images are at `places`, [B].
+        """
+        flipped, down, right = self._changes(samples, epoch)
+        pad = _padding(side)
+        wide = side + 2 * pad
+        across = np.where(flipped[:, None], np.arange(side)[::-1], np.arange(side))
+        columns = np.floor(right * (2 * pad + 1)).astype(np.int64)[:, None] + across
+        rows = np.floor(down * (2 * pad + 1)).astype(np.int64)[:, None] + np.arange(side)
+        return (rows + wide * places[:, None]) * wide, columns
 
     def drawn(self, samples: np.ndarray, epoch: int) -> np.ndarray:
         """Return what `taken` needs of each sample, float64 [B, DRAWS + 1]."""
@@ -184,29 +202,26 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=16)  # without the cache each batch would copy it to the device
-def _affine(mean: Means, std: Means, width: int, device: torch.device) -> Tensor:
-    """Return scale and offset that turn 0..255 into (x / 255 - mean) / std, [2, width * 3]."""
+def _affine(mean: Means, std: Means, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return scale and offset, [width * 3], that turn 0..255 into (x / 255 - mean) / std."""
     scale = 1 / (255 * np.asarray(std))
     offset = -np.asarray(mean) / np.asarray(std)
-    return to_device(np.tile(np.stack([scale, offset]).astype(np.float32), width), device)
+    scale, offset = np.tile(np.stack([scale, offset]).astype(np.float32), width)
+    return to_device(scale, device), to_device(offset, device)
 
 
-def _shift(images: Tensor, flipped: np.ndarray, down: np.ndarray, right: np.ndarray) -> Tensor:
-    """Zero-pad by an eighth of the side, cut a window of the old size, mirror where `flipped`.
+def _padding(side: int) -> int:
+    return max(1, side // 8)
 
-    Images are [B, S, S, 3]; `down` and `right` in [0, 1) place the window. All three are one gather
-    of whole pixels, four times as fast on the CPU as indexing batch, row and column apart.
+
+def padded_pixels(images: Tensor) -> Tensor:
+    """Return images [B, S, S, 3], zero-padded by an eighth of the side, as pixels in a row, [P, 3].
+
+    One gather of whole pixels then cuts and mirrors, four times as fast on the CPU as indexing
+    batch, row and column apart.
     """
-    batch, side = images.shape[:2]
-    pad = max(1, side // 8)
-    wide = side + 2 * pad
-    across = np.where(flipped[:, None], np.arange(side)[::-1], np.arange(side))  # [B, S]
-    columns = np.floor(right * (2 * pad + 1)).astype(np.int64)[:, None] + across
-    rows = np.floor(down * (2 * pad + 1)).astype(np.int64)[:, None] + np.arange(side)
-    rows = (rows + wide * np.arange(batch)[:, None]) * wide  # now the first pixel of that row
-    rows, columns = to_device(np.stack([rows, columns]), images.device)
-    padded = F.pad(images, (0, 0, pad, pad, pad, pad)).reshape(-1, 3)
-    return padded[rows[:, :, None] + columns[:, None, :]]
+    pad = _padding(images.shape[1])
+    return F.pad(images, (0, 0, pad, pad, pad, pad)).reshape(-1, 3)
 
 
 def _warp(images: Tensor, flipped: np.ndarray, turn: np.ndarray, zoom: np.ndarray) -> Tensor:
