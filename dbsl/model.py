@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 
-from dbsl.base.errors import SettingError, require, words_of
+from dbsl.base.errors import SettingError, require, such_as, words_of
 from dbsl.base.files import write_bytes, write_with
 from dbsl.base.machine import hub_or_cache, lazy_import
 from dbsl.base.seeds import stream_seed
@@ -121,8 +121,11 @@ def _create(
     name: str, resolutions: Sequence[int], seed: int, settings: Mapping[str, Any], **args: Any
 ) -> nn.Module:
     """Create a model of a known name, with what Vision Transformers alone know or without it."""
-    known = ":" in name or timm.is_model(name)
-    require(known, "model must be a name that timm.list_models() knows", repr(name))
+    if not (":" in name or timm.is_model(name)):
+        near = such_as(name, timm.list_models())
+        raise SettingError(
+            f"model must be a name that timm.list_models() knows{near}, got {name!r}"
+        )
     transformer_args: dict[str, Any] = {"img_size": resolutions[-1], "dynamic_img_size": True}
     if resolutions[-1] <= SMALL_STEM_UP_TO:  # patches of 16 px would leave 4 of 32 px
         common, most = math.gcd(*resolutions), max(1, resolutions[-1] // 8)

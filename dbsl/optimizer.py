@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from dbsl.base.errors import SettingError, require, words_of
+from dbsl.base.errors import SettingError, require, such_as, words_of
 from dbsl.base.machine import lazy_import
 from dbsl.config.fields import arguments, check_names
 
@@ -34,8 +34,9 @@ def check_optimizer(
     weight_decay: float = 1e-4,
 ) -> None:
     """Refuse an optimizer that timm does not have, or that takes no step with its settings."""
-    text = "optimizer must be a name that timm.optim.list_optimizers() knows"
-    require(name in optim.list_optimizers(), text, repr(name))
+    known = optim.list_optimizers()
+    text = f"optimizer must be a name that timm.optim.list_optimizers() knows{such_as(name, known)}"
+    require(name in known, text, repr(name))
     try:
         if settings:  # timm would leave some out, and not say so
             known = arguments(optim.create_optimizer_v2, optimizer_class(name))

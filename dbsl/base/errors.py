@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import importlib
 import json
@@ -13,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -216,6 +217,12 @@ def one_of_several() -> bool:
 def words_of(error: BaseException, most: int | None = 200) -> str:
     """Return what an error says in one line of at most so many characters, else its type."""
     return " ".join(str(error).split())[:most] or type(error).__name__
+
+
+def such_as(name: str, known: Iterable[str]) -> str:
+    """Return ", such as" and what of the known is nearest to a name, if something is near."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f", such as {near[0]}" if near else ""
 
 
 def in_line(error: BaseException) -> str:

@@ -114,8 +114,8 @@ def hub_or_cache() -> Iterator[bool]:
     They would try again for a minute. Yields whether it does; with ``HF_HUB_OFFLINE`` set it is not
     asked.
     """
-    hub = huggingface_hub.constants
-    online, settings = not hub.HF_HUB_OFFLINE and answers(hub.ENDPOINT), (hub, datasets.config)
+    settings = _, hub = datasets.config, huggingface_hub.constants  # the first imports the second
+    online = not hub.HF_HUB_OFFLINE and answers(hub.ENDPOINT)
     before = [module.HF_HUB_OFFLINE for module in settings]
     try:
         for module in settings:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, require
 from dbsl.config.fields import Role, with_role
 from dbsl.config.settings import RunConfig
 
@@ -82,6 +82,19 @@ def for_workers(
     if len(values) == rows * workers:
         return [values[r * workers : (r + 1) * workers] for r in range(rows)]
     return [[value] * workers for value in (values * rows if len(values) == 1 else values)]
+
+
+def check_lengths(config: RunConfig) -> None:
+    """Refuse lists that have not a value for each worker or resolution, of a complete config."""
+    rows, workers = len(config.resolutions), config.workers
+    small, by_hand = config.small_batch_size, config.local_batch_sizes
+    text = f"small_batch_size must have one value, or one per resolution ({rows})"
+    require(small is None or len(small) in (1, rows), text, small)
+    text = f"local_batch_sizes must have one value per worker ({workers})"
+    require(by_hand is None or len(by_hand) in (workers, workers * rows), text, by_hand)
+    for name in ("large_batch_size", "micro_batch_size"):
+        if isinstance(sizes := getattr(config, name), tuple):
+            for_workers(config, name, sizes)
 
 
 def from_workers(values: Sequence[Sequence[T]]) -> tuple[T, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import difflib
 import inspect
 import os
 import re
@@ -22,7 +21,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from dbsl.base.errors import SettingError, as_given, require
+from dbsl.base.errors import SettingError, as_given, require, such_as
 from dbsl.base.machine import launched_precision, recall
 from dbsl.config.complete import FOUND, PROCESSES, still_true
 from dbsl.config.fields import (
@@ -241,10 +240,9 @@ def _unknown(cls: type, must: str, got: str, where: str = "") -> SettingError:
     for here, names in _ELSEWHERE.items() if issubclass(cls, RunConfig) else ():
         if name in map(_name, names):
             return SettingError(f"{must}, got {got}{where}, which is {here} here")
-    near = difflib.get_close_matches(name, _flags_of(cls)[0], 1)
-    shown = _flag if got.startswith("--") else str
-    such = f", such as {shown(near[0])}" if near else ""
-    return SettingError(f"{must}{such}, got {got}{where}")
+    flags = _flags_of(cls)[0]
+    known = map(_flag, flags) if got.startswith("--") else flags
+    return SettingError(f"{must}{such_as(got, known)}, got {got}{where}")
 
 
 def _help(cls: type, prog: str) -> str:

@@ -41,6 +41,7 @@ _WORDS = {  # of each split, with no letter beside them
         ("test", "(test|testing|eval|evaluation)(set|data)?"),
     )
 }
+_NO_CLASS = "images without a class"
 Left = list[tuple[str, str]]  # what is left out: its kind, and the file, relative to the folder
 Row = tuple[str, str | None]  # label of an image, '': none; its split, None: not said, '': unknown
 
@@ -117,7 +118,7 @@ def read_folder(dataset: Path, label_column: str | None) -> dict[str, datasets.D
             label = unicodedata.normalize("NFC", label)  # systems write ä in one part or in two
             found.setdefault(split, {})[file] = label
         else:
-            left.append((f"images {'in no split' if label else 'without a class'}", file))
+            left.append(("images in no split" if label else _NO_CLASS, file))
     classes = {*found["train"].values()}
     if len(classes) < 2:
         return _other_kind(folder, images, others, left, columns)
@@ -151,6 +152,7 @@ def _other_kind(
     if images or not kinds.keys() & _TEXTS:
         lie = sorted({posixpath.dirname(file) or "its top folder" for file in images})
         where = f"its images lie in {' and '.join({lie[0]: 0, lie[-1]: 0})}" if lie else "no image"
+        left = [(kind, file) for kind, file in left if kind != _NO_CLASS]  # these are all of them
         where += f"; left out are {_counted(left)}" if left else ""
         where += f"; its lists have the columns {', '.join(columns)}" if columns else ""
         raise SettingError(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dbsl.base.errors import SettingError, words_of
+from dbsl.base.errors import SettingError, such_as, words_of
 from dbsl.base.machine import hub_or_cache, lazy_import
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data.folders import LABEL_COLUMNS, files_below, read_folder, split_of
@@ -163,10 +163,14 @@ def _open_tables(dataset: str, label_column: str | None) -> Mapping[str, dataset
     path = Path(dataset).expanduser()
     with opening(dataset, "'digits', a folder, a parquet file or a hub id that can be reached"):
         if not (dataset and path.exists()):
+            missing = _missing(path)
             if path.suffix == ".parquet" or not HUB_ID.fullmatch(dataset):
-                raise FileNotFoundError("it does not exist")
-            with hub_or_cache():
-                found = datasets.load_dataset(dataset)
+                raise FileNotFoundError(missing)
+            try:
+                with hub_or_cache():
+                    found = datasets.load_dataset(dataset)
+            except Exception as error:  # no network, no such name
+                raise FileNotFoundError(f"{missing}; as a hub id: {words_of(error)}") from None
         elif path.is_file():
             if path.suffix != ".parquet":
                 what = "is no parquet file and no folder: give its folder; unpack an archive"
@@ -185,6 +189,13 @@ def _open_tables(dataset: str, label_column: str | None) -> Mapping[str, dataset
         if not tables:
             raise SettingError(f"{dataset} has no rows: give a dataset that has some")
     return tables
+
+
+def _missing(path: Path) -> str:
+    """Say which folder or file of a path does not exist, and what beside it has a similar name."""
+    first = next((one for one in reversed(path.parents) if not one.exists()), path)
+    beside = os.listdir(first.parent) if first.parent.is_dir() else []
+    return f"{first} does not exist here{such_as(first.name, beside)}"
 
 
 @contextmanager

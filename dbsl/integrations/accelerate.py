@@ -55,7 +55,7 @@ def prepare(
     ::
 
         model, optimizer, loader, scheduler = prepare(
-            accelerator, model, optimizer, loader, scheduler, local_batch_sizes=[40, 216]
+            accelerator, model, optimizer, loader, scheduler, local_batch_sizes=[216, 40]
         )
         ...
         accelerator.backward(loss * loader.scale(len(labels)))

@@ -73,6 +73,7 @@ def print_run(
         rates=lambda stage: _rates(config, stage),
         timelines=folder is None,
         begin=begin,
+        simulated=processes == 1,
     )
     lines = [
         f"{_named(model, data, config)}: {len(data.train)} training {data.unit}s, "
@@ -153,9 +154,9 @@ def _rates(config: RunConfig, stage: Stage) -> str:
 class Display:
     """Steps, `done` of `total`: a bar on a terminal; elsewhere a line about once a minute."""
 
-    def __init__(self, total: int, done: int, config: RunConfig, unit: str) -> None:
+    def __init__(self, total: int, done: int, config: RunConfig, unit: str, whose: str) -> None:
         self.total, self.done, self._config = total, done, config
-        self._unit = unit
+        self._unit, self._whose = unit, whose
         quiet = not sys.stderr.isatty()
         how = {"bar_format": _BAR, "dynamic_ncols": True, "disable": quiet}
         self._bar = tqdm(total=total, initial=done, **how)
@@ -176,9 +177,9 @@ class Display:
             known = math.isfinite(self.loss)
             loss = f"loss {short_loss(self.loss)}, " if known else ""
             speed = speed_in_words(self._samples / spent, self._unit)
-            text = f"epoch {taken.epoch + 1}/{self._config.epochs}, "
+            text = f"{self._whose}epoch {taken.epoch + 1}/{self._config.epochs}, "
             if self._bar.disable:
-                alone = taken.worker is None or self._config.workers == 1
+                alone = taken.worker is None or self._config.workers == 1 or self._whose
                 whose = "" if alone else f" (worker {taken.worker})"
                 text += f"lr {taken.learning_rate:.3g}{whose}, {loss}{speed}"
                 self.print(f"  {self.done}/{self.total} steps, {text}")

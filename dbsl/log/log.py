@@ -158,7 +158,9 @@ class RunLog:
         under_way = chain(*self._rounds.values())
         done += sum(report.steps for report in under_way if report.worker in self._counted)
         done += sum(steps[: self._so_far.epochs])
-        return lines.Display(sum(steps), done, config, self._unit)
+        real = self._workers.accelerator.num_processes > 1 and not config.dedicated_server
+        whose = "worker 0: " if real else ""  # this process's: of others it hears at a round's end
+        return lines.Display(sum(steps), done, config, self._unit, whose)
 
     def write(self, event: str, row: Mapping[str, Any]) -> None:
         """Append a row to metrics.jsonl, its epochs counted from 0; extras get it."""

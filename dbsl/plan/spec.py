@@ -51,12 +51,8 @@ def specs_of(
 
     `least` is the least that a worker takes in a step, unless it takes nothing.
     """
-    count, workers, joint = len(config.resolutions), config.workers, takes_joint_steps(config)
+    workers, joint = config.workers, takes_joint_steps(config)
     small, by_hand = config.small_batch_size or (None,), config.local_batch_sizes or ()
-    text = f"small_batch_size must have one value, or one per resolution ({count})"
-    require(len(small) in (1, count), text, len(small))
-    text = f"local_batch_sizes must have one value per worker ({workers})"
-    require(len(by_hand) in (0, workers, workers * count), text, len(by_hand))
     rules = PlanRules(
         min_batch_size=config.min_batch_size,
         rounds=config.rounds_per_epoch,
@@ -77,6 +73,10 @@ def specs_of(
                 check_global_batch(total, np.array(limits), least)
             name = "local_batch_sizes must sum to" if own else "global_batch_size must be"
             require(total <= samples, f"{name} at most the {samples} training samples", total)
+        lowest, most = config.min_batch_size, total // workers if joint else max(limits)
+        if not own and lowest != type(config).min_batch_size:  # its default gives way
+            what = f"{total} samples of a step over {workers} workers" if joint else "a large batch"
+            require(lowest <= most, f"min_batch_size must be at most {most}, {what}", lowest)
         size = small[number % len(small)]
         specs[resolution] = PlanSpec(
             samples,

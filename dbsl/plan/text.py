@@ -114,10 +114,12 @@ def format_run(
     rates: Callable[[Stage], str] = lambda stage: f"{stage.learning_rate:g}",
     timelines: bool = False,
     begin: int = 0,
+    simulated: bool = False,
 ) -> str:
     """Return the plans of a run in the order in which it meets them, and what it takes in all.
 
-    `rates` says which learning rates a stage has. Epochs before `begin` are left out.
+    `rates` says which learning rates a stage has. Epochs before `begin` are left out. Workers that
+    are `simulated` compute in turn, which takes as long as all of them together.
     """
     lines, epochs = [], stages[-1].end_epoch
     stages = [
@@ -137,17 +139,22 @@ def format_run(
         lines.append(format_plan(plan))
         lines += [timeline(plan, rounds), ""] if timelines else [""]
 
-    def total(way: str) -> str:
-        return duration(sum(len(s.epochs) * getattr(plans[s.resolution], way) for s in stages))
+    def total(time_of: Callable[[Plan], float]) -> str:
+        return duration(sum(len(s.epochs) * time_of(plans[s.resolution]) for s in stages))
 
-    side, more, others = "", "", ""
+    side, more, others, here = "", "", "", ""
     if any(len(plan.workers) > 1 for plan in plans.values()):
         side, more = ", workers side by side", " or exchanges"
-        others = f" (all large {total('all_large_time_s')}, one equal batch "
+        others = f" (all large {total(lambda plan: plan.all_large_time_s)}, one equal batch "
         joint = any(plan.global_batch_size for plan in plans.values())
-        others = f"{' (split equally ' if joint else others}{total('equal_batch_time_s')})"
+        equal = total(lambda plan: plan.equal_batch_time_s)
+        others = f"{' (split equally ' if joint else others}{equal})"
+        if simulated:
+            in_turn = total(lambda plan: sum(worker.predicted_time_s for worker in plan.workers))
+            here = f"; here, one after another: {in_turn}"
     span = epoch_spans(stages) if begin else f"all {epochs} epochs"
-    lines.append(f"predicted for {span}{side}, without evaluation{more}: {total('time_s')}{others}")
+    text = f"predicted for {span}{side}, without evaluation{more}"
+    lines.append(f"{text}: {total(lambda plan: plan.time_s)}{others}{here}")
     return "\n".join(lines)
 
 

@@ -33,7 +33,7 @@ _FORMAT = 3
 # needs a long base.
 _MEMORY_UP_TO = (64, 1024)
 _MUCH_LESS = 0.75  # of a kept time: the machine was busy when that was measured
-_BAD_FIT = "; a bad fit, here or in another process: predictions may be far off (--profile again)"
+_BAD_FIT = "; a bad fit or noise, here or elsewhere: predictions may be far off (--profile again)"
 
 
 @dataclass(eq=False)
@@ -134,7 +134,7 @@ class Profiler:
             found.append(profile_steps(step, sizes, seconds=seconds))
             if self.rough or self.all(not found[-1].misses):
                 break
-        best = min(found, key=lambda each: each.largest_error)
+        best = min(found, key=lambda each: max(each.largest_error, *each.errors))
         self._known[resolution, micro_batch] = best
         if not self.rough:
             try:

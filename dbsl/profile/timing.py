@@ -40,6 +40,7 @@ _LR = 1e-8  # while measuring: some optimizers refuse 0
 # Largest relative error of a fitted line above which predictions from it are not to be trusted. R2
 # would not do: it is low as well where steps take one time whatever their batch.
 _BAD_FIT = 0.20
+_UNSURE = 0.10  # standard error of a time, relative to it, from which a good fit is chance
 NO_OPTIMIZER = "none"  # for workers that push gradients: the server takes the step
 
 Example = Callable[[int, int], Batch]  # by batch size and resolution
@@ -116,8 +117,8 @@ class StepProfile:
 
     @property
     def misses(self) -> bool:
-        """Whether the line misses measured times so far that its predictions are not good."""
-        return self.largest_error > _BAD_FIT
+        """Whether predictions are not good: the line misses measured times, or these are noise."""
+        return self.largest_error > _BAD_FIT or max(self.errors) > _UNSURE
 
     def describe(self, note: str = "") -> str:
         """Return the fit with a note in one line, and in another what fits into memory."""

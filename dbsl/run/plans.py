@@ -15,7 +15,7 @@ from torch import nn
 
 from dbsl.base.errors import require
 from dbsl.cluster.formats import numbers_of, trained_shapes
-from dbsl.config.complete import says_unlike
+from dbsl.config.complete import check_lengths, says_unlike
 from dbsl.config.fields import word_of
 from dbsl.config.hooks import Extra, Extras, Machine
 from dbsl.config.settings import RunConfig, steps_of_push, wire_of, workers_of
@@ -218,7 +218,10 @@ def count_workers(config: ConfigT, processes: int) -> ConfigT:
         require(total > 1 or config.wire == "float32", must, config.wire)
         must = "wire must not be powersgd with simulated workers: it needs real processes"
         require(not wire_of(config).rank, must, config.wire)
-    return replace(config, workers=total, small_workers=small_workers)
+    complete = replace(config, workers=total, small_workers=small_workers)
+    if config.resolutions:
+        check_lengths(complete)  # before data are opened
+    return complete
 
 
 def _simulated_workers(config: RunConfig) -> int:

@@ -19,7 +19,7 @@ from torch import nn
 from dbsl.base.errors import plural, px, require
 from dbsl.cluster.formats import check_rank, trained_shapes
 from dbsl.cluster.wire import share_text
-from dbsl.config.complete import for_workers, from_workers
+from dbsl.config.complete import check_lengths, for_workers, from_workers
 from dbsl.config.settings import AGAIN, RunConfig, meets_at_server, takes_joint_steps, wire_of
 from dbsl.data.sources import TrainingData
 from dbsl.loss import LossFunction, LossOf, bind_loss, check_loss, digest_of, not_a_mean
@@ -73,6 +73,7 @@ def step_times(
     Measured are steps of a copy of the model on `data.example`, with this loss and this optimizer.
     Before, whatever cannot be trained is refused.
     """
+    check_lengths(config)
     _check_alike(data, accelerator)
     alike_models(model, accelerator)
     least = check_model(model, data, config.model, config.resolutions)

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 examples/own_loop/plain_ddp.py
 
-The first process trains on 40 of every 256 samples, the second on 216. Gradients are those of all
+The first process trains on 216 of every 256 samples, the second on 40. Gradients are those of all
 256, so the weights are those of one process on the joint batch, but for rounding.
 """
 
@@ -41,6 +41,6 @@ def train(local_batch_sizes, epochs=5):
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    train([40, 216])
+    train([216, 40])
     dist.barrier()  # without it, torch 2.15 sometimes aborts at the end
     dist.destroy_process_group()

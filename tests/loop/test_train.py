@@ -308,7 +308,7 @@ REFUSED = [
     (["--optimizer", "sdg"], "optimizer must be a name that timm.optim.list_optimizers()"),
     (["--slope", "0.1", "0.2", "0.3"], "slope must have 1 value, one per resolution (2) or"),
     (["--profile", "no-such.json"], "profile must be unset with slope"),
-    ([*STEP, "--local-batch-sizes", "2,2,2"], "local_batch_sizes must have one value per wor"),
+    ([*STEP, "--dataset", "no", "--local-batch-sizes", "2,2,2"], "local_batch_sizes must have"),
     ([*STEP, "--local-batch-sizes", "20,20,20,2"], "local_batch_sizes must sum to at most"),
     ([*STEP, "--global-batch-size", "50"], "global_batch_size must be in [8, 40], 2 a worker"),
     (["--small-batch-size", "2,2,2,2"], "small_batch_size must have one value, or one per res"),

@@ -140,7 +140,7 @@ REFUSED = r"""
 nothing | notes/.keep= | no two classes to train on \(no image; left out are 1 empty folders
 phones alone | {cat,dog}/0.heic | no image; left out are 2 .heic files \(pip install pillow-heif
 one class | cat/{0,1}.jpg | its images lie in cat
-no classes | {0,1}.jpg | its images lie in its top folder; .* put the images of each class into
+no classes | {0,1}.jpg | its images lie in its top folder\): put the images of each class into
 one class to train on | train/cat/0.jpg test/{cat,dog}/0.jpg | images lie in test/cat and train/cat
 flat splits | {train,test}/{0,1}.jpg | its images lie in test and train
 a table of other names | {0,1}.jpg train.csv=id,label;0,1 | write a metadata.csv with the columns f
