@@ -148,7 +148,9 @@ def message_bytes(wire: str, matrices: int, rest: int, itemsize: int = 4) -> int
 
 
 def encode(numbers: Tensor, wire: str) -> Tensor:
-    """Return rows of numbers [R, L] as bytes, uint8 [R, bytes]; L is a multiple of BLOCK.
+    """Return rows of numbers [R, L], of at least float32, as bytes, uint8 [R, bytes].
+
+    L is a multiple of BLOCK.
 
     An int8 or int4 is the nearest multiple of a scale, by which its block's largest number is 127
     or 7. An int2 is -1, 0 or 1, by the rule of ternary weight networks (Li et al., arXiv
@@ -157,7 +159,7 @@ def encode(numbers: Tensor, wire: str) -> Tensor:
     rows = len(numbers)
     if wire == "bf16":
         return numbers.bfloat16().view(torch.uint8)
-    bits, blocks = _BITS[wire], _for_scales(numbers).reshape(rows, -1, BLOCK)
+    bits, blocks = _BITS[wire], numbers.reshape(rows, -1, BLOCK)
     sizes = blocks.abs()
     if wire == "int2":
         taken = sizes > 0.7 * sizes.mean(2, keepdim=True)
@@ -187,15 +189,10 @@ def decode(message: Tensor, wire: str, dtype: torch.dtype) -> Tensor:
     scales, packed = message.split([4 * blocks, message.shape[1] - 4 * blocks], 1)
     mask = 2**bits - 1
     fields = [(packed >> (bits * place)) & mask for place in range(8 // bits)]
-    integers = _for_scales(torch.stack(fields, 1).view(rows, blocks, BLOCK).to(dtype))
+    integers = torch.stack(fields, 1).view(rows, blocks, BLOCK).to(dtype)
     scales = scales.reshape(-1).view(torch.float32).view(rows, blocks, 1)
     numbers = (integers - 2 ** (bits - 1)) * scales.to(integers.dtype)
     return numbers.view(rows, -1).to(dtype)
-
-
-def _for_scales(numbers: Tensor) -> Tensor:
-    """Return numbers in a type in which scales are exact: in float16 small ones lose their bits."""
-    return numbers.float() if numbers.dtype == torch.float16 else numbers
 
 
 class Rounding:
@@ -213,12 +210,13 @@ class Rounding:
         return message
 
 
-class RoundedSum:
-    """Sums the vectors [P] of all workers, of which rounded matrices travel (a collective).
+class WorkerSum:
+    """Sums the vectors [P] of all workers, of which matrices travel in a format (a collective).
 
-    All get the same bits. Two processes send each other what they add. Of more each sums a part of
-    all vectors and rounds the sum once more, as in ZeRO++ (Wang et al., arXiv 2306.10209), so that
-    fewer bytes travel. Vectors and buffers, which are few, are summed whole.
+    All get the same bits. Of a format that rounds, two processes send each other what they add. Of
+    more each sums a part of all vectors and rounds the sum once more, as in ZeRO++ (Wang et al.,
+    arXiv 2306.10209), so that fewer bytes travel. Vectors and buffers, which are few, are summed
+    whole.
 
     With `simulated` workers all are in this process.
     """
@@ -232,13 +230,23 @@ class RoundedSum:
         simulated: int = 0,
     ) -> None:
         self._wire, self._weights, self._group, self._real = wire, weights, group, not simulated
-        self._workers = simulated or dist.get_world_size(group)
+        alone = not (simulated or dist.is_initialized())
+        self._workers = 1 if alone else simulated or dist.get_world_size(group)
         # What this process adds by worker, and the sum.
-        self._roundings = [Rounding(wire) for _ in range((simulated or 1) + 1)]
+        count = 0 if wire == "float32" else (simulated or 1) + 1
+        self._roundings = [Rounding(wire) for _ in range(count)]
 
     @torch.no_grad()
     def __call__(self, *vectors: Tensor) -> Tensor:
-        """Return the sum; a worker that has nothing adds zeros, and what its rounding has left."""
+        """Return the sum, which may lie where one of the vectors was.
+
+        A worker that has nothing adds zeros, and what its rounding has left.
+        """
+        if self._wire == "float32":
+            (summed,) = vectors
+            if self._workers > 1:
+                dist.all_reduce(summed, group=self._group)
+            return summed
         matrices, rests = zip(*map(self._weights.split, vectors), strict=True)
         rest, twice = sum(rests[1:], rests[0]), self._workers > 2
         parts = self._workers if self._real and twice else 1
@@ -270,10 +278,11 @@ class RoundedSum:
         for rounding in self._roundings:
             rounding.left = None
 
-    def state_dict(self) -> list[Tensor | None]:
-        """Return what this process's rounding has left."""
-        return [rounding.left for rounding in self._roundings]
+    def state_dict(self) -> list[Tensor | None] | None:
+        """Return what this process's rounding has left; None: float32 leaves nothing."""
+        return [rounding.left for rounding in self._roundings] or None
 
-    def load_state_dict(self, state: Sequence[Tensor | None]) -> None:
-        for rounding, left in zip(self._roundings, state, strict=True):
+    def load_state_dict(self, state: Sequence[Tensor | None] | None) -> None:
+        """Take back what `state_dict` returned, unless one of both was of float32."""
+        for rounding, left in zip(self._roundings, state or (), strict=False):
             rounding.left = None if left is None else left.to(self._weights.vector.device)

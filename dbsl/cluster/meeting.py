@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsl.cluster.cluster import Cluster, WorkerGroup
-from dbsl.cluster.formats import RoundedSum
-from dbsl.cluster.merges import Delta
+from dbsl.cluster.formats import WorkerSum
+from dbsl.cluster.merges import Delta, share_of_mean
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import SERVER_RANK
@@ -233,16 +233,14 @@ class BarrierCluster(Cluster):
         **common: Any,
     ) -> None:
         super().__init__(*both, **common)
-        self._island, self._wire = island or WorkerGroup(), wire
+        self._island, self._sends_change = island or WorkerGroup(), wire != "float32"
         self._pushes_weights = self.outgoing is self.weights.vector
         self._gathers, self._served, self._has_global = gathers, served, False
         self._at_server = delta is not None and self.server is not None
         self._delta = None if self._at_server else delta
-        rounds = self._wire != "float32"
-        sums, between = rounds and not self._island.place, self._island.between
-        self._rounded = RoundedSum(self._wire, self.weights, between) if sums else None
+        self._sum = WorkerSum(wire, self.weights, self._island.between)
         # What was pulled, where changes count from it.
-        changes = self._pushes_weights and (rounds or delta is not None)
+        changes = self._pushes_weights and (self._sends_change or delta is not None)
         self._pulled = self.weights.vector.clone() if changes else None
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
@@ -280,7 +278,7 @@ class BarrierCluster(Cluster):
         return super().state_dict() | {
             "has_global": self._has_global,
             "pulled": self._pulled,
-            "rounded": self._rounded and self._rounded.state_dict(),
+            "rounded": self._sum.state_dict(),
             "delta": self._delta and self._delta.state_dict(),  # the server has its own, the same
         }
 
@@ -289,8 +287,7 @@ class BarrierCluster(Cluster):
         self._has_global = state["has_global"]
         if self._pulled is not None:
             self._pulled.copy_(state["pulled"])
-        if self._rounded is not None:
-            self._rounded.load_state_dict(state["rounded"])
+        self._sum.load_state_dict(state["rounded"])
         if self._delta is not None:
             self._delta.load_state_dict(state["delta"])
 
@@ -326,28 +323,20 @@ class BarrierCluster(Cluster):
 
         None: changes are too large to be rounded, and nothing is left of them.
         """
-        exact = torch.promote_types(self.outgoing.dtype, torch.float32)
-        own = self.outgoing.to(exact) if self._wire == "float32" else self.outgoing
-        if report is None or report.refused:
-            share = torch.zeros_like(own)  # zero times what is not finite would not be
-        elif self._pushes_weights:
-            change = own if self._wire == "float32" else own - self._pulled
-            share = change * (report.merge_weight / sum(r.merge_weight for r in taken))
-        else:
-            share = own.clone()
-        island = self._island
-        summed = share if self._rounded is None else self._rounded(share)
-        if self._rounded is None and not island.place:
-            dist.all_reduce(summed, group=island.between)
+        own, island = self.outgoing, self._island
+        factor = 0.0 if report is None or report.refused else report.merge_weight
+        total = sum(r.merge_weight for r in taken) if self._pushes_weights else factor
+        summed = share_of_mean(own - self._pulled if self._sends_change else own, factor, total)
+        if not island.place:
+            summed = self._sum(summed)
         if island.inside is not None:
             dist.broadcast(summed, group=island.inside, group_src=0)
-        if self._wire == "float32":
-            return summed.to(self.outgoing.dtype)
+        if not self._sends_change:
+            return summed.to(own.dtype)
         if not summed.isfinite().all():
-            if self._rounded is not None:
-                self._rounded.forget()
+            self._sum.forget()
             return None
-        return summed.add_(self._pulled)
+        return summed.add_(self._pulled).to(own.dtype)
 
     def _take(self, summed: Tensor | None, reports: list[RoundReport]) -> None:
         """Take what `_summed` gives, and what `delta` makes of it; None: the round is refused."""

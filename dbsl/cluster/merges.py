@@ -12,6 +12,7 @@ they are. `mean` and `Delta` get the pushes of all workers together, the others 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -25,14 +26,23 @@ from dbsl.config.settings import RunConfig
 MergeRule = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+def share_of_mean(vector: Tensor, factor: float, total: float) -> Tensor:
+    """Return what a push adds to the weighted mean, w_i * f_i / sum(f): shares only add up.
+
+    It is a new tensor, of at least float32. With a factor of 0 it is zeros, whatever is in the
+    vector: infinity times 0 is no number.
+    """
+    exact = torch.promote_types(vector.dtype, torch.float32)
+    if not factor:
+        return torch.zeros_like(vector, dtype=exact)
+    return vector.to(exact) * (factor / total)
+
+
 def mean(global_: Tensor, pushed: Tensor, factors: Tensor) -> Tensor:
     """Return sum(f_i * w_i) / sum(f_i), summed in at least float32."""
-    exact = torch.promote_types(global_.dtype, torch.float32)
-    total, weight = torch.zeros_like(global_, dtype=exact), 0.0
-    for weights, factor in zip(pushed, factors.tolist(), strict=True):
-        total.add_(weights, alpha=factor)
-        weight += factor
-    return (total / weight).to(global_.dtype)
+    both = zip(pushed, factors.tolist(), strict=True)
+    shares = (share_of_mean(weights, factor, sum(factors.tolist())) for weights, factor in both)
+    return reduce(Tensor.add_, shares).to(global_.dtype)
 
 
 def ratio(global_: Tensor, pushed: Tensor, factors: Tensor) -> Tensor:

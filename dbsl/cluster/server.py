@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dbsl.cluster.formats import RoundedSum
-from dbsl.cluster.merges import MergeRule
+from dbsl.cluster.formats import WorkerSum
+from dbsl.cluster.merges import MergeRule, share_of_mean
 from dbsl.cluster.steps import begin_thawed, take_step
 from dbsl.cluster.weights import FlatWeights
 from dbsl.optimizer import BuildOptimizer, Clip, keep_whole, load_optimizer
@@ -47,7 +47,7 @@ class Server:
         *,
         together: bool = False,
         staleness: int | None,
-        rounded: RoundedSum | None = None,
+        rounded: WorkerSum | None = None,
         observe: Callable[[RoundReport], object] = lambda report: None,
     ) -> None:
         assert not together or staleness == 0, staleness
@@ -166,9 +166,10 @@ class Server:
     ) -> tuple[Tensor, Sequence[RoundReport]]:
         """Return the weighted mean of pushes [n, P] whose changes are rounded, as one push."""
         total = sum(report.merge_weight for report in reports)
-        changes = [torch.zeros_like(self._weights)] * len(self.clocks)
+        changes = [share_of_mean(self._weights, 0.0, total)] * len(self.clocks)
         for weights, report in zip(pushed, reports, strict=True):
-            changes[report.worker] = (weights - self._weights) * (report.merge_weight / total)
+            change = weights - self._weights
+            changes[report.worker] = share_of_mean(change, report.merge_weight, total)
         joined = self.rounded(*changes) + self._weights
         return joined[None], [replace(reports[0], merge_weight=1.0)]
 

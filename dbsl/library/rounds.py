@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dbsl.base.errors import SettingError, require
 from dbsl.base.files import write_with
-from dbsl.cluster.formats import RoundedSum, message_bytes
-from dbsl.cluster.merges import Delta
+from dbsl.cluster.formats import WorkerSum, message_bytes
+from dbsl.cluster.merges import Delta, share_of_mean
 from dbsl.cluster.weights import FlatWeights
 from dbsl.config.fields import in_words
 from dbsl.config.settings import ROUND_WIRES
@@ -103,8 +103,7 @@ class Rounds:
         trained = len(self._weights.vector) - len(self._weights.buffers)
         self._outer = None if outer is None else Delta(trained, lr, momentum)
         self._wire = wire if self._processes > 1 else "float32"
-        rounds = self._wire != "float32"
-        self._rounded = RoundedSum(wire, self._weights, group) if rounds else None
+        self._sum = WorkerSum(self._wire, self._weights, group)
         self._alike = {"every": every, "outer": outer and (lr, momentum), "wire": wire}
         self._inside: ExitStack | None = None
         self._loaded = False
@@ -173,18 +172,15 @@ class Rounds:
             here = "" if finite else f"; here {self._weights.layout[bad]} is not finite"
             which = "no process of a weight above 0 has finite weights"
             raise FloatingPointError(f"{which}: nothing is left to merge{here}")
-        share = weight / total
-        counts = finite and share > 0  # infinity times 0 is no number
-        if self._rounded is not None:  # the change since the last merge travels
+        rounds = self._wire != "float32"
+        if rounds:  # the change since the last merge travels
             own = own.sub_(merged).masked_fill_(same, 0)
-        part = own.mul_(share) if counts else own.zero_()
-        if self._rounded is not None:
-            part = self._rounded(part) + merged
+        part = self._sum(share_of_mean(own, weight if finite else 0.0, total))
+        if rounds:
+            part = part + merged
             if not (part.isfinite() | (part == merged)).all():
-                self._rounded.forget()
+                self._sum.forget()
                 raise FloatingPointError("changes are too large to be rounded: not finite")
-        elif self._processes > 1:
-            dist.all_reduce(part, group=self._group)
         changed = torch.tensor([*map(any, zip(*changes, strict=True))], device=part.device)
         changed = self._weights.spread(changed)
         part = part.where(changed, merged)
@@ -206,7 +202,7 @@ class Rounds:
             "merges": self.merges,
             "merged": self._weights.vector.clone(),
             "outer": self._outer and copy.deepcopy(self._outer.state_dict()),
-            "rounded": self._rounded and self._rounded.state_dict(),
+            "rounded": self._sum.state_dict(),
             "process": self._place(),
         }
 
@@ -233,8 +229,7 @@ class Rounds:
         vector.copy_(state["merged"])
         if self._outer is not None:
             self._outer.load_state_dict(copy.deepcopy(state["outer"]))
-        if self._rounded is not None and left is not None:
-            self._rounded.load_state_dict(copy.deepcopy(left))
+        self._sum.load_state_dict(copy.deepcopy(left))
         self._loaded = True
 
     def save(self, folder: str | Path) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from dbsl.base.errors import one_of_several
 from dbsl.cluster.alive import ControlGroup, Watch
 from dbsl.cluster.cluster import Cluster, WorkerGroup
-from dbsl.cluster.formats import RoundedSum
+from dbsl.cluster.formats import WorkerSum
 from dbsl.cluster.launch import group_timeout
 from dbsl.cluster.meeting import BarrierCluster, JointCluster, SimulatedCluster
 from dbsl.cluster.merges import Delta, MergeRule, choose_rule
@@ -131,7 +131,7 @@ def _server(
         return GradientServer(model, device, build_optimizer, members, **common)
     together = config.sync == "bsp"
     if alone and together and config.wire != "float32":
-        common["rounded"] = RoundedSum(config.wire, weights, simulated=config.workers)
+        common["rounded"] = WorkerSum(config.wire, weights, simulated=config.workers)
     return Server(weights.vector.to(device), members, rule, together=together, **common)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dbsl.cluster.formats import RoundedSum
+from dbsl.cluster.formats import WorkerSum
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.types import BAD_WEIGHTS, RoundReport
 from tests.ranks.test_sync import make
@@ -21,9 +21,9 @@ def change_of(worker, number, length):
 
 def summing_rank(rank, wire, rounds):
     weights = make_weights()
-    add = RoundedSum(wire, weights)
+    add = WorkerSum(wire, weights)
     sums = [add(change_of(rank, number, len(weights.vector))) for number in range(rounds)]
-    resumed = RoundedSum(wire, weights)
+    resumed = WorkerSum(wire, weights)
     resumed.load_state_dict(add.state_dict())
     after = [each(change_of(rank, rounds, len(weights.vector))) for each in (add, resumed)]
     return torch.stack([*sums, *after]).tolist()
@@ -40,7 +40,7 @@ def test_sums_are_alike_on_all_ranks_those_of_simulated_workers_and_resumed_to_t
     *sums, again, resumed = torch.tensor(results[0], dtype=torch.float64)
     assert torch.equal(again, resumed)
     weights = make_weights()
-    simulated, length = RoundedSum(wire, weights, simulated=processes), len(weights.vector)
+    simulated, length = WorkerSum(wire, weights, simulated=processes), len(weights.vector)
     for number, summed in enumerate([*sums, again]):
         expected = simulated(*(change_of(w, number, length) for w in range(processes)))
         torch.testing.assert_close(summed, expected, rtol=0, atol=1e-12)
@@ -83,7 +83,7 @@ def test_refused_rounds_and_sums_that_are_not_finite_leave_the_others_and_the_re
     assert torch.equal(ends[2], ends[1])  # the third round's sum was refused
     assert refused == 1 + 3
     assert [fault for _, epoch, bad, fault in reports if bad and epoch == 2] == [BAD_WEIGHTS] * 3
-    simulated = RoundedSum("int4", FlatWeights(nn.Linear(3, 2).double()), simulated=3)
+    simulated = WorkerSum("int4", FlatWeights(nn.Linear(3, 2).double()), simulated=3)
     for number in (0, 1):  # the second without worker 1, whose first remainder stays
         taken = [w for w in range(3) if (w, number) != (1, 1)]
         total = sum(factors[w] for w in taken)
