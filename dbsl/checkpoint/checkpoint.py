@@ -286,7 +286,7 @@ class Checkpoint:
     def _copy(self) -> tuple[Manifest, tuple[Any, dict[str, Tensor]]]:
         """Return a manifest without files, and the state of one moment in host memory."""
         workers, log, cluster = self._workers, self._run.log, self._cluster
-        scaler, rounds = self._accelerator.scaler, []
+        scaler = self._accelerator.scaler
         with cluster.held():  # copied, too, in one moment: other threads push meanwhile
             self._run.rounds()  # who was lost in that moment, and what was pushed until then
             if cluster.saves_workers:
@@ -295,7 +295,6 @@ class Checkpoint:
                 of_workers = self._of_workers()
             else:
                 vector, of_workers = cluster.server.snapshot(), {}
-                rounds = list(cluster.server.clocks)
             state = {
                 "model": {"weights": vector, "counters": cluster.weights.counters},
                 **of_workers,
@@ -319,7 +318,6 @@ class Checkpoint:
             config=asdict(config),
             classes=data.num_classes,
             samples=len(data.train),
-            rounds=rounds,
             data=getattr(data, "digest", ""),
             held_out=getattr(data, "held_out", ""),
             files={},

@@ -31,7 +31,7 @@ from dbsl.base.files import describe, write_text, write_with
 from dbsl.config.settings import CHECKPOINTS
 from dbsl.model import FINAL
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 _FILE_NAME = re.compile(r"rank-\d{5}\.(json|safetensors)|model(_best)?\.safetensors|config\.json")
 MODEL_FILE = f"{FINAL}.safetensors"  # only checkpoints of an epoch's end hold it
@@ -131,8 +131,6 @@ class Manifest:
     files: dict[str, dict[str, Any]]  # length and SHA-256, by name
     classes: int  # in the data
     samples: int  # training images
-    # By worker: rounds that it had pushed, where it goes on; empty: all go on at their steps.
-    rounds: list[int] = field(default_factory=list)
     data: str = ""  # what tells its training samples from others; empty: their settings do
     held_out: str = ""  # which images were not trained on; see `dbsl.data.dataset.Data`
     saved_at: str = field(

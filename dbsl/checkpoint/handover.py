@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dbsl.base.errors import as_given, px, require
-from dbsl.config.settings import meets_at_server, steps_of_push, takes_joint_steps
+from dbsl.config.settings import meets_at_server, takes_joint_steps
 from dbsl.plan.members import EpochPlans, Members
 from dbsl.run.workers import Workers
 
@@ -24,10 +24,17 @@ class Saved:
     """A run as it was saved: rank 0's state, its complete settings, its number of samples.
 
     `workers` are those that go on, with the same order of resolutions in epochs under way.
+    `at_epoch_end`: it was saved where all meet at an epoch's end, not inside a round.
     """
 
     def __init__(
-        self, state: Mapping[str, Any], settings: Mapping[str, Any], samples: int, workers: Workers
+        self,
+        state: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        samples: int,
+        workers: Workers,
+        *,
+        at_epoch_end: bool,
     ) -> None:
         self.state, self.settings, self.samples = state, settings, samples
         self.plans = EpochPlans({}, lambda epoch: workers.plans.stage_at(epoch).resolution)
@@ -36,6 +43,17 @@ class Saved:
         self.simulated = "queue" in state["cluster"]
         # Real workers that go by themselves save the server's state, and none of theirs.
         self.server_alone = meets_at_server(settings["sync"]) and not self.simulated
+        self.rounds = state["planner"]["rounds"]  # of an epoch
+        # Who was there, and how far; joint steps are those of one.
+        self.members = members = Members(1, self.rounds)
+        if server := state["cluster"]["server"]:
+            members.load_state_dict(server)
+        else:
+            members.clocks = [state["cluster"]["clock"]]
+        if not self.simulated:  # only the workers know whether they have taken a step
+            members.inside = set() if at_epoch_end or self.server_alone else members.active
+        # Epochs that a worker may have begun and that are not complete.
+        self.under_way = self.plans.under_way(members, settings["epochs"] * self.rounds)
 
     @property
     def others_may_go_on(self) -> bool:
@@ -55,40 +73,10 @@ class Saved:
         return len(clocks) == 1 and max(clocks) >= begun and not server["finished"]
 
     @property
-    def rounds(self) -> int:
-        """Rounds of an epoch."""
-        if not self.pushes:
-            return self.settings["rounds_per_epoch"]
-        plan = next(iter(self.plans.last.values()))
-        steps = max(worker.steps for worker in plan.workers)  # a lost worker has none
-        return -(-steps // steps_of_push(self.settings["push"]))
-
-    @property
-    def members(self) -> Members:
-        """Who was there, and how far; joint steps are those of one."""
-        cluster = self.state["cluster"]
-        members = Members(1, self.rounds)
-        if server := cluster["server"]:
-            members.load_state_dict(server)
-        else:
-            members.clocks = [cluster["clock"]]
-        return members
-
-    @property
     def place(self) -> tuple[int, int, int]:
         """Return the epoch, the round and the joint step that every worker has come to, if open."""
         steps = ((self.joint and self.state["progress"]) or {}).get("steps", 0)
         return *divmod(self.members.slowest(), self.rounds), steps
-
-    def under_way(self, *, at_epoch_end: bool) -> range:
-        """Return the epochs that a worker may have begun and that are not complete.
-
-        `at_epoch_end`: it was saved where all meet at an epoch's end, not inside a round.
-        """
-        members = self.members
-        if not self.simulated:  # only the workers know whether they have taken a step
-            members.inside = set() if at_epoch_end or self.server_alone else members.active
-        return self.plans.under_way(members, self.settings["epochs"] * self.rounds)
 
 
 def for_others(saved: Saved, workers: Workers) -> dict[str, Any]:

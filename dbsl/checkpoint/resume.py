@@ -187,7 +187,8 @@ def read_resumed(found: Found, workers: Workers, config: RunConfig) -> Resumed:
     with reading_checkpoint(found.folder):
         state = found.shard(SERVER_RANK)
         settings = complete_settings(manifest.config, config)
-        saved = Saved(state, settings, manifest.samples, workers)
+        ended = MODEL_FILE in manifest.files
+        saved = Saved(state, settings, manifest.samples, workers, at_epoch_end=ended)
         _check_state(found, changed, state, workers)
         for name, pair in changed.items():
             if name not in with_role(type(config), Role.COMMAND):
@@ -204,7 +205,7 @@ def read_resumed(found: Found, workers: Workers, config: RunConfig) -> Resumed:
         others |= {name: pair for name, pair in changed.items() if name in anew}
         for what, pair in {} if saved.others_may_go_on else others.items():
             must_stay(what, *pair, " until all workers have pushed the same rounds")
-        epochs = saved.under_way(at_epoch_end=MODEL_FILE in manifest.files)
+        epochs = saved.under_way
         if others:
             epoch, *inside = saved.place
             epochs = range(epoch, epoch + any(inside))

@@ -160,6 +160,7 @@ class Planner:
         """Return plans and estimates in plain values."""
         return {
             **self.plans.state_dict(),
+            "rounds": self._rounds,
             "begun": self._begun,
             "speeds": [speed.state_dict() for speed in self._speeds],
             "refine_at": self._refine_at,

@@ -157,7 +157,8 @@ class _Player:
         return {"cluster": cluster, "planner": planner, "model": weights, **own}
 
     def _saved(self, state: dict[str, Any], run: Workers) -> Saved:
-        return Saved(state, asdict(self._run.config), self._case.samples, run)
+        settings = asdict(self._run.config)
+        return Saved(state, settings, self._case.samples, run, at_epoch_end=False)
 
     def _stop(self, workers: int | None) -> None:
         """Stop the run, and resume it, with another number of workers if that can be."""

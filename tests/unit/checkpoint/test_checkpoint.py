@@ -107,7 +107,8 @@ def test_a_format_of_the_future_is_named(tmp_path):
     body = json.dumps(content["manifest"], indent=2)
     content["sha256"] = hashlib.sha256(body.encode()).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="of format 3, which this version reads, got 99"):
+    text = f"of format {disk.FORMAT}, which this version reads, got 99"
+    with pytest.raises(CheckpointError, match=text):
         disk.read_manifest(folder)
 
 

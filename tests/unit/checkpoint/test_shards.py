@@ -30,7 +30,7 @@ def dual(workers, rounds=1):
     return plan_dual_batch(60, workers, 1, 4, FAST, PlanRules(time_ratio=1.05, rounds=rounds))
 
 
-def state_of(clocks, plan=None, *, active=None, **server):
+def state_of(clocks, plan=None, *, rounds=1, active=None, **server):
     """Return the state that rank 0 saved of a run with a server; its own clock stands still."""
     active = list(range(len(clocks))) if active is None else active
     plans = EpochPlans({8: plan or dual(len(clocks))}, lambda epoch: 8)
@@ -38,7 +38,7 @@ def state_of(clocks, plan=None, *, active=None, **server):
     cluster = {"clock": 0, "refused": 0, "time_s": None, "waited_s": 0.5, "untold": False}
     return {
         "cluster": cluster | {"server": server},
-        "planner": plans.state_dict(),
+        "planner": plans.state_dict() | {"rounds": rounds},
         "model": {"weights": None},
         "stepper": {"optimizers": {0: "own"}},
         "progress": {"steps": 4},
@@ -59,9 +59,10 @@ def run_of(config, rounds=1, **more):
     return Bag(config=config, data=data, plans=plans, **own)
 
 
-def saved_as(state, config, run=None, **before):
+def saved_as(state, config, run=None, *, at_epoch_end=False, **before):
     """Return a run of 60 samples that was saved with these settings."""
-    return Saved(state, asdict(config) | before, 60, run or run_of(config))
+    settings, run = asdict(config) | before, run or run_of(config)
+    return Saved(state, settings, 60, run, at_epoch_end=at_epoch_end)
 
 
 @pytest.mark.parametrize(
@@ -102,17 +103,17 @@ def test_a_lost_worker_is_back_in_the_first_epoch_that_nobody_has_begun(clocks, 
 def test_epochs_under_way_are_those_that_a_worker_may_have_begun(
     sync, clocks, at_epoch_end, cluster, expected
 ):
-    state = state_of(clocks, inside=[1])
+    state = state_of(clocks, rounds=2, inside=[1])
     state["cluster"] |= cluster  # with a queue it is simulated: it is known who is in a round
-    saved = saved_as(state, Config(epochs=3), sync=sync, rounds_per_epoch=2, staleness=1)
-    assert list(saved.under_way(at_epoch_end=at_epoch_end)) == expected
+    saved = saved_as(state, Config(epochs=3), sync=sync, at_epoch_end=at_epoch_end)
+    assert list(saved.under_way) == expected
 
 
-def test_an_epoch_whose_plan_is_decided_is_under_way_and_pushes_are_its_rounds():
-    state = state_of([3, 3], plan_steps(45, [5, 5], [FAST] * 2))  # five steps an epoch
+def test_an_epoch_whose_plan_is_decided_is_under_way():
+    state = state_of([3, 3], rounds=3)
     state["planner"]["epochs"] = {2: []}
-    saved = saved_as(state, Config(epochs=3, push="gradients:2"))
-    assert list(saved.under_way(at_epoch_end=True)) == [1, 2]
+    saved = saved_as(state, Config(epochs=3), at_epoch_end=True)
+    assert list(saved.under_way) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -131,9 +132,9 @@ def test_an_epoch_whose_plan_is_decided_is_under_way_and_pushes_are_its_rounds()
 )
 def test_others_go_on_where_all_workers_have_pushed_the_same_rounds(sync, clocks, more, expected):
     begun = more.pop("begun", 0)
-    state = state_of(clocks, dual(3, rounds=2), **more)
+    state = state_of(clocks, dual(3, rounds=2), rounds=2, **more)
     state["planner"]["begun"] = begun
-    saved = saved_as(state, Config(), sync=sync, rounds_per_epoch=2)
+    saved = saved_as(state, Config(), sync=sync)
     assert saved.others_may_go_on == expected
 
 
@@ -142,7 +143,7 @@ def test_others_go_on_with_what_the_rounds_of_an_epoch_have_left(clock):
     plan = dual(3, rounds=2)
     config = Config(seed=3, workers=2, sync="asp", rounds_per_epoch=2)
     run = run_of(config, rounds=2)
-    state = state_of([clock] * 3, plan)
+    state = state_of([clock] * 3, plan, rounds=2)
     start = for_others(saved_as(state, config, run, workers=3), run)
     sampler = run.plans.sampler.sampler(plan)
     taken = sum(len(sampler.indices(w, 2, 0)) for w in range(3))
@@ -162,7 +163,7 @@ def test_pushes_of_more_batches_begin_where_an_epoch_does(clock, expected):
     """There are three pushes, and then two."""
     config = Config(workers=2, push="gradients:3")
     run = run_of(config, rounds=2, first={8: SIX_STEPS})
-    state = state_of([clock] * 2, SIX_STEPS, optimizer={})
+    state = state_of([clock] * 2, SIX_STEPS, rounds=3, optimizer={})
     state["stages"] = [{"first_epoch": 0, "end_epoch": 9, "resolution": 8}]
     saved = saved_as(state, config, run, push="gradients:2")
     if expected is None:
