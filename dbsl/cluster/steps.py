@@ -140,16 +140,8 @@ def begin_thawed(optimizer: torch.optim.Optimizer) -> None:
 class Stepper:
     """Each worker steps by itself, with its own optimizer; its weights are pushed later.
 
-    Or all of this process take `joint` steps, with worker 0's optimizer: by the time of a step
-    gradients are those of all workers' batches. They have one place for the whole run, `vector`:
-    what a CUDA graph returns is overwritten by its next call, so that sums must not lie there.
-
     Several passes of a step (micro-batches, workers) normalise by their own statistics each, and
     move the running ones once, by the mean of what each makes of the same start.
-
-    Joint gradients become what real processes would receive by `wire`: each of these rounds its own
-    to 16 bits, here it is done once, to the sum.
-
     """
 
     def __init__(
@@ -158,45 +150,38 @@ class Stepper:
         weights: FlatWeights,
         timer: ComputeTimer,
         optimizers: Mapping[int, torch.optim.Optimizer],
-        *,
-        joint: bool = False,
-        wire: Wire = FLOAT32,
     ) -> None:
         self.model, self.timer, self.optimizers = model, timer, optimizers
-        self.joint = self._together = joint
-        self._weights = weights
-        self._buffers = weights.buffers
+        self._weights, self._buffers = weights, weights.buffers
         self._mean: Tensor | None = None  # mean of the buffers that passes have made of `_start`
         self._weight = 0.0  # weight of the loss behind this process's gradients
-        self._places: list[tuple[Tensor, Tensor]] = []  # parameters, and theirs in `vector`
         self._first = {worker: first_state(own) for worker, own in optimizers.items()}
-        self.vector = torch.zeros_like(weights.vector) if joint else None
-        self._dtype = DTYPES.get(wire.name)
 
     def begin(self, turn: Turn, *, anew: bool = True) -> None:
         """Note which epoch it is, for emulated slowness; not `anew`: inside a resumed round."""
         self.timer.epoch = turn.epoch
         for optimizer in self.optimizers.values():
             begin_thawed(optimizer)
-        if self.vector is not None:
-            self._places = self._weights.attach_gradients(self.vector)  # of what is trained now
 
     @contextmanager
     def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
         """Enclose a worker's forward and backward pass; it gives the factor on its mean loss."""
-        if self._places:
-            self._put_in_place(lambda place: place)
-        several = self._together or not (part.first and part.last)
-        if several and self._mean is None:
+        whole = part.first and part.last
+        with self.timer.running((part.worker,)) if whole else self._one_of_passes(part, part.share):
+            yield part.weight
+        if part.last and not whole:
+            self._end_passes()
+
+    @contextmanager
+    def _one_of_passes(self, part: Part, share: float) -> Iterator[None]:
+        """Enclose a pass that makes this share of the step's running statistics."""
+        if self._mean is None:
             self._start, self._mean = self._buffers.clone(), torch.zeros_like(self._buffers)
-        elif several:
+        else:
             self._buffers.copy_(self._start)
         with self.timer.running((part.worker,)):
-            yield part.weight
-        if several:
-            self._mean.add_(self._buffers, alpha=part.weight if self._together else part.share)
-            if part.last and not self._together:
-                self._end_passes()
+            yield
+        self._mean.add_(self._buffers, alpha=share)
 
     def _end_passes(self) -> None:
         self._buffers.copy_(self._mean)
@@ -204,12 +189,6 @@ class Stepper:
 
     def complete(self, step: Step) -> float:
         """Have gradients be those of the whole step; return the weight of the loss behind them."""
-        if self._places:
-            self._put_in_place(torch.Tensor.zero_)
-        if self._together:
-            self._end_passes()
-            if self._dtype is not None:
-                self.vector.copy_(self.vector.to(self._dtype))
         return 1.0
 
     @contextmanager
@@ -218,22 +197,6 @@ class Stepper:
         workers = tuple(part.worker for part in step.parts)
         with self.timer.running(workers):  # in real processes each of them takes a joint step
             yield
-            if self.vector is not None:
-                self.vector.zero_()
-
-    @torch.no_grad()
-    def _put_in_place(self, cleared: Callable[[Tensor], Tensor]) -> None:
-        """Put gradients that the loop has replaced where they are read from.
-
-        Of what the loop has thawed, or cleared, they are what `cleared` makes of their place.
-        """
-        for parameter, place in self._places:
-            if not parameter.requires_grad:
-                parameter.grad = None
-            elif parameter.grad is None:
-                parameter.grad = cleared(place)
-            elif parameter.grad is not place:
-                parameter.grad = place.copy_(parameter.grad)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizers' state, and what else lasts from step to step inside a round."""
@@ -257,6 +220,110 @@ class Stepper:
         """Clear a worker's optimizer state."""
         if worker in self.optimizers:
             begin_again(self.optimizers[worker], self._first[worker])
+
+
+class SummedGradients(Stepper):
+    """Gradients add up in one place for the whole run, `vector`.
+
+    What a CUDA graph returns is overwritten by its next call, so that sums must not lie there.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.vector = torch.zeros_like(self._weights.vector)
+        self._places: list[tuple[Tensor, Tensor]] = []  # parameters, and theirs in `vector`
+
+    def begin(self, turn: Turn, *, anew: bool = True) -> None:
+        """Have what is trained now keep its gradients in the vector."""
+        super().begin(turn, anew=anew)
+        self._places = self._weights.attach_gradients(self.vector)
+
+    def complete(self, step: Step) -> float:
+        self._put_in_place(torch.Tensor.zero_)
+        return self._weight
+
+    @torch.no_grad()
+    def _put_in_place(self, cleared: Callable[[Tensor], Tensor] = lambda place: place) -> None:
+        """Put gradients that the loop has replaced where they are read from.
+
+        Of what the loop has thawed, or cleared, they are what `cleared` makes of their place.
+        """
+        for parameter, place in self._places:
+            if not parameter.requires_grad:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = cleared(place)
+            elif parameter.grad is not place:
+                parameter.grad = place.copy_(parameter.grad)
+
+
+class JointSteps(SummedGradients):
+    """All workers of this process step together, with worker 0's optimizer.
+
+    Gradients become what real processes would receive by `wire`: each of these rounds its own to 16
+    bits, here it is done once, to the sum.
+    """
+
+    def __init__(self, *arguments: Any, wire: Wire = FLOAT32) -> None:
+        super().__init__(*arguments)
+        self._dtype = DTYPES.get(wire.name)
+
+    @contextmanager
+    def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
+        self._put_in_place()
+        with self._one_of_passes(part, part.weight):
+            yield part.weight
+
+    def complete(self, step: Step) -> float:
+        super().complete(step)
+        self._end_passes()
+        if self._dtype is not None:
+            self.vector.copy_(self.vector.to(self._dtype))
+        return 1.0
+
+    @contextmanager
+    def stepping(self, step: Step) -> Iterator[None]:
+        with super().stepping(step):
+            yield
+            self.vector.zero_()
+
+
+class PushedGradients(SummedGradients):
+    """Workers sum weighted gradients; the step is taken by the server's optimizer.
+
+    `vector` is what a worker pushes: gradients, then the change of its floating-point buffers,
+    weighted alike. `complete` gives the weight of the losses so far.
+    """
+
+    def begin(self, turn: Turn, *, anew: bool = True) -> None:
+        """Start a push from zero, or, not anew, go on with the one that a stopped run was in."""
+        super().begin(turn, anew=anew)
+        if anew:
+            self.vector.zero_()
+            self._weight = 0.0
+
+    @contextmanager
+    def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
+        self._put_in_place()
+        if part.first:
+            self._before = self._buffers.clone()
+        with super().micro_batch(step, part) as found:
+            yield found
+        if part.last:
+            changes = self.vector[len(self.vector) - len(self._buffers) :]
+            changes.add_(self._buffers - self._before, alpha=part.weight / part.share)
+        self._weight += part.weight
+
+    def stepping(self, step: Step) -> AbstractContextManager:
+        """Enclose nothing: gradients add up until they are pushed, and the server steps."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"gradients": self.vector}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.vector.copy_(state["gradients"])
 
 
 # Weights that are compared between processes, and how far they may be apart, of the largest: unlike
@@ -290,8 +357,8 @@ class DistributedSteps(Stepper):
         wire: Wire = FLOAT32,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(*arguments, wire=wire)
-        self.joint, self._group = True, group
+        super().__init__(*arguments)
+        self._group, self._dtype = group, DTYPES.get(wire.name)
         self._raw, self._example_loss = self.model, example_loss
         hooks = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
         self._reduce = hooks.get(wire.name, allreduce_hook)
@@ -436,49 +503,3 @@ class DistributedSteps(Stepper):
         summed = flat.split([gradient.numel() for gradient in gradients])
         for gradient, own in zip(gradients, summed, strict=True):
             gradient.copy_(own.view_as(gradient))
-
-
-class PushedGradients(Stepper):
-    """Workers sum weighted gradients; the step is taken by the server's optimizer.
-
-    `vector` is what a worker pushes: gradients, then the change of its floating-point buffers,
-    weighted alike.
-    """
-
-    def __init__(self, model: nn.Module, weights: FlatWeights, timer: ComputeTimer) -> None:
-        super().__init__(model, weights, timer, {})
-        self.vector = torch.zeros_like(weights.vector)
-        self._changes = self.vector[len(self.vector) - len(self._buffers) :]
-
-    def begin(self, turn: Turn, *, anew: bool = True) -> None:
-        """Start a push from zero, or, not anew, go on with the one that a stopped run was in."""
-        super().begin(turn, anew=anew)
-        if anew:
-            self.vector.zero_()
-            self._weight = 0.0
-
-    @contextmanager
-    def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
-        if part.first:
-            self._before = self._buffers.clone()
-        with super().micro_batch(step, part) as found:
-            yield found
-        if part.last:
-            self._changes.add_(self._buffers - self._before, alpha=part.weight / part.share)
-        self._weight += part.weight
-
-    def complete(self, step: Step) -> float:
-        """Return the weight of the losses so far; the step is left to the server."""
-        self._put_in_place(torch.Tensor.zero_)
-        return self._weight
-
-    def stepping(self, step: Step) -> AbstractContextManager:
-        """Enclose nothing: gradients add up until they are pushed."""
-        return nullcontext()
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"gradients": self.vector}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.vector.copy_(state["gradients"])

@@ -103,7 +103,9 @@ class Noise(Extra):
         Other workers begin their rounds again.
         """
         self.mean, self._samples = NoiseAverage(), len(workers.data.train)
-        self._joint, self._loss_of = workers.stepper.joint, workers.loss_of
+        self._loss_of = workers.loss_of
+        # Whether a step's gradients are those of several workers, or of a worker's processes.
+        self._joint = workers.config.sync == "step" or workers.plans.place is not None
         self.probe = None if workers.accelerator.scaler else choose_probe(workers)
         if state:
             self.mean = NoiseAverage(**state["mean"])

@@ -21,7 +21,13 @@ from dbsl.cluster.meeting import BarrierCluster, JointCluster, SimulatedCluster
 from dbsl.cluster.merges import Delta, MergeRule, choose_rule
 from dbsl.cluster.server import GradientServer, Server
 from dbsl.cluster.serving import through_server
-from dbsl.cluster.steps import ComputeTimer, DistributedSteps, PushedGradients, Stepper
+from dbsl.cluster.steps import (
+    ComputeTimer,
+    DistributedSteps,
+    JointSteps,
+    PushedGradients,
+    Stepper,
+)
 from dbsl.cluster.weights import FlatWeights, compile_in_place
 from dbsl.cluster.wire import CPU, SERVER_RANK
 from dbsl.config.settings import FLOAT32, RunConfig, meets_at_server, wire_of
@@ -147,7 +153,7 @@ def _stepper(
     # Simulated machines are as slow as they are meant to be in simulated time.
     timer = ComputeTimer(accelerator.device, parts.plans.machine if one_of_several() else None)
     if config.push != "weights":
-        return PushedGradients(model, weights, timer)
+        return PushedGradients(model, weights, timer, {})
     joint, wire = config.sync == "step", wire_of(config)
     optimizers = {
         worker: accelerator.prepare_optimizer(build_optimizer(model))
@@ -155,17 +161,15 @@ def _stepper(
     }
     common = (model, weights, timer, optimizers)
     inside = island.inside is not None
-    if not inside and (not joint or control is None):
-        stepper = Stepper(*common, joint=joint, wire=wire)
-    else:
+    if inside or (joint and control is not None):
         images, labels = parts.data.example(2, config.resolutions[0])
-        stepper = DistributedSteps(
+        return DistributedSteps(
             *common,
             example_loss=lambda parallel: parts.loss_of(parallel, images, labels),
             wire=FLOAT32 if inside else wire,  # else it is how workers meet
             group=island.inside,
         )
-    return stepper
+    return JointSteps(*common, wire=wire) if joint else Stepper(*common)
 
 
 def make_ready(parts: Parts, weights: FlatWeights, workers: Sequence[int]) -> None:

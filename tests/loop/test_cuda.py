@@ -14,7 +14,7 @@ import dbsl.cluster.wire
 import train
 from dbsl.cluster.merges import ratio
 from dbsl.cluster.server import Server
-from dbsl.cluster.steps import ComputeTimer, Stepper, take_step
+from dbsl.cluster.steps import ComputeTimer, JointSteps, take_step
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import Channel
 from dbsl.data.sources import image_batch
@@ -74,7 +74,7 @@ def after_joint_steps(*, compiled):
     model = small_net()
     weights = ready(model, compiled=compiled)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    stepper = Stepper(model, weights, ComputeTimer(CUDA), {0: optimizer}, joint=True)
+    stepper = JointSteps(model, weights, ComputeTimer(CUDA), {0: optimizer})
     step = Step((Part(0, np.arange(4), 4 / 12), Part(1, np.arange(8), 8 / 12)), 0.0)
     stepper.begin(Turn((0, 1), 0, 0))
     for _ in range(3):

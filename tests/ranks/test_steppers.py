@@ -21,6 +21,7 @@ from dbsl.cluster.serving import through_server
 from dbsl.cluster.steps import (
     ComputeTimer,
     DistributedSteps,
+    JointSteps,
     PushedGradients,
     Stepper,
     begin_thawed,
@@ -184,7 +185,7 @@ def trained(model, case, rank=None):
         common["control"] = ControlGroup(20.0)
     weights, timer = FlatWeights(model), ComputeTimer(CPU)
     if case.how == "gradients":
-        stepper, server = PushedGradients(model, weights, timer), None
+        stepper, server = PushedGradients(model, weights, timer, {}), None
         common["outgoing"] = stepper.vector
         if not rank:
             build_clip = partial(make_clip, bound=case.clip)
@@ -199,7 +200,7 @@ def trained(model, case, rank=None):
         return train(cluster, stepper, case)
     common_of = (model, weights, timer, {workers[0]: build(model)})
     if alone:
-        stepper = Stepper(*common_of, joint=True, wire=parse_wire(case.wire))
+        stepper = JointSteps(*common_of, wire=parse_wire(case.wire))
     else:
         wire = parse_wire(case.wire)
         stepper = DistributedSteps(*common_of, example_loss=example_loss, wire=wire)
