@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import inspect
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ PAIRS = {"flag": "pairs"}  # metadata of a field of name=value texts, whose valu
 NO_FLAG = {"flag": None}  # a run finds it out by itself
 UNSET = "unset"  # the value that takes back a setting of a file
 
+_NO_TEXT = re.compile("[\0\n\r\ud800-\udc7f\udd00-\udfff]")  # no file has the last of these
 _WORDS = {
     bool: ("true or false", ""),
     int: ("a whole number", "N"),
@@ -238,7 +240,7 @@ def _is_of(hint: Any, value: Any) -> bool:
     if origin is typing.Literal:
         return isinstance(value, str | int) and value in inside
     if hint is str:
-        return isinstance(value, str) and bool(value.strip()) and "\0" not in value
+        return isinstance(value, str) and bool(value.strip()) and not _NO_TEXT.search(value)
     kind = {int: Integral, float: Real}.get(hint, origin or hint)
     return isinstance(value, kind) and (hint is bool or not isinstance(value, bool))
 

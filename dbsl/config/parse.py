@@ -384,8 +384,8 @@ def _read_yaml(path: Path, cls: type | None) -> dict[str, Any]:
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: an endless number, say
-        reason = " ".join(str(error).split())
-        raise SettingError(f"config must be a readable YAML file, got {path} ({reason})") from None
+        reason, shown = " ".join(str(error).split()), as_given(path)
+        raise SettingError(f"config must be a readable YAML file, got {shown} ({reason})") from None
     settings = {} if settings is None else settings
     if not isinstance(settings, dict):
         raise SettingError(f"config must map settings to values, got a value or a list in {path}")

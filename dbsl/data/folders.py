@@ -73,11 +73,11 @@ def files_below(folder: str, left: Left) -> list[str]:
             left.append(("empty folders", path[len(folder) + 1 :] + "/"))
         for entry in entries:
             name = entry.path[len(folder) + 1 :].replace(os.sep, "/")
-            if entry.is_dir():
+            if os.path.isdir(entry.path):
                 inner = os.path.realpath(entry.path)
                 if not os.path.join(real, "").startswith(os.path.join(inner, "")):
                     folders.append((entry.path, inner))
-            elif not entry.is_file():
+            elif not os.path.isfile(entry.path):  # a link to itself, too, at which `entry` raises
                 left.append(("links to nothing", name))
             elif _NO_UTF8.search(name):
                 left.append(("files whose names are not UTF-8", name))

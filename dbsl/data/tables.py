@@ -194,7 +194,7 @@ def _open_tables(dataset: str, label_column: str | None) -> Mapping[str, dataset
 def _missing(path: Path) -> str:
     """Say which folder or file of a path does not exist, and what beside it has a similar name."""
     first = next((one for one in reversed(path.parents) if not one.exists()), path)
-    beside = os.listdir(first.parent) if first.parent.is_dir() else []
+    beside = {*os.listdir(first.parent)} - {first.name} if first.parent.is_dir() else ()
     return f"{first} does not exist here{such_as(first.name, beside)}"
 
 
