@@ -50,6 +50,10 @@ capitals | {Train,TEST}/{cat,dog}/0.jpg | cat 1 dog 1; test: cat 1 dog 1 |
 years | data/{train2017,val2017}/{cat,dog}/0.jpg | cat 1 dog 1; validation: cat 1 dog 1 |
 brackets in splits | d[2]/{train~[1],test~(2)}/{cat,dog}/0.jpg | cat 1 dog 1; test: cat 1 dog 1 |
 sets | {TrainSet,testset}/{cat,dog}/0.jpg | cat 1 dog 1; test: cat 1 dog 1 |
+words in one | {TrainImages,TestImages}/{cat,dog}/0.jpg | cat 1 dog 1; test: cat 1 dog 1 |
+folds | {fold1,fold2}/{cat,dog}/0.jpg | cat 2 dog 2 |
+a blank behind a class | train/{cat~,dog}/0.jpg val/{cat,dog}/0.jpg
+    | cat 1 dog 1; validation: cat 1 dog 1 |
 two for training | {train1,train2,test}/{cat,dog}/0.jpg | cat 2 dog 2; test: cat 1 dog 1 |
 validation and test | {train,test,valid}/{cat,dog}/0.jpg valid/cat/1.jpg
     | cat 1 dog 1; validation: cat 2 dog 1 |
