@@ -743,6 +743,7 @@ def test_links_are_followed_but_not_in_circles_and_a_bad_file_is_named(tmp_path,
             (tmp_path / "set" / split / name).symlink_to(tmp_path / "real" / name)
     (tmp_path / "real/a/again").symlink_to(tmp_path / "real/a")
     (tmp_path / "real/b/dead.png").symlink_to(tmp_path / "nowhere.png")
+    (tmp_path / "real/b/self.png").symlink_to("self.png")
     (tmp_path / "real/b/bad.png").write_bytes(b"no image")
     (tmp_path / "link").symlink_to(tmp_path / "set")
     found = load(tmp_path / "link", max_bad_images=1)
@@ -750,7 +751,7 @@ def test_links_are_followed_but_not_in_circles_and_a_bad_file_is_named(tmp_path,
     assert f"{tmp_path}/link/train/b/bad.png, cannot be decoded (cannot identify" in caplog.text
     assert "BytesIO" not in caplog.text
     assert found.class_names == ("a", "b")
-    assert "left out are 2 links to nothing, 1 in test/b" in caplog.text
+    assert "left out are 4 links to nothing, 2 in test/b" in caplog.text
     assert load(tmp_path / "real", max_bad_images=1).class_names == ("a", "b")
 
 
