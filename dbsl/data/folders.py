@@ -117,7 +117,8 @@ def read_folder(dataset: Path, label_column: str | None) -> dict[str, datasets.D
         label, split = rows.get(file, (label, None))
         split = place if split is None else split
         if label and split:
-            label = unicodedata.normalize("NFC", label).strip()  # systems write ä in one part or in two
+            # Systems write ä in one part or in two.
+            label = unicodedata.normalize("NFC", label).strip()
             found.setdefault(split, {})[file] = label
         else:
             left.append(("images in no split" if label else _NO_CLASS, file))
