@@ -112,7 +112,15 @@ class UnevenLoader:
     def __init__(self, loader: DataLoader, sampler: UnevenBatchSampler) -> None:
         kept = {name: getattr(loader, name) for name in _KEPT}
         self.fetcher = DataLoader(loader.dataset, batch_sampler=sampler, **kept)
-        self.sampler, self.dataset = sampler, _Batches(self)
+        self.sampler = sampler
+
+    @property
+    def dataset(self) -> _Batches:
+        """The batch of a number, for what rebuilds a loader; made anew, and no part of this one.
+
+        In a circle of references a loader's workers are waited for when it goes, 5 s each.
+        """
+        return _Batches(self)
 
     @property
     def batch_sampler(self) -> _Numbers:

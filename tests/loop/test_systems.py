@@ -1,12 +1,17 @@
 """What Windows and macOS do not have, file systems do not know, and devices cannot count with."""
 
 import errno
+import importlib
 import os
-import subprocess
+import pkgutil
+import runpy
+import select
+import signal
 import sys
 
 import pytest
 import torch
+import torch._dynamo  # it looks at the system once
 
 from dbsl.base import files, machine
 from dbsl.cluster.steps import ComputeTimer
@@ -14,44 +19,50 @@ from dbsl.library.watch import Watch
 from dbsl.profile import fit
 from tests import helpers
 
-ELSEWHERE = """
-import importlib.util, os, pkgutil, select, signal, sys
-import accelerate, datasets, matplotlib.figure, optuna, pandas, timm, torch, wandb
-import torch.utils.benchmark, sklearn.datasets, multiprocessing.forkserver  # they know their system
-
-for module, names in (
+ABSENT = (
     (signal, "SIGHUP SIGUSR1 SIGUSR2 SIGQUIT sigwaitinfo pthread_sigmask"),
     (os, "register_at_fork sched_getaffinity fork getuid killpg O_DIRECTORY"),
     (select, "poll epoll"),
-):
-    for name in names.split():
-        delattr(module, name)
-sys.modules["fcntl"] = sys.modules["resource"] = None
-import dbsl
-for found in pkgutil.walk_packages(dbsl.__path__, "dbsl."):
-    *room, library = found.name.split(".")
-    if room != ["dbsl", "integrations"] or importlib.util.find_spec(library):
-        importlib.import_module(found.name)
-from dbsl.base.errors import one_line_errors
-from train import Config, main
-with one_line_errors():
-    main(Config.from_flags())
-"""
+)
+
+
+def elsewhere(flags):
+    """Import all modules of dbsl anew, as on other systems, and train."""
+    for module, names in ABSENT:
+        for name in names.split():
+            delattr(module, name)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("dbsl", "train")]:
+        del sys.modules[name]
+    sys.modules["fcntl"] = sys.modules["resource"] = None
+    dbsl = importlib.import_module("dbsl")
+    for found in pkgutil.walk_packages(dbsl.__path__, "dbsl."):
+        *room, library = found.name.split(".")
+        if room != ["dbsl", "integrations"] or importlib.util.find_spec(library):
+            importlib.import_module(found.name)
+    sys.argv[1:] = flags
+    runpy.run_path(str(helpers.ROOT / "train.py"), run_name="__main__")
 
 
 def test_every_module_imports_and_a_run_ends_without_what_windows_and_macos_lack(tmp_path):
-    flags = helpers.to_flags(tmp_path / "run", epochs=1)
-    command = [sys.executable, "-c", ELSEWHERE, *flags]
-    done = subprocess.run(command, cwd=helpers.ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    done = helpers.Forked(lambda: elsewhere(helpers.to_flags(tmp_path / "run", epochs=1)))
+    assert done.wait() == 0, done.stderr
     assert helpers.summary_of(tmp_path / "run")["epochs"] == 1
 
 
+def without_outputs(flags):
+    """Train as where stdout and stderr are closed; files of the run may take their numbers."""
+    outputs, (sys.stdout, sys.stderr) = (sys.stdout, sys.stderr), (None, None)
+    try:
+        os.close(1), os.close(2)
+        sys.argv[1:] = flags
+        runpy.run_path(str(helpers.ROOT / "train.py"), run_name="__main__")
+    finally:
+        sys.stdout, sys.stderr = outputs
+
+
 def test_a_run_without_outputs_comes_to_its_end(tmp_path):
-    flags = helpers.to_flags(tmp_path / "run", epochs=1)
-    line = 'exec "$@" >&- 2>&-'
-    command = ["sh", "-c", line, "sh", sys.executable, "train.py", *flags]
-    assert subprocess.run(command, cwd=helpers.ROOT, timeout=200).returncode == 0
+    done = helpers.Forked(lambda: without_outputs(helpers.to_flags(tmp_path / "run", epochs=1)))
+    assert done.wait() == 0
     assert helpers.summary_of(tmp_path / "run")["epochs"] == 1
 
 

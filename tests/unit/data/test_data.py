@@ -629,7 +629,8 @@ class Endless:
         time.sleep(60)
 
 
-def test_a_loader_process_that_died_or_never_brings_a_batch_ends_the_wait(uneven):
+def test_a_loader_process_that_died_or_never_brings_a_batch_ends_the_wait(uneven, monkeypatch):
+    monkeypatch.setattr(images, "_LOOK_S", 0.1)
     helped = load(uneven, loader_workers=1).train
     helped.start()
     helped.while_waiting = Mock(side_effect=[None, RunStopped])  # a signal comes meanwhile
@@ -648,7 +649,10 @@ def test_too_small_a_shared_memory_is_named_with_the_size_needed(uneven, monkeyp
     must = "/dev/shm must have 9 MiB for the batches of loader processes, got 1 MiB free: docker"
     assert len(list(helped.batches(numbers, plain(350)))) == 3  # they were taken in time
     assert must in caplog.text
-    full = Mock(side_effect=RuntimeError("unable to allocate shared memory(shm) for file <x>"))
+
+    def full(_):
+        raise RuntimeError("unable to allocate shared memory(shm) for file <x>")
+
     with pytest.raises(ReadError, match=r"^/dev/shm must have 9 MiB"):
         helped._next(MagicMock(__next__=full))
 
