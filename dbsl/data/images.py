@@ -351,7 +351,7 @@ def _cache_file(split: ImageSplit) -> Path:
     """Return where a split's pixels belong: the name is a hash of all that they depend on."""
     files = [file["filename"] for file in split.table.cache_files]
     if not files:  # a list of image files, or images in memory
-        stored = split.table[split.image_column]
+        stored = split.table[split.image_column][:]
         files = [v["path"] for v in stored if v and v["path"] and v["bytes"] is None]
     stats = map(os.stat, files)
     content = (

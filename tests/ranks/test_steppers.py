@@ -35,7 +35,6 @@ from dbsl.plan.members import Members
 from dbsl.plan.sampler import StepSampler, micro_parts
 from dbsl.plan.solve import plan_steps
 from dbsl.plan.types import EpochEnd, RoundReport, TimeModel
-from tests.helpers import short
 
 CPU = torch.device("cpu")
 LR, EPOCHS = 0.1, 5
@@ -213,15 +212,35 @@ def one_rank(rank, model, case):
     return trained(model, case, rank).tolist()
 
 
+def of_all(rank, model, cases):
+    return [one_rank(rank, model, case) for case in cases]
+
+
 @pytest.fixture
 def train_ranks(run_ranks):
-    """Return ``train(model, case)``: the weights of each process after training."""
+    """Return ``train(model, cases)``: of each case the weights of each process after training.
 
-    def train(model, case):
-        found = run_ranks(one_rank, model, case, world_size=len(case.sizes))
-        return [torch.tensor(weights, dtype=torch.float64) for weights in found]
+    Processes are started once for all cases of as many.
+    """
+
+    def train(model, cases):
+        found = [[] for _ in cases]
+        for size in {len(case.sizes) for case in cases}:
+            own = [number for number, case in enumerate(cases) if len(case.sizes) == size]
+            ranks = run_ranks(of_all, model, [cases[number] for number in own], world_size=size)
+            for number, *weights in zip(own, *ranks, strict=True):
+                found[number] = [torch.tensor(each, dtype=torch.float64) for each in weights]
+        return found
 
     return train
+
+
+def check_equal(found, expected, case, rtol=1e-6, atol=1e-9):
+    """Check the weights of each process."""
+    for weights in found:
+        torch.testing.assert_close(
+            weights, expected, rtol=rtol, atol=atol, msg=lambda text: f"{case}: {text}"
+        )
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -241,20 +260,16 @@ def test_uneven_workers_in_one_process_equal_the_joined_batch(tiny_model, how, s
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        *short(SPLITS, *SPLITS[1:2], *SPLITS[3:]),
+def test_uneven_processes_equal_the_joined_batch(train_ranks, tiny_model):
+    settings = [
+        *SPLITS,
         {"clip": CLIP},
         *({"micro": micro} for micro in ([3, 2], [None, 1], [2, 100])),
         {"begin": freeze},  # gradients that ranks do not share would show
-    ],
-)
-def test_uneven_processes_equal_the_joined_batch(train_ranks, tiny_model, how, settings):
-    expected = joined_weights(tiny_model, Case(how, **settings))
-    for found in train_ranks(tiny_model, Case(how, **settings)):
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    ]
+    cases = [Case(how, **own) for how in HOW for own in settings]
+    for case, found in zip(cases, train_ranks(tiny_model, cases), strict=True):
+        check_equal(found, joined_weights(tiny_model, case), case)
 
 
 def replaced(model, *_):
@@ -320,7 +335,8 @@ def test_joint_gradients_on_a_narrow_wire_differ_by_their_rounding_alone(
 ):
     def train(wire):
         case = Case("step", wire=wire)
-        return train_ranks(tiny_model, case)[0] if processes > 1 else trained(tiny_model, case)
+        several = processes > 1
+        return train_ranks(tiny_model, [case])[0][0] if several else trained(tiny_model, case)
 
     wide = train("float32")
     change = (wide - vector_of(tiny_model)).norm()
@@ -332,53 +348,40 @@ def test_joint_gradients_on_a_narrow_wire_differ_by_their_rounding_alone(
 RANKED = [{"sizes": (3, 5)}, {"sizes": (1, 7)}, {"sizes": (2, 7, 1)}]
 
 
-@pytest.fixture
-def train_joined(train_ranks):
-    """Return ``train(model, case)``: the weights of one real process on the joined batches."""
-
-    def train(model, case):
-        (found,) = train_ranks(model, replace(case, sizes=(sum(case.sizes),), micro=None))
-        return found
-
-    return train
+def joined(case):
+    """Return the case of one process on the joined batches."""
+    return replace(case, sizes=(sum(case.sizes),), micro=None)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_a_rank_that_is_high_enough_is_exact(train_ranks, tiny_model, monkeypatch):
+    monkeypatch.setattr("dbsl.cluster.formats._LEAST_SAVING", 1e-9)
+    settings = [
         *RANKED,
         {"sizes": (1, 1), "samples": 21},
         {"sizes": (3, 5), "micro": [2, 3], "clip": CLIP},
         {"sizes": (3, 5), "begin": freeze},
-    ],
-)
-def test_a_rank_that_is_high_enough_is_exact(train_ranks, tiny_model, monkeypatch, settings):
-    monkeypatch.setattr("dbsl.cluster.formats._LEAST_SAVING", 1e-9)
-    case = Case("step", wire="powersgd:8", **settings)
-    expected = joined_weights(tiny_model, case)
-    for found in train_ranks(tiny_model, case):
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    ]
+    cases = [Case("step", wire="powersgd:8", **own) for own in settings]
+    for case, found in zip(cases, train_ranks(tiny_model, cases), strict=True):
+        check_equal(found, joined_weights(tiny_model, case), case)
 
 
-@pytest.mark.parametrize("wire", ["powersgd:1", "powersgd:3:4"])
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_uneven_processes_send_the_joint_batchs_gradient_in_a_low_rank(train_ranks, tiny_model):
+    settings = [
         *RANKED,
         {"sizes": (5, 2, 1), "micro": [3, 2, 1], "clip": CLIP},
         {"sizes": (3, 5), "begin": freeze},
-    ],
-)
-def test_uneven_processes_send_the_joint_batchs_gradient_in_a_low_rank(
-    train_ranks, train_joined, tiny_model, wire, settings
-):
-    case = Case("step", wire=wire, samples=40, **settings)  # a step without a worker is float32
-    expected = train_joined(tiny_model, case)
-    ranks = train_ranks(tiny_model, case)
-    assert all(torch.equal(ranks[0], other) for other in ranks[1:])
-    torch.testing.assert_close(ranks[0], expected, rtol=1e-6, atol=1e-9)
-    whole = joined_weights(tiny_model, case)
-    assert (expected - whole).norm() > 1e-2 * (whole - vector_of(tiny_model)).norm()
+    ]
+    wires = ("powersgd:1", "powersgd:3:4")
+    # Of 40 samples no step is without a worker: it would be float32.
+    cases = [Case("step", wire=wire, samples=40, **own) for wire in wires for own in settings]
+    together = train_ranks(tiny_model, [joined(case) for case in cases])
+    pairs = zip(together, train_ranks(tiny_model, cases), strict=True)
+    for case, ((expected,), ranks) in zip(cases, pairs, strict=True):
+        assert all(torch.equal(ranks[0], other) for other in ranks[1:])
+        check_equal(ranks[:1], expected, case)
+        whole = joined_weights(tiny_model, case)
+        assert (expected - whole).norm() > 1e-2 * (whole - vector_of(tiny_model)).norm()
 
 
 def convolutions(memory_format):
@@ -388,16 +391,13 @@ def convolutions(memory_format):
     return model.to(memory_format=memory_format)
 
 
-def test_convolutions_in_either_memory_order_are_compressed_alike(
-    train_ranks, train_joined, monkeypatch
-):
+def test_convolutions_in_either_memory_order_are_compressed_alike(train_ranks, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "EPOCHS", 2)  # later on rounding has grown
     for memory_format in (torch.contiguous_format, torch.channels_last):
         model = convolutions(memory_format)
         case = Case("step", (3, 5), wire="powersgd:1:1", samples=40)
-        expected = train_joined(model, case)
-        for found in train_ranks(model, case):
-            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+        (expected,), found = train_ranks(model, [joined(case), case])
+        check_equal(found, expected, case)
         whole = trained(model, replace(case, wire="float32"))
         assert (expected - whole).norm() > 1e-3 * whole.norm()
 
@@ -468,20 +468,15 @@ def expected_statistics(case):
     return torch.cat([mean, var])
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize(
-    ("sizes", "samples", "micro"),
-    [((8, 2), 43, None), ((2, 7, 1), 41, None), ((8, 2), 43, [3, 1]), ((7,), 21, [3])],
-)
-def test_running_statistics_move_once_a_step_and_are_weighted_as_the_losses(
-    train_ranks, how, sizes, samples, micro
-):
+def test_running_statistics_move_once_a_step_and_are_weighted_as_the_losses(train_ranks):
     torch.manual_seed(0)
-    model, case = NormNet().double(), Case(how, sizes, samples, micro=micro)
-    found = trained(model, case)
-    torch.testing.assert_close(found[-6:], expected_statistics(case), rtol=1e-9, atol=1e-12)
-    for rank in train_ranks(model, case):
-        torch.testing.assert_close(rank, found, rtol=1e-9, atol=1e-12)
+    model, exactly = NormNet().double(), {"rtol": 1e-9, "atol": 1e-12}
+    given = [((8, 2), 43, None), ((2, 7, 1), 41, None), ((8, 2), 43, [3, 1]), ((7,), 21, [3])]
+    cases = [Case(how, *own, micro=micro) for how in HOW for *own, micro in given]
+    for case, ranks in zip(cases, train_ranks(model, cases), strict=True):
+        found = trained(model, case)
+        check_equal([found[-6:]], expected_statistics(case), case, **exactly)
+        check_equal(ranks, found, case, **exactly)
 
 
 # --- clipping
@@ -618,7 +613,7 @@ def test_a_barrier_of_gradients_goes_on_without_a_lost_worker(monkeypatch, lost)
     assert steps[1:] == [(2.0, LR, 1.0)]
 
 
-@pytest.mark.parametrize("staleness", [None, 1])
-def test_gradients_without_a_barrier_are_pushed_and_stepped_on(train_ranks, tiny_model, staleness):
-    found, _ = train_ranks(tiny_model, Case("gradients", staleness=staleness))
-    assert 0.01 < (found - vector_of(tiny_model)).norm() < 10
+def test_gradients_without_a_barrier_are_pushed_and_stepped_on(train_ranks, tiny_model):
+    cases = [Case("gradients", staleness=staleness) for staleness in (None, 1)]
+    for found, _ in train_ranks(tiny_model, cases):
+        assert 0.01 < (found - vector_of(tiny_model)).norm() < 10
