@@ -10,17 +10,17 @@ if TYPE_CHECKING:
     from dbsl.library.loader import share as share
     from dbsl.library.loader import steps_of as steps_of
     from dbsl.library.loader import uneven as uneven
-    from dbsl.library.planning import BatchSplit as BatchSplit
-    from dbsl.library.planning import StepTimes as StepTimes
-    from dbsl.library.planning import measure_step as measure_step
-    from dbsl.library.planning import split_batch as split_batch
     from dbsl.library.processes import mean_scale as mean_scale
     from dbsl.library.rounds import Rounds as Rounds
     from dbsl.library.uneven import UnevenBatchSampler as UnevenBatchSampler
+    from dbsl.plan.deals import BatchSplit as BatchSplit
+    from dbsl.plan.deals import split_batch as split_batch
     from dbsl.plan.solve import PlanRules as PlanRules
     from dbsl.plan.solve import plan_dual_batch as plan_dual_batch
     from dbsl.plan.types import Plan as Plan
     from dbsl.plan.types import TimeModel as TimeModel
+    from dbsl.profile.fit import StepTimes as StepTimes
+    from dbsl.profile.fit import measure_step as measure_step
 
 _HOMES = {  # imported when they are first used: ``import dbsl`` alone costs nothing
     "UnevenBatchSampler": "library.uneven",
@@ -30,10 +30,10 @@ _HOMES = {  # imported when they are first used: ``import dbsl`` alone costs not
     "steps_of": "library.loader",
     "mean_scale": "library.processes",
     "Rounds": "library.rounds",
-    "measure_step": "library.planning",
-    "StepTimes": "library.planning",
-    "split_batch": "library.planning",
-    "BatchSplit": "library.planning",
+    "measure_step": "profile.fit",
+    "StepTimes": "profile.fit",
+    "split_batch": "plan.deals",
+    "BatchSplit": "plan.deals",
     "plan_dual_batch": "plan.solve",
     "PlanRules": "plan.solve",
     "Plan": "plan.types",

@@ -20,6 +20,7 @@ from dbsl.base.errors import SettingError, require
 from dbsl.base.seeds import global_streams, stream_seed
 from dbsl.library.processes import agreed, digest, world_size
 from dbsl.library.uneven import UnevenBatchSampler, plain
+from dbsl.plan.deals import deal
 from dbsl.plan.sampler import ends_of_parts
 
 _KEPT = (
@@ -305,45 +306,3 @@ def _order_of(loader: Any) -> Any:
             "already: pass a loader with RandomSampler (shuffle=True), or its inner sampler"
         )
     return order
-
-
-def deal(lengths: np.ndarray, speeds: Sequence[float], least: int = 1) -> list[np.ndarray]:
-    """Return the places of a joint batch that each process gets, ascending, int64.
-
-    A batch is padded to its longest sample, so its cost is samples times that length. Where parts
-    of a joint batch have sorted lengths side by side, no part can be made cheaper by an exchange.
-    The largest padded cost over speed is the least that parts side by side allow, with the longest
-    samples at the fastest process or at the slowest. Each has `least` samples.
-    """
-    order = np.argsort(-np.asarray(lengths), kind="stable")
-    descending = np.asarray(lengths)[order].tolist()
-    fastest_first, found = sorted(range(len(speeds)), key=lambda p: -speeds[p]), []
-    for processes in (fastest_first, fastest_first[::-1]):
-        of_each = [float(speeds[p]) for p in processes]
-        found.append((*_soonest(descending, of_each, least), processes))
-    _, counts, processes = min(found, key=lambda each: each[0])
-    ends = np.cumsum([0, *counts])
-    parts = {p: order[ends[n] : ends[n + 1]] for n, p in enumerate(processes)}
-    return [np.sort(parts[process]) for process in range(len(speeds))]
-
-
-def _soonest(lengths: list[float], speeds: list[float], least: int) -> tuple[float, list[int]]:
-    """Return when the sorted samples can be done at the soonest, and how many each then takes."""
-    low, high = 0.0, 2 * lengths[0] * len(lengths) / min(speeds)
-    for _ in range(48):
-        middle = (low + high) / 2
-        low, high = (low, middle) if _taken(lengths, speeds, least, middle) else (middle, high)
-    return high, _taken(lengths, speeds, least, high)
-
-
-def _taken(lengths: list[float], speeds: list[float], least: int, time: float) -> list[int]:
-    """Return how many each takes within a time, in order; empty if some are left."""
-    counts, first = [], 0
-    for number, speed in enumerate(speeds):
-        rest = len(lengths) - first - least * (len(speeds) - number - 1)
-        count = min(rest, max(least, int(time * speed / lengths[first])))
-        if count * lengths[first] > time * speed:
-            return []
-        counts.append(count)
-        first += count
-    return counts if first == len(lengths) else []

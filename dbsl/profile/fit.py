@@ -3,20 +3,56 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from dbsl.base.errors import require
 from dbsl.plan.types import TimeModel
 
 TOLERANCE = 0.10  # relative error of a prediction up to which the line is said to hold
 _SURE_ENOUGH = 0.02  # standard error of a median time, relative to it
 _TURNS = 4  # fewer may lie close to each other by chance
 _SIZES_FOR_A_FLOOR = 4  # a line and a floor are three numbers
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Measured seconds of a step at each batch size, and the `model` (a line) through them.
+
+    `times_s` are medians, `errors` their standard errors, relative to them.
+    """
+
+    batch_sizes: tuple[int, ...]
+    times_s: tuple[float, ...]
+    errors: tuple[float, ...]
+    model: TimeModel
+
+
+def measure_step(
+    step: Callable[[int], object], batch_sizes: Sequence[int], *, seconds: float = 20.0
+) -> StepTimes:
+    """Measure ``step(batch_size)``: a forward and backward pass and the optimizer's step.
+
+    Processes that train together measure at the same time, each by itself: `step` must not wait
+    for another. The device is synchronised. Sizes ascend; two or more tell a fixed part from the
+    rest. It ends when every median is known to 2 % or when about `seconds` are up, after two turns
+    at least.
+    """
+    sizes = np.asarray(batch_sizes).tolist()
+    whole = isinstance(sizes, list) and sizes and all(isinstance(size, int) for size in sizes)
+    ascends = whole and sizes[0] >= 1 and sorted(set(sizes)) == sizes
+    require(ascends, "batch_sizes must be integers that ascend from at least 1", str(sizes))
+    number = isinstance(seconds, (int, float)) and 0 <= seconds < math.inf
+    require(number, "seconds must be at least 0 and finite", seconds)
+    times, errors = measure_step_times(step, sizes, seconds=seconds)
+    model = fit_time_model(sizes, times, errors)
+    return StepTimes(tuple(sizes), tuple(times), tuple(errors), model)
 
 
 def measure_step_times(

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from dbsl.base.files import save_figure
-from dbsl.library.planning import BatchSplit, split_batch
+from dbsl.plan.deals import BatchSplit, split_batch
 from dbsl.plan.solve import TimeModel
 from experiments.plots.rows import ROOT
 

@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import dbsl
 from dbsl import SettingError
-from dbsl.library.loader import deal
+from dbsl.plan.deals import deal
 
 
 class Buckets(Sampler):

@@ -1,0 +1,106 @@
+"""A joint batch dealt to processes that are not alike: by how many samples, or by their lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral
+
+import numpy as np
+
+from dbsl.base.errors import require
+from dbsl.plan.machines import balanced_sizes
+from dbsl.plan.types import TimeModel
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """A joint batch split over processes so that all take as long.
+
+    `times_s` are predicted seconds of each process's part, `equal_time_s` those of the slowest
+    process, were all parts equal.
+    """
+
+    local_batch_sizes: tuple[int, ...]
+    times_s: tuple[float, ...]
+    equal_time_s: float
+
+
+def split_batch(
+    global_batch_size: int,
+    time_models: Sequence[TimeModel],
+    *,
+    limits: Sequence[int] | None = None,
+    least: int = 1,
+) -> BatchSplit:
+    """Split a joint batch over processes with these step times so that all are done together.
+
+    The times are as `measure_step` fits them. `limits` are samples that each process can hold at
+    most (None: no limit), and `least` those that it gets at least.
+    """
+    right = isinstance(time_models, Sequence) and all(
+        isinstance(model, TimeModel) and model.slope > 0 and model.intercept >= 0
+        for model in time_models
+    )
+    must = "time_models must be one or more TimeModel with slope above 0, intercept of at least 0"
+    require(right and len(time_models), must, str(time_models))
+    count = len(time_models)
+    whole = isinstance(least, Integral) and least >= 1
+    require(whole, "least must be an integer of at least 1", least)
+    enough = isinstance(global_batch_size, Integral) and global_batch_size >= least * count
+    must = f"global_batch_size must be an integer of at least {least * count}"
+    require(enough, must, global_batch_size)
+    most = np.asarray([global_batch_size] * count if limits is None else limits)
+    fits = most.shape == (count,) and most.dtype.kind in "iu" and (most >= least).all()
+    must = f"limits must be one integer for each of {count} processes, at least {least}"
+    require(fits, must, str(limits))
+    model = TimeModel.of(time_models, count)
+    sizes = balanced_sizes(global_batch_size, model, most, least)
+    equal = np.full(len(sizes), global_batch_size / len(sizes))
+    return BatchSplit(
+        tuple(sizes.tolist()),
+        tuple(np.asarray(model.time(sizes, 1)).tolist()),
+        float(np.asarray(model.time(equal, 1)).max()),
+    )
+
+
+def deal(lengths: np.ndarray, speeds: Sequence[float], least: int = 1) -> list[np.ndarray]:
+    """Return the places of a joint batch that each process gets, ascending, int64.
+
+    A batch is padded to its longest sample, so its cost is samples times that length. Where parts
+    of a joint batch have sorted lengths side by side, no part can be made cheaper by an exchange.
+    The largest padded cost over speed is the least that parts side by side allow, with the longest
+    samples at the fastest process or at the slowest. Each has `least` samples.
+    """
+    order = np.argsort(-np.asarray(lengths), kind="stable")
+    descending = np.asarray(lengths)[order].tolist()
+    fastest_first, found = sorted(range(len(speeds)), key=lambda p: -speeds[p]), []
+    for processes in (fastest_first, fastest_first[::-1]):
+        of_each = [float(speeds[p]) for p in processes]
+        found.append((*_soonest(descending, of_each, least), processes))
+    _, counts, processes = min(found, key=lambda each: each[0])
+    ends = np.cumsum([0, *counts])
+    parts = {p: order[ends[n] : ends[n + 1]] for n, p in enumerate(processes)}
+    return [np.sort(parts[process]) for process in range(len(speeds))]
+
+
+def _soonest(lengths: list[float], speeds: list[float], least: int) -> tuple[float, list[int]]:
+    """Return when the sorted samples can be done at the soonest, and how many each then takes."""
+    low, high = 0.0, 2 * lengths[0] * len(lengths) / min(speeds)
+    for _ in range(48):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _taken(lengths, speeds, least, middle) else (middle, high)
+    return high, _taken(lengths, speeds, least, high)
+
+
+def _taken(lengths: list[float], speeds: list[float], least: int, time: float) -> list[int]:
+    """Return how many each takes within a time, in order; empty if some are left."""
+    counts, first = [], 0
+    for number, speed in enumerate(speeds):
+        rest = len(lengths) - first - least * (len(speeds) - number - 1)
+        count = min(rest, max(least, int(time * speed / lengths[first])))
+        if count * lengths[first] > time * speed:
+            return []
+        counts.append(count)
+        first += count
+    return counts if first == len(lengths) else []
