@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from dbsl.library.processes import by_itself, gather
 from dbsl.library.uneven import UnevenBatchSampler
 from dbsl.library.watch import SHARDED, alone
 
+_EQUAL = "equal"
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; of shorter formats 5 %
 
 
@@ -26,10 +29,11 @@ def check(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], loader:
     """Return whether processes together have the gradient of the joint batch, in one line.
 
     Call it once, on every process. Each takes its part of a joint batch, and process 0 the whole
-    one. `loss_fn(model, batch)` returns what the loop calls `backward` on, scale and all; of what
-    waits for other processes it may call `mean_scale` alone. `loader` comes from `uneven`, or has
-    an `UnevenBatchSampler`. Dropout is off meanwhile. Gradients, weights and statistics are as
-    before afterwards.
+    one; then once more with another joint batch in other proportions, so that nothing is right or
+    wrong by chance. `loss_fn(model, batch)` returns what the loop calls `backward` on, scale and
+    all; of what waits for other processes it may call `mean_scale` alone. `loader` comes from
+    `uneven`, or has an `UnevenBatchSampler`. Dropout is off meanwhile. Gradients, weights and
+    statistics are as before afterwards.
 
     The line says "equal", with the relative difference. Or it says that the loss is off by n,
     divided by the accumulation twice, or scaled twice or not at all; that it is a sum, or a mean
@@ -39,64 +43,88 @@ def check(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], loader:
     sampler = sampler_of(loader)
     whole = not any(isinstance(module, SHARDED) for module in model.modules())
     require(whole, "model must have its parameters whole", "one that FSDP shards")
-    parts, source = sampler.first_parts(), getattr(loader, "fetcher", loader)
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
+    fewest = 2 if norms else 1
+    halved = [
+        part[: max(len(part) // 2, fewest)] if at % 2 else part
+        for at, part in enumerate(sampler.parts(1))
+    ]
+    source = getattr(loader, "fetcher", loader)
+    with _put_back(model, sampler, norms):
+        trials = [
+            _trial(model, loss_fn, source, sampler, parts) for parts in (sampler.parts(0), halved)
+        ]
+    if wrong := next((trial.wrong for trial in trials if trial.wrong), ""):
+        return wrong
+    dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
+    tolerance = _TOLERANCE.get(dtype, 0.05)
+    errors = {said: max(trial.errors[said] for trial in trials) for said in trials[0].errors}
+    said = next((said for said, error in errors.items() if error <= tolerance), None)
+    if said == _EQUAL:
+        factors = {factor for trial in trials for factor in trial.factors}
+        return _constant(factors, sampler) or f"equal ({errors[said]:.0e})"
+    if said is None and max(trial.free for trial in trials) <= max(tolerance, 1e-5):
+        said = (
+            "the loss is a mean over something else than samples, such as tokens: multiply it by "
+            "dbsl.mean_scale(tokens) instead"
+        )
+    why = "batch norm has each process's own statistics" if norms else "a contrastive loss, or so"
+    said = said or f"the loss of a sample depends on other samples ({why})"
+    return f"{said}; off by {errors[_EQUAL]:.1g}"
+
+
+@dataclass
+class _Trial:
+    """What a joint batch has told, alike on every process."""
+
+    errors: dict[str, float]  # how far off each hypothesis is, relative
+    free: float  # how far off the best weights are; infinite if one of them is below 0
+    factors: list[tuple[float, float]]  # by what each process has multiplied and divided its loss
+    wrong: str
+
+
+def _trial(
+    model: nn.Module, loss_fn: Any, source: Any, sampler: UnevenBatchSampler, parts: list[list[int]]
+) -> _Trial:
+    """Compare a joint batch's gradient with those of its parts."""
     sizes, n, rank = [len(part) for part in parts], sampler.num_replicas, sampler.rank
-    calls: list[int] = []  # counts that scale was called with
-    factors: list[float] = []  # by which the loss is multiplied besides it
+    counts: list[int] = []  # that scale was called with
+    factors: list[tuple[float, float]] = []
 
     def gradient_of(indices: list[Any], scale: float) -> list[Tensor]:
         def scaled(count: int) -> float:
-            calls.append(int(count))
+            counts.append(int(count))
             return scale
 
         sampler.scale = scaled  # stands before the class's own
         model.zero_grad()
         loss = loss_fn(model, source.collate_fn([_sample(source, i) for i in indices]))
-        factors.append(_factor(loss) / (scale if calls else 1.0))
+        times, over = _factors(loss)
+        factors.append((times / (scale if counts else 1.0), over))
         loss.backward()
         trained = [p for p in model.parameters() if p.requires_grad]
         return [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
 
-    with _put_back(model, sampler):
-        mine = gradient_of(parts[rank], n * sizes[rank] / sum(sizes))
-        said_by_all = gather([calls[:1], factors[0]])
-        joint = mine
-        if rank == 0:
-            with by_itself():
-                joint = gradient_of([i for part in parts for i in part], 1.0)
-        weights = _hypotheses(sizes)
-        errors, free = _compare(mine, joint, weights, n)
-    for at, (called, _) in enumerate(said_by_all):
-        if called and called[0] != sizes[at]:
-            return (
-                f"scale was given {called[0]} on process {at}, whose part has {sizes[at]} samples: "
-                "the collate function drops some, or the count is of something else"
-            )
-    dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
-    tolerance = _TOLERANCE.get(dtype, 0.05)
-    right = (said for said, error in zip(weights, errors, strict=True) if error <= tolerance)
-    said = next(right, None)
-    if said == "equal":
-        constant = _constant({factor for _, factor in said_by_all}, n, sampler.accumulate)
-        return constant or f"equal ({errors[0]:.0e})"
-    return f"{said or _other_reason(model, free, tolerance)}; off by {errors[0]:.1g}"
+    mine = gradient_of(parts[rank], n * sizes[rank] / sum(sizes))
+    counted, told = zip(*gather([counts[:1], factors[0]]), strict=True)
+    joint = mine
+    if rank == 0:
+        with by_itself():
+            joint = gradient_of([i for part in parts for i in part], 1.0)
+    weights = _hypotheses(sizes)
+    errors, free = _compare(mine, joint, weights, n)
+    wrong = "".join(
+        f"scale was given {given[0]} on process {at}, whose part has {sizes[at]} samples: "
+        "the collate function drops some, or the count is of something else"
+        for at, given in enumerate(counted)
+        if given and given[0] != sizes[at]
+    )
+    return _Trial(dict(zip(weights, errors, strict=True)), free, [*map(tuple, told)], wrong)
 
 
 def _sample(source: Any, index: Any) -> Any:
     seed_streams(0)  # the same augmentation each time
     return source.dataset[index]
-
-
-def _other_reason(model: nn.Module, free: float | None, tolerance: float) -> str:
-    """Return why no weights of this library's are right, by how far the best ones are off."""
-    norms = any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
-    if free is not None and free <= max(tolerance, 1e-5):
-        return (
-            "the loss is a mean over something else than samples, such as tokens: multiply it by "
-            "dbsl.mean_scale(tokens) instead"
-        )
-    why = "batch norm has each process's own statistics" if norms else "a contrastive loss, or so"
-    return f"the loss of a sample depends on other samples ({why})"
 
 
 def _hypotheses(sizes: list[int]) -> dict[str, list[float]]:
@@ -105,7 +133,7 @@ def _hypotheses(sizes: list[int]) -> dict[str, list[float]]:
     scales = [n * size / total for size in sizes]
     a_sum = "the loss is a sum over samples: multiply it by n, and leave scale out"
     return {
-        "equal": [1 / n] * n,
+        _EQUAL: [1 / n] * n,
         "the loss is not multiplied by scale": [size / total for size in sizes],
         "the loss is multiplied by scale twice": [1 / (n * scale) for scale in scales],
         a_sum: [1 / scale for scale in scales],
@@ -113,37 +141,39 @@ def _hypotheses(sizes: list[int]) -> dict[str, list[float]]:
     }
 
 
-def _constant(factors: set[float], n: int, accumulate: int) -> str:
-    """Return what is wrong if every process multiplies its loss by a number besides the scale."""
-    if len(factors) > 1:  # a mean that is taken by hand has another one on each
+def _constant(factors: set[tuple[float, float]], sampler: UnevenBatchSampler) -> str:
+    """Return what is wrong if the loss is always multiplied or divided by a number of the loop."""
+    if len(factors) > 1:  # a mean that is taken by hand has another one for each part
         return ""
-    (factor,) = factors
-    known = {
-        1 / accumulate: f"the loss is divided by the accumulation ({accumulate}) twice",
-        float(accumulate): f"the loss is multiplied by the accumulation ({accumulate})",
-        1 / n: f"the loss is off by n: divided by {n}",
-        float(n): f"the loss is off by n: multiplied by {n}",
-    }
-    known.pop(1.0, None)
-    return next((said for at, said in known.items() if abs(factor / at - 1) < 1e-6), "")
+    ((times, over),) = factors
+    found = {"multiplied": times, "divided": over}
+    accumulate, n = float(sampler.accumulate), float(sampler.num_replicas)
+    for how, other in (("multiplied", over), ("divided", times)):
+        if abs(found[how] - 1) < 1e-6 or abs(other - 1) > 1e-6:
+            continue
+        if abs(found[how] - accumulate) < 1e-6:
+            twice = " twice" if how == "divided" else ""
+            return f"the loss is {how} by the accumulation ({sampler.accumulate}){twice}"
+        if abs(found[how] - n) < 1e-6:
+            return f"the loss is off by n: {how} by {sampler.num_replicas}"
+    return ""
 
 
-def _factor(loss: Tensor) -> float:
-    """Return the product of the numbers that a loss was multiplied with last."""
-    factor, node = 1.0, loss.grad_fn
-    while type(node).__name__ in ("MulBackward0", "DivBackward0"):
+def _factors(loss: Tensor) -> tuple[float, float]:
+    """Return the products of the numbers that a loss was multiplied with last, and divided by."""
+    found, node = {"MulBackward0": 1.0, "DivBackward0": 1.0}, loss.grad_fn
+    while (kind := type(node).__name__) in found:
         number = node._saved_other
         if number is None or number.numel() != 1 or number.requires_grad:
             break
-        divides = type(node).__name__ == "DivBackward0"
-        factor = factor / number.item() if divides else factor * number.item()
+        found[kind] *= number.item()
         node = node.next_functions[0][0]
-    return factor
+    return found["MulBackward0"], found["DivBackward0"]
 
 
 def _compare(
     mine: list[Tensor], joint: list[Tensor], weights: dict[str, list[float]], processes: int
-) -> tuple[list[float], float | None]:
+) -> tuple[list[float], float]:
     """Return the relative error of each weighting, and of the best weights there are."""
     rows = torch.tensor([*weights.values()], dtype=torch.float64)
     errors, gram = torch.zeros(len(rows), dtype=torch.float64), 0.0
@@ -160,16 +190,17 @@ def _compare(
     size = gram[-1, -1].clamp(min=1e-300)
     free = torch.linalg.lstsq(gram[:-1, :-1], gram[:-1, -1:]).solution.flatten()
     residual = (size - free @ gram[:-1, -1]).clamp(min=0)
-    positive = bool((free > 0).all())
-    return (errors / size).sqrt().tolist(), float((residual / size).sqrt()) if positive else None
+    best = float((residual / size).sqrt()) if (free > 0).all() else math.inf
+    return (errors / size).sqrt().tolist(), best
 
 
 @contextmanager
-def _put_back(model: nn.Module, sampler: UnevenBatchSampler) -> Iterator[None]:
+def _put_back(
+    model: nn.Module, sampler: UnevenBatchSampler, norms: list[nn.Module]
+) -> Iterator[None]:
     """Have no dropout and no exchange between processes inside; leave everything as it was."""
     gradients = [p.grad for p in model.parameters()]
     buffers = [b.clone() for b in model.buffers()]
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
     with torch.random.fork_rng(), global_streams(), alone(model), kept_modes(model):
         model.eval()
         for norm in norms:

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from dbsl.base.errors import SettingError, require
 from dbsl.base.seeds import global_streams, stream_seed
 from dbsl.library.processes import agreed, digest, world_size
-from dbsl.library.uneven import UnevenBatchSampler, plain
+from dbsl.library.uneven import UnevenBatchSampler, plain, warn
 from dbsl.plan.deals import deal
 from dbsl.plan.sampler import ends_of_parts
 
@@ -49,7 +49,7 @@ def uneven(  # noqa: D417 (UnevenBatchSampler describes the others)
 
     It keeps the loader's sampler (random, weighted, grouped by length), its `drop_last`, collate
     function, workers and pinning. With `batch_size` the joint batches are cut from what the sampler
-    yields, n times as large unless sizes are given. A batch sampler of another kind gives joint
+    yields, n times as large unless sizes are given. A `batch_sampler` that was given yields joint
     batches itself, and `local_batch_sizes` are the proportions in which each is split.
 
     Call it on every process, after the process group and instead of anything that splits the loader
@@ -142,7 +142,16 @@ class UnevenLoader:
     def _pass(self, first: int) -> Iterator[Any]:
         """Yield the batches from a number on; those before it were skipped."""
         self.sampler.skip(first)
-        yield from self.fetcher
+        epoch, number = None, 0
+        for number, batch in enumerate(self.fetcher, 1):
+            if epoch is None:  # one batch alone may be a look
+                epoch = self.sampler.under_way
+            else:
+                self.sampler.count(epoch, number)
+            yield batch
+        if epoch is not None:
+            self.sampler.count(epoch, number)
+            self.sampler.let_go()  # a loader whose workers stay keeps its iterator
 
     def scale(self, count: int) -> float:
         """Return n * count / B, by which the mean loss of a batch is multiplied."""
@@ -161,12 +170,19 @@ class _Joint(UnevenBatchSampler):
     def __init__(self, loader: DataLoader, lengths: Sequence[int] | None, **options: Any) -> None:
         self._order = order = _order_of(loader)
         self._joins = order is loader.sampler  # else its batches are joint ones
-        if options["global_batch_size"] is None and options["local_batch_sizes"] is None:
+        total, sizes = options["global_batch_size"], options["local_batch_sizes"]
+        if total is None and sizes is None:
             total = getattr(loader.batch_sampler, "batch_size", None)  # None: it does not say
             of_each = options["num_replicas"] or world_size() if self._joins else 1
             options["global_batch_size"] = total and total * of_each
         samples = len(order) if self._joins else len(loader.dataset)
         super().__init__(samples, drop_last=bool(self._joins and loader.drop_last), **options)
+        own, step = loader.batch_size, self.global_batch_size
+        if total is None and self._joins and own not in (1, step, step / self.num_replicas):
+            warn(
+                f"a step has {step} samples, the sum of local_batch_sizes: the loader's batch_size "
+                f"({own}) does not count"
+            )
         self._name = f"loader {next(_BUILT)}"
         self._lengths = None if lengths is None else np.asarray(lengths)
         self._costs = digest(plain(lengths))
@@ -294,15 +310,17 @@ def _order_of(loader: Any) -> Any:
             f"loader must give batches of numbered samples, got {what}: give each process's loader "
             "its own batch size, and multiply the loss by dbsl.mean_scale(samples)"
         )
-    joins = type(loader.batch_sampler) is BatchSampler
-    order = loader.sampler if joins else loader.batch_sampler
-    name = type(order).__name__
-    repeats = getattr(order, "num_repeats", None) or getattr(order, "repetitions", None)
-    must = "loader must have each sample once"
-    require(not repeats, must, f"{name}: repeated augmentation")
-    if hasattr(order, "num_replicas"):
-        raise SettingError(
-            f"loader must have a sampler for all processes together, got {name}, which splits them "
-            "already: pass a loader with RandomSampler (shuffle=True), or its inner sampler"
-        )
+    # torch builds one itself of batch_size; one that was given yields joint batches.
+    order = loader.batch_sampler if loader.batch_size is None else loader.sampler
+    inner = getattr(order, "sampler", None)
+    for each, place in ((order, ""), (inner, f" as the sampler of {type(order).__name__}")):
+        name = type(each).__name__ + place
+        repeats = getattr(each, "num_repeats", None) or getattr(each, "repetitions", None)
+        must = "loader must have each sample once"
+        require(not repeats, must, f"{name}: repeated augmentation")
+        if hasattr(each, "num_replicas"):
+            raise SettingError(
+                f"loader must have a sampler for all processes together, got {name}, which splits "
+                "them already: put RandomSampler(dataset), or its own inner sampler, in its place"
+            )
     return order

@@ -23,7 +23,7 @@ from dbsl.cluster.merges import Delta, share_of_mean
 from dbsl.cluster.weights import FlatWeights
 from dbsl.config.fields import in_words
 from dbsl.config.settings import ROUND_WIRES
-from dbsl.library.processes import compare, digest, gather, world_size
+from dbsl.library.processes import USED, compare, digest, gather, world_size
 from dbsl.library.watch import SHARDED, alone
 from dbsl.optimizer import begin_again, first_state
 
@@ -126,6 +126,7 @@ class Rounds:
                 dist.broadcast(weights, group=self._group, group_src=0)
             self._weights.load(weights)
         self._loaded, self._inside = False, alone(self._model)
+        USED.add("Rounds")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
+import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,8 +42,8 @@ class _Epoch:
     cuts: np.ndarray  # where its joint batches begin and end, int64 [steps + 1]
     skipped: int  # batches that the script leaves out
     sizes: list[tuple[int, list[int]]]  # from which step on they hold
-    taken: int = 0  # batches that are trained on, or skipped
-    drawn: int = 0  # steps of which a batch was drawn
+    taken: int  # batches that are trained on, or skipped
+    drawn: int  # steps of which a batch was drawn
     # This process's batches that are drawn but not trained on: samples, their windows', cost.
     ahead: deque[tuple[int, int, float]] = field(default_factory=deque)
 
@@ -154,6 +155,11 @@ class UnevenBatchSampler:
         return self
 
     @property
+    def under_way(self) -> _Epoch | None:
+        """The epoch that was drawn from last."""
+        return self._iterator
+
+    @property
     def batches_per_epoch(self) -> int:
         """Batches of a whole epoch, on each process."""
         return len(self._cuts(0)) - 1
@@ -169,9 +175,10 @@ class UnevenBatchSampler:
         steps = len(epoch) if under_way else len(self._cuts(begun)) - 1
         return steps * self.num_replicas if self.interleave else steps
 
-    def first_parts(self) -> list[list[int]]:
-        """Return the samples of each process in the first joint batch."""
-        sizes, ends = self.local_batch_sizes, self._cuts(0)[:2].tolist()
+    def parts(self, number: int) -> list[list[int]]:
+        """Return the samples of each process in a joint batch; after the last the first follows."""
+        sizes, number = self.local_batch_sizes, number % self.batches_per_epoch
+        ends = self._cuts(0)[number : number + 2].tolist()
         return [self._part(self.epoch, *ends, sizes, rank)[0] for rank in range(len(sizes))]
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -180,7 +187,9 @@ class UnevenBatchSampler:
         must = f"the sampler must be built after the process group, which has {now} processes"
         require(now == self.num_replicas, must, self.num_replicas)
         skipped, self._skips = self._skips, 0
-        return self._batches(skipped)
+        batches = self._batches(skipped)
+        weakref.finalize(batches, self.let_go).atexit = False
+        return batches
 
     def _batches(self, skipped: int) -> Iterator[list[int]]:
         """Yield an epoch's batches; until the first is drawn, `set_epoch` may come."""
@@ -205,8 +214,8 @@ class UnevenBatchSampler:
         self._chosen = False
         sizes = [(0, self.local_batch_sizes)]
         cuts = self._cuts(self._start)
-        epoch = _Epoch(self.epoch, self._start, cuts, skipped, sizes, taken=skipped)
-        epoch.drawn = 0 if self._draws_skipped else skipped
+        drawn = 0 if self._draws_skipped else skipped
+        epoch = _Epoch(self.epoch, self._start, cuts, skipped, sizes, skipped, drawn)
         self._iterator, self._start = epoch, 0
         return epoch
 
@@ -216,9 +225,9 @@ class UnevenBatchSampler:
         if same and self._looked_at(before) and len(before):
             self._start, self._chosen = before.start, True
         elif before.exhausted and len(before):
-            if not self._scaled:
-                self._warn_of_no_scale()
-            elif before.taken < len(before) and before is not self._trained:  # else it is a look
+            self._warn_of_no_scale()
+            missed = self._scaled and before.taken < len(before)
+            if missed and before is not self._trained:  # else it is a look
                 raise SettingError(
                     f"scale must be called for each batch, got {before.taken} calls for the "
                     f"{len(before)} batches of an epoch: something skips batches (see skip), or "
@@ -245,17 +254,29 @@ class UnevenBatchSampler:
             first = number - number % self.accumulate
             last = min(first + self.accumulate, len(epoch))
             epoch.ahead.append((len(part), cut(last) - cut(first), cost))
-            if len(epoch.ahead) == _MOST_AHEAD and not self._scaled:
+            if len(epoch.ahead) == _MOST_AHEAD:
                 self._warn_of_no_scale()
         return part
 
     def _looked_at(self, epoch: _Epoch) -> bool:
         """Whether batches were drawn and not trained on, such as for a summary of the model."""
-        drawn_ahead = epoch.exhausted and not epoch.start and not self._scaled
-        return epoch.taken == epoch.skipped and not drawn_ahead
+        if self._scaled:
+            return epoch.taken == epoch.skipped
+        return epoch.taken < len(epoch) and (bool(epoch.start) or not epoch.exhausted)
+
+    def count(self, epoch: _Epoch, batches: int) -> None:
+        """Count the batches of an epoch that a loop has got, unless it calls `scale`."""
+        if not self._scaled:
+            epoch.taken, self._trained = epoch.skipped + batches, epoch
+
+    def let_go(self) -> None:
+        """Warn of an epoch without `scale` when the loop over it has ended."""
+        epoch = self._iterator  # the loop may have fetched a window and one batch more
+        if epoch is not None and epoch.exhausted and len(epoch) > self.accumulate + 1:
+            self._warn_of_no_scale()
 
     def _warn_of_no_scale(self) -> None:
-        if self.expects_scale and not USED:
+        if self.expects_scale and not self._scaled and not USED:
             self.expects_scale = False
             warn(
                 "scale was not called for any batch: multiply each loss by it, or call it to count "
@@ -290,7 +311,7 @@ class UnevenBatchSampler:
         is a `SettingError` if `count`, the batch's samples, is not what is planned, or if no batch
         is left that was drawn.
         """
-        epoch, before = self._iterator, self._trained
+        epoch, before = self._iterator, self._trained if self._scaled else None
         other = before is not None and before is not epoch
         if other and before.exhausted and before.ahead and self._looked_at(epoch):
             epoch = before  # it draws no more: the other one was a look
@@ -311,6 +332,8 @@ class UnevenBatchSampler:
             )
         if self.balance and self._watch is None:
             raise SettingError("balance must be None without watch(model), got 'dynamic'")
+        if not self._scaled:
+            epoch.taken = epoch.skipped  # from here on this counts, not what was fetched
         epoch.ahead.popleft()
         epoch.taken += 1
         self._scaled += 1
@@ -336,7 +359,8 @@ class UnevenBatchSampler:
         """Return how far training is, alike on every process.
 
         A batch counts once `scale` was called for it, and for all others of its window of
-        `accumulate` batches. A loop that does not call it saves between epochs.
+        `accumulate` batches. Where it is never called, a loader of `uneven` counts what the loop
+        has got: save after a batch's step. A sampler alone then knows whole epochs.
         """
         number, start, epoch = self.epoch, self._start, self._iterator
         if epoch is not None and self._looked_at(epoch):

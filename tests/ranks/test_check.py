@@ -49,6 +49,11 @@ def summed(model, batch, loader):
     return cross_entropy(model, batch, reduction="sum")
 
 
+def halved(model, batch, loader):
+    """A loss with a factor of its own, which happens to be 1 over the accumulation."""
+    return 0.5 * cross_entropy(model, batch) * loader.scale(len(batch[1]))
+
+
 LOOPS = {
     "scaled": (scaled, {}, "equal"),
     "a mean by hand": (
@@ -57,6 +62,17 @@ LOOPS = {
         "equal",
     ),
     "accumulated": (scaled, {"accumulate": 4}, "equal"),
+    "a mean by hand of as many samples as batches are accumulated": (
+        lambda m, b, s: summed(m, b, s) / len(b[1]) * s.scale(len(b[1])),
+        {"accumulate": 4, "sizes": [4, 4]},
+        "equal",
+    ),
+    "a factor of its own": (halved, {"accumulate": 2}, "equal"),
+    "no scale, equal parts": (
+        lambda m, b, s: cross_entropy(m, b),
+        {"sizes": [4, 4]},
+        "is not multiplied by scale",
+    ),
     "no scale": (lambda m, b, s: cross_entropy(m, b), {}, "is not multiplied by scale"),
     "twice": (lambda m, b, s: scaled(m, b, s) * s.scale(len(b[1])), {}, "by scale twice"),
     "a sum": (summed, {}, "is a sum over samples: .* (it is off by n)"),
@@ -85,13 +101,13 @@ def checked(rank, name, build):
     norm = [nn.BatchNorm1d(8)] if options.get("norm") else []
     layers = [nn.Linear(6, 8), *norm, nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3)]
     model = DistributedDataParallel(nn.Sequential(*layers).double())
-    accumulate = options.get("accumulate", 1)
+    accumulate, sizes = options.get("accumulate", 1), options.get("sizes", [2, 6])
     collate = (lambda samples: default_collate(samples[1:])) if options.get("drop") else None
     if build == "uneven":
         loader = DataLoader(dataset(), 4, shuffle=True, collate_fn=collate)
-        sampler = loader = dbsl.uneven(loader, [2, 6], accumulate=accumulate)
+        sampler = loader = dbsl.uneven(loader, sizes, accumulate=accumulate)
     else:
-        options = {"local_batch_sizes": [2, 6], "accumulate": accumulate}
+        options = {"local_batch_sizes": sizes, "accumulate": accumulate}
         sampler = dbsl.UnevenBatchSampler(64, **options)
         loader = DataLoader(dataset(), batch_sampler=sampler, collate_fn=collate)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

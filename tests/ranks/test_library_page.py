@@ -54,7 +54,7 @@ def names_of_a_loop(rank, world_size):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     names = {"model": model, "optimizer": optimizer, "criterion": nn.CrossEntropyLoss()}
     names["dataset"] = dataset = TensorDataset(inputs, (inputs.sum(1) > 0).long())
-    names["loader"] = DataLoader(dataset, batch_size=128, shuffle=True)
+    names["loader"] = DataLoader(dataset, batch_size=256 // world_size, shuffle=True)
     return modules | names | {"epochs": 2, "device": "cpu"}
 
 

@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     IterableDataset,
+    RandomSampler,
     Sampler,
     WeightedRandomSampler,
 )
@@ -43,13 +45,14 @@ LOADERS = {
     "weighted": {"sampler": WeightedRandomSampler(torch.rand(43), 43, replacement=False)},
     "workers": {"shuffle": True, "num_workers": 1, "persistent_workers": True},
     "buckets": {"batch_sampler": Buckets(43, [9, 14, 7, 13])},
+    "batches": {"batch_sampler": BatchSampler(RandomSampler(range(43)), 10, drop_last=False)},
     "drop_last": {"shuffle": True, "drop_last": True},
 }
 
 
 def loaders(kind, sizes, **options):
     own = {**LOADERS[kind]}
-    own |= {} if kind == "buckets" else {"batch_size": 4}
+    own |= {} if "batch_sampler" in own else {"batch_size": sum(sizes)}
     return [
         dbsl.uneven(DataLoader(range(43), **own), sizes, rank=rank, num_replicas=2, **options)
         for rank in range(2)
@@ -98,7 +101,7 @@ def test_a_joint_batch_is_what_one_process_would_have():
     assert [one.tolist() for one in whole] == [a + b for a, b in steps]
 
 
-@pytest.mark.parametrize("kind", ["random", "buckets"])
+@pytest.mark.parametrize("kind", ["random", "buckets", "batches"])
 def test_a_state_inside_an_epoch_goes_on_with_other_sizes(kind):
     before = loaders(kind, [2, 4])
     done = joint(before, steps=2)
@@ -157,10 +160,45 @@ def test_a_look_at_a_batch_changes_nothing():
 def test_random_streams_of_the_loop_are_as_before():
     pair = loaders("buckets", [2, 4])
     before = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    pair[0].first_parts()
+    pair[0].parts(0)
     assert torch.equal(torch.random.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert np.random.get_state()[1].tolist() == before[2]  # noqa: NPY002
+
+
+@pytest.mark.filterwarnings("ignore:scale was not called")
+@pytest.mark.parametrize("kind", ["random", "workers", "buckets"])
+def test_a_loop_without_scale_is_counted_by_what_it_has_got(kind):
+    """As one inside `Rounds`: it may look at a batch, and goes on inside an epoch."""
+    whole, loader = joint(loaders(kind, [2, 4])), loaders(kind, [2, 4])[0]
+    batches = iter(loader)
+    assert [next(batches).tolist() for _ in range(3)] == [step[0] for step in whole[:3]]
+    state = loader.state_dict()
+    assert state["samples"] == len(samples(whole[:3]))
+    again = loaders(kind, [2, 4])[0]
+    again.load_state_dict(state)
+    next(iter(again))  # a look
+    again.set_epoch(0)
+    assert [each.tolist() for each in again] == [step[0] for step in whole[3:]]
+    assert again.state_dict()["samples"] == 43
+
+
+def test_one_epoch_without_scale_is_warned_of(monkeypatch):
+    monkeypatch.setattr("dbsl.library.uneven.USED", set())
+    for kind in ("random", "workers", "buckets"):
+        loader = loaders(kind, [2, 4])[0]
+        with pytest.warns(UserWarning, match="scale was not called for any batch"):
+            list(loader)
+    sampler = dbsl.UnevenBatchSampler(43, local_batch_sizes=[2, 4], rank=0, num_replicas=2)
+    with pytest.warns(UserWarning, match="scale was not called for any batch"):
+        list(DataLoader(range(43), batch_sampler=sampler))
+
+
+def test_sizes_that_are_not_the_loaders_are_said():
+    for size in (6, 3, 1):  # of all processes, of each, and torch's own where none was chosen
+        dbsl.uneven(DataLoader(range(43), size), [2, 4], rank=0, num_replicas=2)
+    with pytest.warns(UserWarning, match=r"a step has 6 samples, .* batch_size \(4\) does not"):
+        dbsl.uneven(DataLoader(range(43), 4), [2, 4], rank=0, num_replicas=2)
 
 
 class Endless(IterableDataset):
@@ -186,6 +224,13 @@ class Repeats(Sampler):
             DataLoader(range(9), sampler=DistributedSampler(range(9), 2, 0)),
             {},
             "got DistributedSampler, which splits them already",
+        ),
+        (
+            DataLoader(
+                range(9), batch_sampler=BatchSampler(DistributedSampler(range(9), 2, 0), 2, False)
+            ),
+            {},
+            "got DistributedSampler as the sampler of BatchSampler, .* put RandomSampler",
         ),
         (DataLoader(range(9), sampler=Repeats()), {}, "got Repeats: repeated augmentation"),
         (DataLoader(range(9), 2), {"local_batch_sizes": [1]}, r"one value for each process \(2\)"),
