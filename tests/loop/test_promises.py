@@ -272,7 +272,10 @@ def test_without_a_lost_worker_the_others_take_each_image_once(tmp_path, trained
         assert max(Counter(images).values()) == 1
 
 
-@pytest.mark.parametrize(("sync", "staleness"), [("ssp", 0), ("ssp", 2), ("asp", 1)])
+BOUNDS = [("ssp", 0), ("ssp", 2), ("asp", 1)]
+
+
+@pytest.mark.parametrize(("sync", "staleness"), short(BOUNDS, *BOUNDS[1:]))
 def test_nobody_is_ahead_by_more_than_the_bound_and_staleness_counts_the_merges_since_the_pull(
     tmp_path, sync, staleness
 ):

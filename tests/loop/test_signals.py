@@ -24,8 +24,8 @@ MODES = {
 # The moment; which signal, in how many processes, and by how they meet.
 MOMENTS = [
     ("start-up", USR1, 1, "bsp"),
-    ("step", USR2, 1, "asp"),
     ("evaluation 1", TERM, 1, "bsp"),
+    ("step", USR2, 1, "asp"),
     ("profiling", TERM, 1, "bsp"),
     ("start-up", TERM, 2, "step"),
     ("step", USR1, 2, "bsp"),
@@ -95,7 +95,7 @@ def signals(patch, moment, number):
     return helpers.at_step(9 if moment == "step" else 10**9, come)
 
 
-@pytest.mark.parametrize(("moment", "number", "ranks", "mode"), short(MOMENTS, *MOMENTS[:3]))
+@pytest.mark.parametrize(("moment", "number", "ranks", "mode"), short(MOMENTS, *MOMENTS[:2]))
 def test_a_signal_ends_the_run_and_what_was_trained_goes_on(tmp_path, moment, number, ranks, mode):
     settings = {**SETTINGS, **MODES[mode], "resume": "auto"}
     settings |= {"checkpoint_every": 1} if moment == "save" else {}

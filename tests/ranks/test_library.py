@@ -92,12 +92,15 @@ def watched(rank, wrap):
     return watch.read()
 
 
-@pytest.mark.parametrize("wrap", [lambda ddp: ddp, nn.Sequential])
-def test_the_watch_leaves_out_the_wait_for_others(run_ranks, wrap):
-    slow, fast = run_ranks(watched, wrap)
-    assert [samples for samples, _ in slow] == [1, 2, 3, 4]
-    assert all(seconds >= 0.02 * samples for samples, seconds in slow)
-    assert sum(seconds for _, seconds in fast) < 0.5 * sum(seconds for _, seconds in slow)
+def all_watched(rank):
+    return [watched(rank, wrap) for wrap in (lambda ddp: ddp, nn.Sequential)]
+
+
+def test_the_watch_leaves_out_the_wait_for_others(run_ranks):
+    for slow, fast in zip(*run_ranks(all_watched), strict=True):
+        assert [samples for samples, _ in slow] == [1, 2, 3, 4]
+        assert all(seconds >= 0.02 * samples for samples, seconds in slow)
+        assert sum(seconds for _, seconds in fast) < 0.5 * sum(seconds for _, seconds in slow)
 
 
 def balanced(rank, every):
@@ -208,6 +211,16 @@ def test_rounds_take_the_weighted_mean_of_weights_and_statistics(run_ranks):
         assert abs(a - (0.25 * one[step] + 0.75 * two[step])).max() < 1e-15
 
 
+def refused_rounds(rank, *all_):
+    """Return what is said of each."""
+    said = []
+    for what in all_:
+        with pytest.raises(dbsl.SettingError) as refused:
+            broken_round(rank, what)
+        said.append(str(refused.value))
+    return said
+
+
 def broken_round(rank, what):
     model = nn.Linear(2, 1, bias=not (what == "model" and rank))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -276,9 +289,12 @@ def with_constants(rank, wire):
     return (*kept, bool(model.bias.isneginf().all()))
 
 
-@pytest.mark.parametrize("wire", ["float32", "int4"])
-def test_what_nobody_changes_keeps_its_bits(run_ranks, wire):
-    assert run_ranks(with_constants, wire) == [(True, True, True)] * 2
+def all_with_constants(rank):
+    return [with_constants(rank, wire) for wire in ("float32", "int4")]
+
+
+def test_what_nobody_changes_keeps_its_bits(run_ranks):
+    assert run_ranks(all_with_constants) == [[(True, True, True)] * 2] * 2
 
 
 def wrapped_rounds(rank, wrap):
@@ -295,11 +311,16 @@ def wrapped_rounds(rank, wrap):
     return found
 
 
-@pytest.mark.parametrize("wrap", [lambda ddp: ddp, lambda ddp: nn.ModuleList([ddp])])
-def test_gradients_are_not_averaged_in_a_round_wherever_ddp_is(run_ranks, wrap):
-    (first, merged), (second, other) = run_ranks(wrapped_rounds, wrap)
-    assert not torch.equal(first, second)
-    assert torch.equal(merged, other)
+def all_wrapped(rank):
+    return [
+        wrapped_rounds(rank, wrap) for wrap in (lambda ddp: ddp, lambda ddp: nn.ModuleList([ddp]))
+    ]
+
+
+def test_gradients_are_not_averaged_in_a_round_wherever_ddp_is(run_ranks):
+    for (first, merged), (second, other) in zip(*run_ranks(all_wrapped), strict=True):
+        assert not torch.equal(first, second)
+        assert torch.equal(merged, other)
 
 
 def left_again(rank):
@@ -319,20 +340,20 @@ def test_rounds_that_an_error_ends_are_left(run_ranks):
         assert inside is None
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("weight", "weight must be at least 0, and their sum above 0 and finite, got 0.0,0.0"),
-        ("model", "tensors of model must be the same on every process"),
-        ("outer", "outer must be the same on every process"),
-        ("wire", "wire must be the same on every process, got int4 on rank 0 and int8 on rank 1"),
-        ("6 and 5", "step and merge must be called equally often on every process"),
-        ("1 and 2", "step and merge must be called equally often on every process"),
-    ],
-)
-def test_wrong_rounds_are_refused_on_every_process(run_ranks, what, said):
-    for error in run_ranks(broken_round, what, expect_errors=True):
-        assert said in error
+WRONG = {
+    "weight": "weight must be at least 0, and their sum above 0 and finite, got 0.0,0.0",
+    "model": "tensors of model must be the same on every process",
+    "outer": "outer must be the same on every process",
+    "wire": "wire must be the same on every process, got int4 on rank 0 and int8 on rank 1",
+    "6 and 5": "step and merge must be called equally often on every process",
+    "1 and 2": "step and merge must be called equally often on every process",
+}
+
+
+def test_wrong_rounds_are_refused_on_every_process(run_ranks):
+    for texts in run_ranks(refused_rounds, *WRONG):
+        for text, said in zip(texts, WRONG.values(), strict=True):
+            assert said in text
 
 
 def resumed_rounds(rank, stop, *wires):
@@ -358,19 +379,20 @@ def resumed_rounds(rank, stop, *wires):
     return model.weight.tolist(), rounds.merges
 
 
-def test_rounds_go_on_inside_a_round_to_the_same_bits(run_ranks):
-    whole = run_ranks(resumed_rounds, 0)
-    assert whole[0] == whole[1]
-    for stop in (2, 3, 4):
-        assert run_ranks(resumed_rounds, stop) == whole
+STOPS = [(0,), (2,), (3,), (4,), (4, "int4", "float32"), (4, "float32", "int4")]
 
 
-@pytest.mark.parametrize("wires", [("int4", "float32"), ("float32", "int4")])
-def test_rounds_go_on_in_another_format(run_ranks, wires):
-    first, second = run_ranks(resumed_rounds, 4, *wires)
-    assert first == second
-    (whole, _), _ = run_ranks(resumed_rounds, 0)
-    torch.testing.assert_close(*map(torch.tensor, (first[0], whole)), rtol=0, atol=0.1)
+def all_resumed(rank):
+    return [resumed_rounds(rank, *stop) for stop in STOPS]
+
+
+def test_rounds_go_on_inside_a_round_to_the_same_bits_and_in_another_format(run_ranks):
+    found, others = run_ranks(all_resumed)
+    assert found == others
+    whole, *same, wide, narrow = found
+    assert same == [whole] * 3
+    for weights, _ in (wide, narrow):
+        torch.testing.assert_close(*map(torch.tensor, (weights, whole[0])), rtol=0, atol=0.1)
 
 
 def foreign_states(rank):

@@ -353,7 +353,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", short(MODES, "dual batch", "asp"))
+@pytest.mark.parametrize("mode", short(MODES, "dual batch"))
 def test_noise_is_measured_and_changes_no_bit(mode, tmp_path):
     settings, largest, expected = MODES[mode]
     settings = {"train_samples": 240, "epochs": 4, "intercept": (0.0001,), "lr": 0.01} | settings
