@@ -118,7 +118,7 @@ class StepProfile:
     @property
     def misses(self) -> bool:
         """Whether predictions are not good: the line misses measured times, or these are noise."""
-        return self.largest_error > _BAD_FIT or max(self.errors) > _UNSURE
+        return self.largest_error > _BAD_FIT or max(self.errors, default=0.0) > _UNSURE
 
     def describe(self, note: str = "") -> str:
         """Return the fit with a note in one line, and in another what fits into memory."""
