@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,21 +48,21 @@ def check(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], loader:
         part[: max(len(part) // 2, fewest)] if at % 2 else part
         for at, part in enumerate(sampler.parts(1))
     ]
-    source = getattr(loader, "fetcher", loader)
+    source, errors, free = getattr(loader, "fetcher", loader), {}, 0.0
+    factors: set[tuple[float, float]] = set()
     with _put_back(model, sampler, norms):
-        trials = [
-            _trial(model, loss_fn, source, sampler, parts) for parts in (sampler.parts(0), halved)
-        ]
-    if wrong := next((trial.wrong for trial in trials if trial.wrong), ""):
-        return wrong
+        for parts in (sampler.parts(0), halved):
+            found = _trial(model, loss_fn, source, sampler, parts)
+            if isinstance(found, str):
+                return found
+            errors = {said: max(error, errors.get(said, 0.0)) for said, error in found[0].items()}
+            free, factors = max(free, found[1]), factors | found[2]
     dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
     tolerance = _TOLERANCE.get(dtype, 0.05)
-    errors = {said: max(trial.errors[said] for trial in trials) for said in trials[0].errors}
     said = next((said for said, error in errors.items() if error <= tolerance), None)
     if said == _EQUAL:
-        factors = {factor for trial in trials for factor in trial.factors}
         return _constant(factors, sampler) or f"equal ({errors[said]:.0e})"
-    if said is None and max(trial.free for trial in trials) <= max(tolerance, 1e-5):
+    if said is None and free <= max(tolerance, 1e-5):
         said = (
             "the loss is a mean over something else than samples, such as tokens: multiply it by "
             "dbsl.mean_scale(tokens) instead"
@@ -73,20 +72,14 @@ def check(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], loader:
     return f"{said}; off by {errors[_EQUAL]:.1g}"
 
 
-@dataclass
-class _Trial:
-    """What a joint batch has told, alike on every process."""
-
-    errors: dict[str, float]  # how far off each hypothesis is, relative
-    free: float  # how far off the best weights are; infinite if one of them is below 0
-    factors: list[tuple[float, float]]  # by what each process has multiplied and divided its loss
-    wrong: str
-
-
 def _trial(
     model: nn.Module, loss_fn: Any, source: Any, sampler: UnevenBatchSampler, parts: list[list[int]]
-) -> _Trial:
-    """Compare a joint batch's gradient with those of its parts."""
+) -> str | tuple[dict[str, float], float, set[tuple[float, float]]]:
+    """Compare a joint batch's gradient with those of its parts, alike on every process.
+
+    Returned are how far off each hypothesis is, how far the best weights are, and what processes
+    have multiplied and divided their losses by; or what is wrong with what `scale` was given.
+    """
     sizes, n, rank = [len(part) for part in parts], sampler.num_replicas, sampler.rank
     counts: list[int] = []  # that scale was called with
     factors: list[tuple[float, float]] = []
@@ -113,13 +106,13 @@ def _trial(
             joint = gradient_of([i for part in parts for i in part], 1.0)
     weights = _hypotheses(sizes)
     errors, free = _compare(mine, joint, weights, n)
-    wrong = "".join(
-        f"scale was given {given[0]} on process {at}, whose part has {sizes[at]} samples: "
-        "the collate function drops some, or the count is of something else"
-        for at, given in enumerate(counted)
-        if given and given[0] != sizes[at]
-    )
-    return _Trial(dict(zip(weights, errors, strict=True)), free, [*map(tuple, told)], wrong)
+    for at, given in enumerate(counted):
+        if given and given[0] != sizes[at]:
+            return (
+                f"scale was given {given[0]} on process {at}, whose part has {sizes[at]} samples: "
+                "the collate function drops some, or the count is of something else"
+            )
+    return dict(zip(weights, errors, strict=True)), free, {*map(tuple, told)}
 
 
 def _sample(source: Any, index: Any) -> Any:

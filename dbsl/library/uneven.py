@@ -483,25 +483,18 @@ def _check(asked: Mapping[str, Any], rank: Any, num_replicas: Any, replicas: Any
     must = "rank and num_replicas must be given together, rank in [0, num_replicas)"
     require(fits, must, f"rank {rank} and num_replicas {num_replicas}")
     for name in ("drop_last", "shuffle", "interleave"):
-        true_or_false = isinstance(asked[name], bool)
-        require(true_or_false, f"{name} must be True or False", repr(asked[name]))
+        require(isinstance(asked[name], bool), f"{name} must be True or False", repr(asked[name]))
     total, sizes, limits = (asked[n] for n in ("global_batch_size", "local_batch_sizes", "limits"))
     given = total is not None or sizes is not None
     require(given, "global_batch_size or local_batch_sizes must be given", "neither")
-
-    def at_least(lowest: int, *names: str, why: str = "") -> None:
-        for name in names:
-            value = asked[name]
-            fits = isinstance(value, Integral) and lowest <= value <= LARGEST
-            left_out = value is None and name in ("global_batch_size", "balance_every")
-            must = f"{name} must be an integer of at least {lowest}{why}"
-            require(fits or left_out, must, repr(value))
-
-    at_least(1, "least", "accumulate", "balance_every")
-    at_least(0, "seed")
-    least = asked["least"]
-    of_each = f", {least} for each process" if replicas > 1 else ""
-    at_least(least * replicas, "num_samples", "global_batch_size", why=of_each)
+    least, optional = asked["least"], ("global_batch_size", "balance_every")
+    for name in ("least", "accumulate", "balance_every", "seed", "num_samples", optional[0]):
+        value, lowest, why = asked[name], int(name != "seed"), ""
+        if name in ("num_samples", "global_batch_size"):
+            lowest, why = least * replicas, f", {least} for each process" * (replicas > 1)
+        fits = isinstance(value, Integral) and lowest <= value <= LARGEST
+        must = f"{name} must be an integer of at least {lowest}{why}"
+        require(fits or (value is None and name in optional), must, repr(value))
     for name, values in (("local_batch_sizes", sizes), ("limits", limits)):
         if values is not None:
             one_each = isinstance(values, list) and len(values) == replicas

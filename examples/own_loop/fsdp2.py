@@ -25,17 +25,17 @@ def train(local_batch_sizes, epochs=3):
     fully_shard(model)
     x = torch.randn(400, 8, generator=torch.Generator().manual_seed(0))
     dataset = TensorDataset(x, (x.sum(1) > 0).long())
-    sampler = dbsl.UnevenBatchSampler(len(dataset), local_batch_sizes=local_batch_sizes)
-    loader = DataLoader(dataset, batch_sampler=sampler)
+    loader = DataLoader(dataset, batch_size=sum(local_batch_sizes), shuffle=True)
+    loader = dbsl.uneven(loader, local_batch_sizes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(epochs):
-        sampler.set_epoch(epoch)
+        loader.set_epoch(epoch)
         for images, labels in loader:
             loss = functional.cross_entropy(model(images), labels)
-            (loss * sampler.scale(len(labels))).backward()
+            (loss * loader.scale(len(labels))).backward()
             optimizer.step()
             optimizer.zero_grad()
-        if sampler.rank == 0:
+        if loader.rank == 0:
             print(f"epoch {epoch}  loss {loss.item():.3f}")
     return model
 
