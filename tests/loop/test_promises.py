@@ -115,7 +115,7 @@ def check_merged_once(before, after, folder):
     """
     for epoch in range(EPOCHS):
         images = []
-        for worker in range(2):
+        for worker in {*before, *after}:
             told = [
                 r for r in rows(folder, "round") if (r["worker"], r["epoch"]) == (worker, epoch)
             ]
@@ -213,37 +213,44 @@ def start_and_end(folder, ranks, step, rank, number, **settings):
 
 
 REAL = {
-    "bsp": (ROUNDS, 0),
-    "bsp, the other": (ROUNDS, 1),
-    "step": ({"sync": "step", "local_batch_sizes": (5, 3)}, 1),
-    "step, the other": ({"sync": "step", "local_batch_sizes": (5, 3)}, 0),
-    "asp": (ROUNDS | {"sync": "asp"}, 1),
-    "ssp": (ROUNDS | {"sync": "ssp"}, 0),
-    "asp, gradients": ({"sync": "asp", "push": "gradients", "local_batch_sizes": (5, 3)}, 1),
+    "bsp": ROUNDS,
+    "step": {"sync": "step"},
+    "asp": ROUNDS | {"sync": "asp"},
+    "ssp": ROUNDS | {"sync": "ssp"},
+    "asp, gradients": {"sync": "asp", "push": "gradients"},
 }
+# How they meet, how many processes, and which of them is asked to stop.
+ASKED = [("bsp", 2, 1), ("step", 2, 1), ("asp", 2, 1), ("bsp", 2, 0), ("step", 2, 0)]
+ASKED += [("ssp", 2, 0), ("asp, gradients", 2, 1)]
+ASKED += [(mode, 4, rank) for mode in ("bsp", "step", "asp") for rank in range(4)]
 
 
-@pytest.mark.parametrize("mode", short(REAL, "bsp, the other", "step", "asp"))
-def test_sigterm_in_any_process_ends_all_with_a_checkpoint_that_goes_on(tmp_path, trained, mode):
-    folder, (settings, rank) = tmp_path / "run", REAL[mode]
-    trained.pause_s = 0.06  # processes tell each other once a second, and some take joint steps
-    assert start_and_end(folder, 2, 8, rank, signal.SIGTERM, **settings) == [75, 75]
+@pytest.mark.parametrize(("mode", "ranks", "asked"), short(ASKED, *ASKED[:3]))
+def test_sigterm_in_any_process_ends_all_with_a_checkpoint_that_goes_on(
+    tmp_path, trained, mode, ranks, asked
+):
+    folder, settings = tmp_path / "run", REAL[mode]
+    if settings.get("sync") == "step" or "push" in settings:
+        settings = settings | {"local_batch_sizes": (5, 3) if ranks == 2 else (2,) * ranks}
+    # Processes tell each other once a second, and some take joint steps.
+    trained.pause_s = 0.03 * ranks
+    assert start_and_end(folder, ranks, 8, asked, signal.SIGTERM, **settings) == [75] * ranks
     before, trained.pause_s = trained(by_rank=True), 0.0
     assert not (folder / "summary.json").exists()
     shards = {path.stem for path in folder.glob("checkpoints/*/rank-*")}
-    said = helpers.end_ranks(start(folder, 2, **settings))
+    said = helpers.end_ranks(start(folder, ranks, **settings))
     assert "resumed from" in said
     after = trained(by_rank=True)
     alone = settings.get("sync") in ("asp", "ssp")  # the server's state
-    assert shards == ({"rank-00000"} if alone else {"rank-00000", "rank-00001"})
+    assert shards == {f"rank-0000{rank}" for rank in range(1 if alone else ranks)}
     assert ("optimizer states begin empty" in said) == (alone and "push" not in settings)
     if alone:
         check_merged_once(before, after, folder)
     else:  # they have stopped at the same step
         for epoch in range(EPOCHS):
-            images = [phase[rank][epoch] for phase in (before, after) for rank in range(2)]
+            images = [phase[rank][epoch] for phase in (before, after) for rank in range(ranks)]
             assert sorted(chain(*images)) == [*range(N)]
-        helpers.end_ranks(start(tmp_path / "whole", 2, **settings))
+        helpers.end_ranks(start(tmp_path / "whole", ranks, **settings))
         assert fingerprint(folder) == fingerprint(tmp_path / "whole")
 
 
