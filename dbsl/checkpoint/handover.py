@@ -67,10 +67,10 @@ class Saved:
             return False
         if self.joint:
             return True
-        members, server = self.members, self.state["cluster"]["server"]
+        members = self.members
         clocks = {members.clocks[worker] for worker in members.active}
         begun = self.state["planner"]["begun"]  # where a loss has left rounds as they were planned
-        return len(clocks) == 1 and max(clocks) >= begun and not server["finished"]
+        return len(clocks) == 1 and max(clocks) >= begun
 
     @property
     def place(self) -> tuple[int, int, int]:

@@ -58,7 +58,6 @@ class Cluster(ABC):
     # Whether a checkpoint has all that workers have, to go on at their steps; else it is the
     # server's state alone.
     saves_workers: bool = True
-    queues_ends: bool = True  # whether the server keeps ends of epochs until they are told
 
     def __init__(
         self,
@@ -86,7 +85,8 @@ class Cluster(ABC):
         self._reports: deque[RoundReport] = deque()  # where there is no server
         self.interrupted = False  # the run is to stop
         self.finished_early = False  # whether `finish` ended the run before its last epoch
-        self._untold = False  # it was stopped in an epoch's end, which is evaluated again
+        # Ends of epochs that the loop has not been told of; a server puts them here, where it is.
+        self._untold: deque[EpochEnd] = deque() if server is None else server.finished
         self._losses: deque[LostWorker] = deque()  # not yet logged
         self._exits = ExitStack()
 
@@ -154,7 +154,7 @@ class Cluster(ABC):
             "refused": self.refused,
             "time_s": self.time_s,
             "waited_s": self._waited_s,
-            "untold": self._untold,
+            "untold": [dict(vars(end)) for end in self._untold],
             "server": self.server and self.server.state_dict(),
         }
 
@@ -162,7 +162,9 @@ class Cluster(ABC):
         self._clock, self._refused = state["clock"], state["refused"]
         self.time_s = state["time_s"] if self._times else None
         self._waited_s = state["waited_s"]
-        self._untold = state["untold"]
+        now = {"ended_at": time.perf_counter()}  # which counts from this process's start
+        self._untold.clear()
+        self._untold.extend(EpochEnd(**end | now) for end in state["untold"])
         if self.server is not None:
             self.server.load_state_dict(state["server"])
 
@@ -208,19 +210,16 @@ class Cluster(ABC):
         All processes that meet there call it.
         """
         self.finished_early, self._rounds = True, 0
+        self._untold.clear()
 
-    def _untold_end(self) -> Iterator[EpochEnd]:
-        if self._untold:
-            self._untold = False  # before it is told: it may be put back
-            epoch = self._clock // self._rounds_per_epoch - 1
-            yield EpochEnd(epoch, self.weights.vector, time.perf_counter())
+    def _ends(self) -> Iterator[EpochEnd]:
+        """Yield the ends of epochs that are not told; each may be put back."""
+        while self._untold:
+            yield self._untold.popleft()
 
     def put_back(self, end: EpochEnd) -> None:
         """Have an epoch's end told again by the resumed run: its evaluation is broken off."""
-        if self.queues_ends:
-            self.server.finished.appendleft(end)
-        else:
-            self._untold = True
+        self._untold.appendleft(end)
 
     def interrupt(self) -> None:
         """Stop after this step, and wait for nobody: the run is to stop."""

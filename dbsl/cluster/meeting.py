@@ -40,8 +40,6 @@ class JointCluster(Cluster):
     reports.
     """
 
-    queues_ends = False
-
     def __init__(self, weights: FlatWeights, **common: Any) -> None:
         super().__init__(weights, **common)
         self._start: Tensor | None = None  # weights at the start of the round, inside one
@@ -50,7 +48,7 @@ class JointCluster(Cluster):
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield rounds and the ends of epochs, the same in every process."""
-        yield from self._untold_end()
+        yield from self._ends()
         while self._clock < self._rounds:
             turn = Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
             self._began, self._spent_s = time.perf_counter() - self._spent_s, 0.0
@@ -144,8 +142,7 @@ class SimulatedCluster(Cluster):
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
         while True:
-            while self.server.finished:
-                yield self.server.finished.popleft()
+            yield from self._ends()
             if self._turn is None:
                 self._start_rounds()
                 if not self._queue:
@@ -157,7 +154,6 @@ class SimulatedCluster(Cluster):
     def finish(self) -> None:
         super().finish()
         self._queue.clear()
-        self.server.finished.clear()
 
     def pull(self, turn: Turn) -> None:
         (worker,) = turn.workers
@@ -220,8 +216,6 @@ class BarrierCluster(Cluster):
     workers, and the others get the sum from it. Where workers are `served`, rank 0 has none.
     """
 
-    queues_ends = False
-
     def __init__(
         self,
         *both: Any,
@@ -245,7 +239,7 @@ class BarrierCluster(Cluster):
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield this worker's rounds in order and, on every rank, the end of each epoch."""
-        yield from self._untold_end()
+        yield from self._ends()
         while self._clock < self._rounds:
             # Without a worker, too: a dedicated server takes part in every collective.
             turn = Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))

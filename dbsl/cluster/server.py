@@ -56,7 +56,7 @@ class Server:
         self.staleness, self.members, self.rounded = staleness, members, rounded
         self.refused = 0  # rounds that were not merged, since they were not finite
         self.version = 0  # global updates so far
-        self.finished: deque[EpochEnd] = deque()
+        self.finished: deque[EpochEnd] = deque()  # ends of epochs that a cluster is to tell of
         self.reports: deque[RoundReport] = deque()
         self._pulled_version = [0] * len(self.clocks)
         # What came in the round that a barrier is in: pushes [workers, P], and their reports.
@@ -121,7 +121,6 @@ class Server:
             "kept": self._kept[: len(kept)] if kept else None,
             "kept_reports": [asdict(report) for report in kept],
             "refused": self.refused,
-            "finished": [asdict(end) for end in self.finished],
             "reports": [asdict(report) for report in self.reports],
             "rounded": self.rounded and self.rounded.state_dict(),
             "outer": self._rule.state_dict() if hasattr(self._rule, "state_dict") else None,
@@ -136,8 +135,6 @@ class Server:
         if self._kept_reports:
             self._kept = self._rows()
             self._kept[: len(state["kept"])] = state["kept"]
-        now = {"ended_at": time.perf_counter()}  # which counts from this process's start
-        self.finished = deque(EpochEnd(**end | now) for end in state["finished"])
         self.reports = deque(map(report_from_plain, state["reports"]))
         if self.rounded is not None and state["rounded"] is not None:
             self.rounded.load_state_dict(state["rounded"])

@@ -205,10 +205,10 @@ class ServingCluster(MemberCluster):
         while True:
             yield from self._ends()
             with self._changed:
-                if not self.server.finished and self.server.members.slowest() >= self._rounds:
+                if not self._untold and self.server.members.slowest() >= self._rounds:
                     return
-                self._wait_for(lambda: self.interrupted or self.server.finished, _LOOK_S)
-                waits = not self.server.finished
+                self._wait_for(lambda: self.interrupted or self._untold, _LOOK_S)
+                waits = not self._untold
                 last = min(self.server.members.slowest(), self._rounds - 1)
             if waits and self.interrupted:
                 raise RunStopped
@@ -219,9 +219,9 @@ class ServingCluster(MemberCluster):
         while True:
             with self._changed:
                 self._raise_failure()
-                if not self.server.finished:
+                if not self._untold:
                     return
-                end = self.server.finished.popleft()
+                end = self._untold.popleft()
             yield end
 
     def plan(self, turn: Turn) -> Plan:
@@ -422,7 +422,6 @@ class ServingCluster(MemberCluster):
         self.close()
         super().finish()
         self.interrupted = False
-        self.server.finished.clear()
 
     def _stop_serving(self) -> None:
         with self._changed:

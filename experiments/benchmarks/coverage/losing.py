@@ -19,8 +19,7 @@ class LosingCluster(SimulatedCluster):
     def turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield turns; before a round ends workers may be lost."""
         while True:
-            while self.server.finished:
-                yield self.server.finished.popleft()
+            yield from self._ends()
             if self._turn is None:
                 self._start_rounds()
                 if not self._queue:

@@ -22,7 +22,7 @@ from train import Config
 
 FAST = TimeModel(0.001, 0.01)
 # What a server has told of and has not merged.
-NOTHING = {"inside": [], "reports": [], "finished": [], "outer": None}
+NOTHING = {"inside": [], "reports": [], "outer": None}
 COUNTS = {"weights": None, "version": 9, "refused": 0}
 
 
@@ -35,7 +35,7 @@ def state_of(clocks, plan=None, *, rounds=1, active=None, **server):
     active = list(range(len(clocks))) if active is None else active
     plans = EpochPlans({8: plan or dual(len(clocks))}, lambda epoch: 8)
     server = NOTHING | COUNTS | {"clocks": clocks, "active": active} | server
-    cluster = {"clock": 0, "refused": 0, "time_s": None, "waited_s": 0.5, "untold": False}
+    cluster = {"clock": 0, "refused": 0, "time_s": None, "waited_s": 0.5, "untold": []}
     return {
         "cluster": cluster | {"server": server},
         "planner": plans.state_dict() | {"rounds": rounds},
@@ -126,13 +126,15 @@ def test_an_epoch_whose_plan_is_decided_is_under_way():
         ("ssp", [4, 6, 4], {}, False),
         ("asp", [4, 4, 1], {"active": [0, 1]}, True),  # the third was lost
         ("asp", [4, 4, 5], {"active": [0, 1], "begun": 5}, False),  # when it was ahead
-        ("asp", [4, 4, 4], {"finished": ["an end that nobody was told of"]}, False),
+        ("asp", [4, 4, 4], {"untold": ["an end that nobody was told of"]}, False),
+        ("step", [4, 4, 4], {"untold": ["an end that nobody was told of"]}, False),
         ("step", [5, 6, 5], {}, True),
     ],
 )
 def test_others_go_on_where_all_workers_have_pushed_the_same_rounds(sync, clocks, more, expected):
-    begun = more.pop("begun", 0)
+    begun, untold = more.pop("begun", 0), more.pop("untold", [])
     state = state_of(clocks, dual(3, rounds=2), rounds=2, **more)
+    state["cluster"]["untold"] = untold
     state["planner"]["begun"] = begun
     saved = saved_as(state, Config(), sync=sync)
     assert saved.others_may_go_on == expected
