@@ -71,8 +71,6 @@ class ImageLoader(Source):
     """
 
     _Requests: type[list[Request]] = list  # loader processes get what it iterates over
-    # Called every few seconds in a wait for a batch; what it raises ends the wait.
-    while_waiting: Callable[[], object] = staticmethod(lambda: None)
     _shared = 0  # bytes of shared memory that the batches under way take
     _told = False  # that it is too small
 
@@ -87,6 +85,7 @@ class ImageLoader(Source):
         self._split = split
         self._max_bad = max_bad
         self._calls = 0  # calls of `batches`
+        self._while_waiting: Callable[[], object] = lambda: None
         self._requests = self._Requests()  # those of the latest call
         self._loader = DataLoader(
             split,
@@ -104,8 +103,12 @@ class ImageLoader(Source):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def start(self) -> None:
-        """Start the loader processes, and wait until each of them is there."""
+    def start(self, while_waiting: Callable[[], object] = lambda: None) -> None:
+        """Start the loader processes, and wait until each of them is there.
+
+        `while_waiting` is called every few seconds in a wait for a batch; what it raises ends it.
+        """
+        self._while_waiting = while_waiting
         if self._loader.num_workers and not self._calls:
             _start_server()
             iter(self._loader)  # over no requests: they only start
@@ -167,7 +170,7 @@ class ImageLoader(Source):
                     raise ReadError(self._too_small()) from None
                 if "timed out" not in said:
                     raise
-                self.while_waiting()
+                self._while_waiting()
             finally:
                 loaded._timeout = 0
 

@@ -101,10 +101,8 @@ class Workers:
         sources = [self.data.train] * bool(self.cluster.workers)
         evaluates = self.accelerator.is_main_process or self.shares_evaluation
         for source in sources + [self.data.evaluation] * evaluates:
-            if hasattr(source, "while_waiting"):  # your own data may not know of it
-                source.while_waiting = self._without_data
-            if start := getattr(source, "start", None):
-                start()
+            if start := getattr(source, "start", None):  # your own data may not know of it
+                start(self._without_data)
         if self.cluster.control is not None:  # they would wait for each other on the clock
             self.cluster.control.highest(0)
         return self

@@ -76,12 +76,15 @@ def signals(patch, moment, number):
             count.append(batch)
             if len(count) == 9:
                 come()
-                helpers.wait_until(self.while_waiting)  # as for loader processes
+                helpers.wait_until(self.waits)  # as for loader processes
             yield batch
+
+    def starts(self, while_waiting):
+        self.waits = while_waiting
 
     if moment == "wait":
         patch.setattr(PixelStore, "batches", waits)
-        patch.setattr(PixelStore, "while_waiting", None, raising=False)
+        patch.setattr(PixelStore, "start", starts, raising=False)
     elif moment == "start-up":
         before(train, "build_model")
     elif moment == "profiling":

@@ -37,7 +37,7 @@ run_in_ranks = partial(helpers.run_in_ranks, **SETTINGS)
 def test_one_process_leaves_a_whole_run_folder(tmp_path, monkeypatch, capsys):
     folder, began, held = tmp_path / "run", time.perf_counter(), []
 
-    def start(_):  # what a run waits for before its first batch is start-up, and no training
+    def start(*_):  # what a run waits for before its first batch is start-up, and no training
         time.sleep(0.4)
         held.append(holder_of(folder))
 

@@ -632,8 +632,7 @@ class Endless:
 def test_a_loader_process_that_died_or_never_brings_a_batch_ends_the_wait(uneven, monkeypatch):
     monkeypatch.setattr(images, "_LOOK_S", 0.1)
     helped = load(uneven, loader_workers=1).train
-    helped.start()
-    helped.while_waiting = Mock(side_effect=[None, RunStopped])  # a signal comes meanwhile
+    helped.start(Mock(side_effect=[None, RunStopped]))  # a signal comes meanwhile
     with pytest.raises(RunStopped):
         next(helped.batches([np.arange(4)], Endless()))
     (loader,) = helped._loader._iterator._workers
