@@ -236,7 +236,7 @@ def train(training: Training) -> None:
         for turn in workers.turns():  # rounds of this process's workers, and ends of epochs
             if not turn.ends_epoch:
                 train_turn(turn, training)
-            run.rounds()  # dbsl: what the workers say of their rounds
+            run.log_rounds()  # dbsl: what the workers say of them
             if turn.ends_epoch:
                 end_epoch(turn, training)  # to stop early, call workers.finish() in it
                 checkpoint.after_epoch(turn)

@@ -160,7 +160,7 @@ class RunFolder(PlainFolder, AbstractContextManager):
         refuse_order(self.log is None, "call run.begin before its first turn", "none")
         self.log.plan(turn.epoch, turn.plan)
 
-    def rounds(self) -> None:
+    def log_rounds(self) -> None:
         """Record what workers say of their rounds, and which of them were lost."""
         self.log.hear(self.workers.cluster)
 

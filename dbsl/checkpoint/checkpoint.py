@@ -89,7 +89,7 @@ class PlainFolder:
         """Return the settings with what was found out, by name."""
         return config
 
-    def rounds(self) -> None:
+    def log_rounds(self) -> None:
         """Record what workers say of their rounds, and which of them were lost."""
 
 
@@ -139,7 +139,7 @@ class Checkpoint:
     def after_step(self, turn: WorkerTurn) -> None:
         """Save if it is time to; raise `RunStopped` if the run is to stop, which saves it."""
         self._is_asked = True
-        self._run.rounds()  # of others, too: at once, not at the end of a long round
+        self._run.log_rounds()  # of others, too: at once, not at the end of a long round
         self._after_step(round_over=turn.is_over)
 
     def _after_step(self, *, round_over: bool) -> None:
@@ -288,7 +288,7 @@ class Checkpoint:
         workers, log, cluster = self._workers, self._run.log, self._cluster
         scaler = self._accelerator.scaler
         with cluster.held():  # copied, too, in one moment: other threads push meanwhile
-            self._run.rounds()  # who was lost in that moment, and what was pushed until then
+            self._run.log_rounds()  # who was lost in that moment, and what was pushed until then
             if cluster.saves_workers:
                 counts = self._progress.steps or cluster.holds_weights
                 vector = cluster.weights.vector if counts else None

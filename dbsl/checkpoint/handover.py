@@ -73,7 +73,7 @@ class Saved:
         return len(clocks) == 1 and max(clocks) >= begun
 
     @property
-    def place(self) -> tuple[int, int, int]:
+    def position(self) -> tuple[int, int, int]:
         """Return the epoch, the round and the joint step that every worker has come to, if open."""
         steps = ((self.joint and self.state["progress"]) or {}).get("steps", 0)
         return *divmod(self.members.slowest(), self.rounds), steps
@@ -87,7 +87,7 @@ def for_others(saved: Saved, workers: Workers) -> dict[str, Any]:
     """
     state, before, plans = saved.state, saved.state["cluster"], workers.plans
     cluster, planner, log = workers.cluster.state_dict(), plans.planner.state_dict(), state["log"]
-    epoch, round_, steps = saved.place
+    epoch, round_, steps = saved.position
     first, count = plans.first[plans.stage_at(epoch).resolution], workers.config.workers
     server = before["server"] or {"weights": state["model"]["weights"], "outer": None}
     weights, clock = server["weights"], epoch * plans.rounds + round_
@@ -98,7 +98,7 @@ def for_others(saved: Saved, workers: Workers) -> dict[str, Any]:
     kept = {name: value for name, value in kept.items() if value is not None}
     owner = {"weights": weights, "refused": before["refused"], "clocks": [clock] * count, **kept}
     cluster |= {**moment, "server": (cluster["server"] or {}) | owner}
-    cluster |= {"before": steps, "start": weights if steps else None}  # of joint steps
+    cluster |= {"inherited": steps, "start": weights if steps else None}  # of joint steps
     cluster |= {"ended": [moment["time_s"]] * count}  # of simulated workers
     if "outer" in kept:
         cluster["delta"] = kept["outer"]  # of a barrier
@@ -109,7 +109,7 @@ def for_others(saved: Saved, workers: Workers) -> dict[str, Any]:
         planner |= {"epochs": {epoch: [asdict(rest)]}, "decided": {epoch: plans.rounds}}
     if steps and log:
         ahead = plans.sampler.steps(first, range(count), epoch, round_)
-        ahead = ahead[state["progress"]["counted"] : steps]
+        ahead = ahead[state["progress"]["inherited"] : steps]
         log = {**log, "taken": sum(len(part.indices) for step in ahead for part in step.parts)}
     state = {**state, "cluster": cluster, "planner": planner, "log": log, "stages": []}
     state["model"] = {**state["model"], "weights": weights}
@@ -132,7 +132,7 @@ def without_workers(
     progress = None
     if steps:
         rate = state["progress"]["learning_rate"]  # no step may be left
-        progress = {"steps": steps, "counted": steps, "learning_rate": rate}
+        progress = {"steps": steps, "inherited": steps, "learning_rate": rate}
     return {
         **state,
         "stepper": {**workers.stepper.state_dict(), "optimizers": optimizers},

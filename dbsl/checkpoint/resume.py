@@ -207,7 +207,7 @@ def read_resumed(found: Found, workers: Workers, config: RunConfig) -> Resumed:
             must_stay(what, *pair, " until all workers have pushed the same rounds")
         epochs = saved.under_way
         if others:
-            epoch, *inside = saved.place
+            epoch, *inside = saved.position
             epochs = range(epoch, epoch + any(inside))
         orders = _draw_another_order(changed, type(config))
         check_epochs_under_way(saved, orders, workers, epochs, others=bool(others))

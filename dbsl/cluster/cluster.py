@@ -117,12 +117,12 @@ class Cluster(ABC):
         There the server rank decides where it may change: two kinds of CPU may round alike
         measurements to unlike plans.
         """
-        planner, place = self.planner, (turn.epoch, turn.round)
-        if self.control is not None and planner.is_boundary(*place):
+        planner, at = self.planner, (turn.epoch, turn.round)
+        if self.control is not None and planner.is_boundary(*at):
             decides = dist.get_rank() == SERVER_RANK
-            text = self.control.share(encode(planner.decide(*place)) if decides else "")
-            planner.adopt(*place, read_plan(text))
-        return planner.decide(*place)
+            text = self.control.share(encode(planner.decide(*at)) if decides else "")
+            planner.adopt(*at, read_plan(text))
+        return planner.decide(*at)
 
     @abstractmethod
     def pull(self, turn: Turn) -> None:
@@ -168,7 +168,7 @@ class Cluster(ABC):
         if self.server is not None:
             self.server.load_state_dict(state["server"])
 
-    def _place(self, worker: int) -> tuple[int, int]:
+    def _round_of(self, worker: int) -> tuple[int, int]:
         """Return the epoch and the round that a worker is in (in the server's process)."""
         return divmod(self.server.clocks[worker], self._rounds_per_epoch)
 

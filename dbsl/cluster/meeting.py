@@ -44,7 +44,7 @@ class JointCluster(Cluster):
         super().__init__(weights, **common)
         self._start: Tensor | None = None  # weights at the start of the round, inside one
         self._spent_s = 0.0  # on the round that a stopped run was in
-        self._before = 0  # steps of it that other workers took
+        self._inherited = 0  # steps of it that other workers took, before they were others
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield rounds and the ends of epochs, the same in every process."""
@@ -82,7 +82,7 @@ class JointCluster(Cluster):
             for report in done:
                 self.planner.observe(report)
         self._reports.extend(done)
-        self._start, self._before = None, 0
+        self._start, self._inherited = None, 0
         return refused
 
     def _simulated(self, reports: Sequence[RoundReport]) -> list[RoundReport]:
@@ -92,7 +92,7 @@ class JointCluster(Cluster):
         self.time_s += slowest
         done = []
         for report, (compute_s, _) in zip(reports, times, strict=True):
-            share = report.steps / max(report.steps + self._before, 1)  # own steps of the round
+            share = report.steps / max(report.steps + self._inherited, 1)  # of the round's steps
             wait_s = (slowest - compute_s) * share
             done.append(replace(report, compute_time_s=compute_s * share, wait_time_s=wait_s))
         return done
@@ -110,12 +110,12 @@ class JointCluster(Cluster):
         return super().state_dict() | {
             "spent_s": 0.0 if self._start is None else time.perf_counter() - self._began,
             "start": self._start,
-            "before": self._before,
+            "inherited": self._inherited,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._spent_s, self._before = state["spent_s"], state["before"]
+        self._spent_s, self._inherited = state["spent_s"], state["inherited"]
         start = state["start"]
         self._start = None if start is None else start.to(self.weights.vector.device)
 
@@ -148,7 +148,7 @@ class SimulatedCluster(Cluster):
                 if not self._queue:
                     return
                 self.time_s, self._turn = heapq.heappop(self._queue)
-            yield Turn((self._turn,), *self._place(self._turn))
+            yield Turn((self._turn,), *self._round_of(self._turn))
             self._turn = None
 
     def finish(self) -> None:
@@ -196,8 +196,8 @@ class SimulatedCluster(Cluster):
             if server.clocks[worker] >= self._rounds or server.clocks[worker] > latest:
                 continue
             self._pulled[worker] = server.pull(worker)
-            self.planner.decide(*self._place(worker))
-            compute_s, exchange_s = self._times(worker, *self._place(worker))
+            self.planner.decide(*self._round_of(worker))
+            compute_s, exchange_s = self._times(worker, *self._round_of(worker))
             self._spent[worker] = compute_s, exchange_s, self.time_s - self._ended[worker]
             heapq.heappush(self._queue, (self.time_s + compute_s + exchange_s, worker))
 

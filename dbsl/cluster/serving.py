@@ -269,7 +269,7 @@ class ServingCluster(MemberCluster):
             if self.interrupted:
                 return None
             weights = self.server.pull(worker)
-            return self.planner.decide(*self._place(worker)), weights
+            return self.planner.decide(*self._round_of(worker)), weights
 
     def _check_there(self, worker: int) -> None:
         """Refuse what comes of a worker that was lost."""

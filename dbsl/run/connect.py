@@ -65,13 +65,13 @@ def connect(
     rank = 0 if alone else dist.get_rank()
     own = rank - config.dedicated_server
     workers = tuple(range(config.workers) if alone else plans.islands.owners[own : own + 1])
-    meets = not (alone or meets_at_server(config.sync))
-    control, island = _meet(plans, accelerator) if meets else (None, WorkerGroup())
+    in_step = not (alone or meets_at_server(config.sync))  # all wait for each other
+    control, island = _meet(plans, accelerator) if in_step else (None, WorkerGroup())
     weights, server = FlatWeights(model), None
     takes_gradients = config.sync == "step" or config.push != "weights"
     rule = None if takes_gradients else choose_rule(config, weights, merge)
     if rank == SERVER_RANK and config.sync != "step":
-        device = accelerator.device if alone or meets else CPU
+        device = accelerator.device if alone or in_step else CPU
         server = _server(plans, model, weights, device, build_optimizer, rule, alone)
     if config.compile or torch.backends.cudnn.benchmark:  # only now: graphs keep weights' addresses
         make_ready(parts, weights, workers)
@@ -89,7 +89,7 @@ def connect(
         cluster = JointCluster(weights, **common)
     elif alone:
         cluster = SimulatedCluster(weights, server, **common)
-    elif meets:
+    elif in_step:
         common["delta"] = rule if isinstance(rule, Delta) else None
         common |= {"gathers": merge is not None, "served": config.dedicated_server}
         common |= {"island": island, "wire": config.wire}

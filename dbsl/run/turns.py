@@ -30,7 +30,7 @@ class Progress:
     """How far a process is in its round."""
 
     steps: int = 0  # taken
-    counted: int = 0  # those that earlier workers took: in no report, but in the log's samples
+    inherited: int = 0  # those that other workers took: in no report, but in the log's samples
     # By worker the loss and its figures, [1 + F], summed over samples.
     sums: dict[int, Tensor] = field(default_factory=dict)
     samples: dict[int, int] = field(default_factory=dict)  # by worker, all that were read
@@ -95,7 +95,7 @@ class WorkerTurn:
 
     def __init__(self, workers: Workers, turn: Turn) -> None:
         plans, self._all_workers = workers.plans, workers
-        self.place, self.plan = turn, workers.cluster.plan(turn)
+        self.plain, self.plan = turn, workers.cluster.plan(turn)  # as the cluster has it
         self.epoch, self.round, self.workers = turn.epoch, turn.round, turn.workers
         # Whose optimizer steps; a process without workers has turns without steps.
         self.worker = next(iter(turn.workers), 0)
@@ -110,8 +110,8 @@ class WorkerTurn:
             factors = {"none": 1.0, "sqrt": math.sqrt(share), "linear": share}
             self.lr_factor = factors[plans.config.lr_scaling]
         self.is_pulled = False
-        place = (self.worker, turn.epoch, turn.round, *[plans.place] * bool(plans.place))
-        seed = stream_seed(plans.config.seed, "dropout", *place)
+        stream = (self.worker, turn.epoch, turn.round, *[plans.place] * bool(plans.place))
+        seed = stream_seed(plans.config.seed, "dropout", *stream)
         seed_streams(seed)  # what the loop may draw from
         torch.manual_seed(seed)
         workers.restore_random_state()  # if the run was stopped inside this round
@@ -144,7 +144,7 @@ class WorkerTurn:
 
         With a fault the round is refused. What was measured goes with the first worker.
         """
-        workers, progress, place = self._all_workers, self._all_workers.progress, self.place
+        workers, progress = self._all_workers, self._all_workers.progress
         cluster, names = workers.cluster, workers.meter.figures or ()
         sums, finite = progress.read(cluster.outgoing)
         workers.meter.end(sums, progress.samples)
@@ -152,7 +152,7 @@ class WorkerTurn:
         if not finite and not faults:
             number = cluster.weights.first_not_finite(cluster.outgoing)
             faults[self.worker] = BAD_WEIGHTS + (0 if number is None else 1 + number)
-        steps, reports = progress.steps - progress.counted, []
+        steps, reports = progress.steps - progress.inherited, []
         for worker in self.workers:
             mine, count = self.plan.workers[worker], progress.samples.get(worker, 0)
             own = sums.get(worker, [0.0] * (1 + len(names)))  # none: it had no samples
@@ -160,8 +160,8 @@ class WorkerTurn:
             reports.append(
                 RoundReport(
                     worker,
-                    place.epoch,
-                    place.round,
+                    self.epoch,
+                    self.round,
                     resolution=self.stage.resolution,
                     local_batch_size=mine.local_batch_size,
                     samples=count,
@@ -239,7 +239,7 @@ class TurnStep:
     def _complete(self, batch: Sequence[Tensor]) -> None:
         workers, progress = self._workers, self._workers.progress
         if progress.samples and not progress.steps:
-            moment = (Extra.measure, self._turn.place, self._step, *batch)
+            moment = (Extra.measure, self._turn.plain, self._step, *batch)
             for found in workers.plans.extras.each(*moment):
                 progress.measured |= found or {}
         workers.meter.begin_step(self._step)

@@ -140,15 +140,15 @@ class Workers:
         """
         refuse_order(self._turn, "push a turn before it pulls the next", "two pulls")
         self._turn, turn.is_pulled = turn, True
-        anew, place = not self.progress.steps, turn.place
+        anew = not self.progress.steps
         if anew:
-            self.cluster.pull(place)
+            self.cluster.pull(turn.plain)
             when = self.config.reset_momentum
             begins = (turn.epoch, turn.round) == (turn.stage.first_epoch, 0)
             if when == "round" or (when == "stage" and begins):
                 self._forget(turn)
-        self.stepper.begin(place, anew=anew)
-        self.meter.begin(place, anew=anew)
+        self.stepper.begin(turn.plain, anew=anew)
+        self.meter.begin(turn.plain, anew=anew)
 
     def train_mode(self, turn: WorkerTurn) -> None:
         """Put the model into training mode; see `dbsl.model.train_mode`."""

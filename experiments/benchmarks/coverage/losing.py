@@ -27,7 +27,7 @@ class LosingCluster(SimulatedCluster):
                 if self._loses():
                     continue  # others may start, or wait
                 self.time_s, self._turn = heapq.heappop(self._queue)
-            yield Turn((self._turn,), *self._place(self._turn))
+            yield Turn((self._turn,), *self._round_of(self._turn))
             self._turn = None
 
     def _loses(self) -> bool:

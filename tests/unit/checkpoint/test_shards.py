@@ -194,7 +194,7 @@ def test_an_optimizer_goes_on_where_all_workers_shared_it(before, expected):
 
 def test_workers_count_on_from_what_they_pushed_and_new_ones_from_the_furthest():
     config = Config(workers=2)
-    state = state_of([2, 2]) | {"progress": {"steps": 4, "counted": 0, "learning_rate": 0.1}}
+    state = state_of([2, 2]) | {"progress": {"steps": 4, "inherited": 0, "learning_rate": 0.1}}
     meter = without_workers(state, run_of(config), steps=4)["meter"]
     assert meter["heard"] == {0: 20, 1: 20}
     assert meter["windows"] == {1: {"steps": 24}}  # in the round that is under way
