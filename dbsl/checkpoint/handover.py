@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dbsl.base.errors import as_given, px, require
-from dbsl.config.settings import meets_at_server, takes_joint_steps
+from dbsl.config.settings import meets_at_server, shares_global_batch
 from dbsl.plan.members import EpochPlans, Members
 from dbsl.run.workers import Workers
 
@@ -39,7 +39,7 @@ class Saved:
         self.state, self.settings, self.samples = state, settings, samples
         self.plans = EpochPlans({}, lambda epoch: workers.plans.stage_at(epoch).resolution)
         self.plans.load_state_dict(state["planner"])
-        self.joint, self.pushes = settings["sync"] == "step", settings["push"] != "weights"
+        self.in_step, self.pushes = settings["sync"] == "step", settings["push"] != "weights"
         self.simulated = "queue" in state["cluster"]
         # Real workers that go by themselves save the server's state, and none of theirs.
         self.server_alone = meets_at_server(settings["sync"]) and not self.simulated
@@ -65,7 +65,7 @@ class Saved:
         """
         if self.state["cluster"]["untold"]:
             return False
-        if self.joint:
+        if self.in_step:
             return True
         members = self.members
         clocks = {members.clocks[worker] for worker in members.active}
@@ -75,7 +75,7 @@ class Saved:
     @property
     def position(self) -> tuple[int, int, int]:
         """Return the epoch, the round and the joint step that every worker has come to, if open."""
-        steps = ((self.joint and self.state["progress"]) or {}).get("steps", 0)
+        steps = ((self.in_step and self.state["progress"]) or {}).get("steps", 0)
         return *divmod(self.members.slowest(), self.rounds), steps
 
 
@@ -93,7 +93,7 @@ def for_others(saved: Saved, workers: Workers) -> dict[str, Any]:
     weights, clock = server["weights"], epoch * plans.rounds + round_
     moment = {"clock": clock, "refused": before["refused"], "time_s": before["time_s"] or 0.0}
     kept = {"outer": server["outer"], "optimizer": server.get("optimizer")}
-    if saved.joint:
+    if saved.in_step:
         kept["optimizer"] = next(iter(state["stepper"]["optimizers"].values()), None)
     kept = {name: value for name, value in kept.items() if value is not None}
     owner = {"weights": weights, "refused": before["refused"], "clocks": [clock] * count, **kept}
@@ -164,14 +164,14 @@ def check_epochs_under_way(
     if others:
         kept["training images"] = saved.samples, len(workers.data.train)
         # The place in an epoch is counted in rounds, of joint steps in steps.
-        names += ["sync"] if saved.joint or config.sync == "step" else []
-        if saved.joint or saved.pushes or takes_joint_steps(config):
+        names += ["sync"] if saved.in_step or config.sync == "step" else []
+        if saved.in_step or saved.pushes or shares_global_batch(config):
             names += ["push", "drop_last"]
         names.append("rounds_per_epoch")
     kept |= {name: (before[name], getattr(config, name)) for name in names}
     for what, pair in kept.items():
         must_stay(what, *pair, " inside an epoch")
-    if others and (saved.joint or saved.pushes):
+    if others and (saved.in_step or saved.pushes):
         resolution = plans.stage_at(epochs.start).resolution
         both = saved.plans.last[resolution], plans.first[resolution]
         what = f"global_batch_size{px(resolution, ' at ')}"

@@ -38,7 +38,7 @@ from dbsl.config.parse import RUN_FOLDER, is_checkpoint
 from dbsl.config.settings import (
     CHECKPOINTS,
     RunConfig,
-    takes_joint_steps,
+    shares_global_batch,
     without_rates,
     workers_of,
 )
@@ -160,11 +160,11 @@ def changes_for(
                 changes |= dict.fromkeys(_TIMES if name in _TIMES else (name,))
         if config.small_workers:
             changes["small_workers"] = min(config.small_workers, config.workers)
-    config, joint = replace(config, **changes), before["sync"] == "step"
-    joint = (joint or before["push"] != "weights") and takes_joint_steps(config)
+    config, shared = replace(config, **changes), before["sync"] == "step"
+    shared = (shared or before["push"] != "weights") and shares_global_batch(config)
     # It may have been kept before, from yet other workers.
     kept = config.workers != workers or "global_batch_size" in before[FOUND]
-    if not (joint and kept) or config.global_batch_size or config.local_batch_sizes:
+    if not (shared and kept) or config.global_batch_size or config.local_batch_sizes:
         return changes
     planner = found.shard(SERVER_RANK)["planner"]
     sizes = {plan["global_batch_size"] for plan in planner["last"].values()}
@@ -219,7 +219,7 @@ def read_resumed(found: Found, workers: Workers, config: RunConfig) -> Resumed:
             state = without_workers(state, workers)
         elif rank:
             state = found.shard(rank)
-    if not (same or saved.joint or saved.pushes):
+    if not (same or saved.in_step or saved.pushes):
         say("optimizer states begin empty, as do remainders of rounding")
     return Resumed(found, state, same)
 

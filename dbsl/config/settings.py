@@ -432,7 +432,7 @@ def workers_of(config: RunConfig, processes: int) -> int | None:
     return config.workers if processes == 1 else processes - config.dedicated_server
 
 
-def takes_joint_steps(config: RunConfig) -> bool:
+def shares_global_batch(config: RunConfig) -> bool:
     """Whether all workers share one global batch a step, instead of rounds of their own."""
     return config.sync == "step" or config.push != "weights"
 

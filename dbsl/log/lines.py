@@ -17,7 +17,7 @@ from tqdm import tqdm
 from dbsl.base.errors import duration, plural, px, short_loss, steadier
 from dbsl.cluster.formats import joint_messages, message_bytes, numbers_of, trained_shapes
 from dbsl.cluster.wire import all_reduce_time_s
-from dbsl.config.settings import FLOAT32, RunConfig, Wire, takes_joint_steps, wire_of
+from dbsl.config.settings import FLOAT32, RunConfig, Wire, shares_global_batch, wire_of
 from dbsl.data.sources import TrainingData
 from dbsl.log.rows import EVALUATED
 from dbsl.plan.alone import epoch_times
@@ -124,7 +124,7 @@ def _on_ways(plans: Plans, model: nn.Module, accelerator: Accelerator) -> list[s
     config, known = plans.config, plans.known
     if config.workers == 1:
         return []
-    joint, lines, exchange_s = takes_joint_steps(config), [], 0.0
+    joint, lines, exchange_s = shares_global_batch(config), [], 0.0
     if accelerator.num_processes > 1 and config.sync in ("bsp", "step"):
         size = _sent_bytes(config, model, wire_of(config))
         exchange_s = all_reduce_time_s(size, accelerator.device)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dbsl.base.errors import SettingError, require
-from dbsl.config.settings import RunConfig, takes_joint_steps
+from dbsl.config.settings import RunConfig, shares_global_batch
 from dbsl.plan.machines import (
     WorkerProfiles,
     balanced_sizes,
@@ -51,8 +51,8 @@ def specs_of(
 
     `least` is the least that a worker takes in a step, unless it takes nothing.
     """
-    workers, joint = config.workers, takes_joint_steps(config)
     small, by_hand = config.small_batch_size or (None,), config.local_batch_sizes or ()
+    workers = config.workers
     rules = PlanRules(
         min_batch_size=config.min_batch_size,
         rounds=config.rounds_per_epoch,
@@ -65,7 +65,7 @@ def specs_of(
     for number, resolution in enumerate(config.resolutions):
         own = by_hand[workers * number : workers * (number + 1)] or by_hand
         limits, total = own or known.large_batch_sizes[resolution], None
-        if joint:
+        if shares_global_batch(config):
             total = sum(own) or config.global_batch_size or sum(limits)
             held = (known.limits or {}).get(resolution, [total] * workers)
             limits = np.minimum(held, total).tolist()
@@ -73,9 +73,9 @@ def specs_of(
                 check_global_batch(total, np.array(limits), least)
             name = "local_batch_sizes must sum to" if own else "global_batch_size must be"
             require(total <= samples, f"{name} at most the {samples} training samples", total)
-        lowest, most = config.min_batch_size, total // workers if joint else max(limits)
+        lowest, most = config.min_batch_size, total // workers if total else max(limits)
         if not own and lowest != type(config).min_batch_size:  # its default gives way
-            what = f"{total} samples of a step over {workers} workers" if joint else "a large batch"
+            what = f"{total} samples of a step over {workers} workers" if total else "a large batch"
             require(lowest <= most, f"min_batch_size must be at most {most}, {what}", lowest)
         size = small[number % len(small)]
         specs[resolution] = PlanSpec(
@@ -84,7 +84,7 @@ def specs_of(
             replace(rules, small_batch_size=size, time_ratio=None if size else config.time_ratio),
             config.small_workers,
             total,
-            own if joint else (),
+            own if total else (),
             # Of a run that repeats another they are given, as that one has measured them.
             measured=known.measured or "slope" in config.found,
         )

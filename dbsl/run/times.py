@@ -20,7 +20,7 @@ from dbsl.base.errors import plural, px, require
 from dbsl.cluster.formats import check_rank, trained_shapes
 from dbsl.cluster.wire import share_text
 from dbsl.config.complete import check_lengths, for_workers, from_workers
-from dbsl.config.settings import AGAIN, RunConfig, meets_at_server, takes_joint_steps, wire_of
+from dbsl.config.settings import AGAIN, RunConfig, meets_at_server, shares_global_batch, wire_of
 from dbsl.data.sources import TrainingData
 from dbsl.loss import LossFunction, LossOf, bind_loss, check_loss, digest_of, not_a_mean
 from dbsl.model import check_model
@@ -119,7 +119,7 @@ def alike_models(model: nn.Module, accelerator: Accelerator) -> None:
 
 def _check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
     workers, unit = config.workers, data.unit
-    rounds = 1 if takes_joint_steps(config) else config.rounds_per_epoch
+    rounds = 1 if shares_global_batch(config) else config.rounds_per_epoch
     needed = workers * rounds * least
     why = ", whose batch norm needs 2 at a time" if least > 1 else ""
     must = f"dataset must have at least {needed} training {unit}s for {workers} workers in "
@@ -142,7 +142,7 @@ def profile_workers(
     if not on_cuda:  # whose memory is not measured: the usual batch, and the whole of it at once
         names = ("large_batch_size", "micro_batch_size")
         config = replace(config, **{n: None for n in names if getattr(config, n) == "auto"})
-    joint, auto = takes_joint_steps(config), config.large_batch_size == "auto"
+    joint, auto = shares_global_batch(config), config.large_batch_size == "auto"
     share = max(1, len(data.train) // config.workers // config.rounds_per_epoch)
     given = for_workers(config, "large_batch_size", None if auto else config.large_batch_size)
     # The power of two nearest to a tenth of a round: many fewer than ten steps a round would leave
@@ -192,7 +192,7 @@ def profile_workers(
 
 def _check_large_batches(config: RunConfig, large: list[list[int]], data: TrainingData) -> None:
     """Refuse batches that no plan has, before they are measured."""
-    joint, samples = takes_joint_steps(config), len(data.train)
+    joint, samples = shares_global_batch(config), len(data.train)
     limits = joint and config.global_batch_size is not None  # they say what a worker can hold
     if not isinstance(config.large_batch_size, tuple) or config.local_batch_sizes or limits:
         return
@@ -220,7 +220,7 @@ def _given_models(config: RunConfig) -> list[TimeModel]:
 
 
 def _with_known(config: RunConfig, known: WorkerProfiles) -> RunConfig:
-    joint, large = takes_joint_steps(config), known.large_batch_sizes
+    joint, large = shares_global_batch(config), known.large_batch_sizes
     if joint and config.global_batch_size is not None:
         large = known.limits or large  # there it says what a worker can hold
     if joint and config.large_batch_size is None:
@@ -293,7 +293,7 @@ def _reserve_bytes(
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     here = config.workers if processes == 1 else 1
     pulled = 0 if config.sync == "step" else here
-    optimizers = 1 if takes_joint_steps(config) else here
+    optimizers = 1 if shares_global_batch(config) else here
     return float(weights * (pulled + 1) + state_bytes * optimizers)
 
 
@@ -373,7 +373,7 @@ def _largest_of(config: RunConfig, row: Sequence[int], number: int) -> int:
         if len(sizes) == config.workers:  # they hold for all resolutions
             sizes = sizes * len(config.resolutions)
         row = for_workers(config, "local_batch_sizes", sizes)[number]
-    if takes_joint_steps(config):
+    if shares_global_batch(config):
         return config.global_batch_size or sum(row)
     return max(row)
 
