@@ -194,6 +194,15 @@ def test_one_epoch_without_scale_is_warned_of(monkeypatch):
         list(DataLoader(range(43), batch_sampler=sampler))
 
 
+def test_a_loop_inside_rounds_is_not_asked_for_scale(monkeypatch):
+    used = set()
+    for module in ("uneven", "rounds"):
+        monkeypatch.setattr(f"dbsl.library.{module}.USED", used)
+    model = torch.nn.Linear(1, 1)
+    with dbsl.Rounds(model, torch.optim.SGD(model.parameters())):
+        assert len(list(loaders("random", [2, 4])[0])) == 8  # warnings are errors
+
+
 def test_sizes_that_are_not_the_loaders_are_said():
     for size in (6, 3, 1):  # of all processes, of each, and torch's own where none was chosen
         dbsl.uneven(DataLoader(range(43), size), [2, 4], rank=0, num_replicas=2)
