@@ -242,7 +242,8 @@ def test_a_model_without_matrices_travels_in_any_format(run_ranks):
     assert one == other
 
 
-def saved_whole(rank, folder, stop):
+def saved_whole(rank, folder, stop, *wires):
+    """Take five steps in rounds of three; after `stop` of them all is saved, and loaded anew."""
     draw = torch.Generator().manual_seed(rank)
     for begin, end in ((0, stop), (stop, 5)):
         torch.manual_seed(0 if begin == 0 else 7)
@@ -251,7 +252,8 @@ def saved_whole(rank, folder, stop):
             torch.manual_seed(0)
             model.base.load_state_dict(Adapted(8).base.state_dict())
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        rounds = dbsl.Rounds(model, optimizer, every=3, outer=(0.7, 0.9))
+        wire = wires[begin > 0] if wires else "float32"
+        rounds = dbsl.Rounds(model, optimizer, every=3, outer=(0.7, 0.9), wire=wire)
         if begin:
             rounds.load(folder)
         with rounds:
@@ -266,14 +268,20 @@ def saved_whole(rank, folder, stop):
     return model.up.weight.tolist()
 
 
+STOPS = [(0,), (2,), (3,), (4,), (4, "int4", "float32"), (4, "float32", "int4")]
+
+
 def all_saved(rank, folder):
-    return [saved_whole(rank, folder / str(stop), stop) for stop in (0, 2, 3, 4)]
+    return [saved_whole(rank, folder / str(n), *stop) for n, stop in enumerate(STOPS)]
 
 
-def test_rounds_save_and_load_to_the_same_bits(run_ranks, tmp_path):
-    (one, *others), (whole, *more) = run_ranks(all_saved, tmp_path)
-    assert one == whole
-    assert others == more == [whole] * 3
+def test_rounds_save_and_load_to_the_same_bits_and_in_another_format(run_ranks, tmp_path):
+    found, others = run_ranks(all_saved, tmp_path)
+    assert found == others
+    whole, *same, wide, narrow = found
+    assert same == [whole] * 3
+    for weights in (wide, narrow):
+        torch.testing.assert_close(*map(torch.tensor, (weights, whole)), rtol=0, atol=0.1)
 
 
 def registered(rank, folder):

@@ -75,10 +75,10 @@ def trainer(rank, sizes, stop=None):
     return vector(model), found.training_loss
 
 
-def accelerated(rank, sizes, stop=0):
-    """Accelerate's loop with accumulation; it may leave out the batches before `stop`."""
+def accelerated(rank, sizes):
+    """Accelerate's loop with accumulation."""
     begin(rank, sizes)
-    from accelerate import Accelerator, skip_first_batches
+    from accelerate import Accelerator
 
     from dbsl.integrations.accelerate import prepare
 
@@ -93,8 +93,7 @@ def accelerated(rank, sizes, stop=0):
     )
     for epoch in range(2):
         loader.set_epoch(epoch)
-        active = skip_first_batches(loader, stop) if stop else loader
-        for batch in active:
+        for batch in loader:
             with accelerator.accumulate(model):
                 loss = model(batch).square().mean() * loader.scale(len(batch))
                 accelerator.backward(loss)
@@ -160,9 +159,3 @@ def test_a_frameworks_loop_trains_as_one_process_on_the_joint_batch(run_ranks, t
     if loop is trainer:  # it goes on inside an epoch to the same weights
         stopped, _ = run_ranks(trainer, [2, 6], str(tmp_path / "run"))
         assert (stopped[0] == one[0]).all()
-
-
-def test_batches_that_accelerates_script_skips_are_counted(run_ranks):
-    (joined,) = run_ranks(accelerated, [8], 2, world_size=1)
-    one, _ = run_ranks(accelerated, [2, 6], 2)
-    assert abs(one[0] - joined[0]).max() < 1e-9

@@ -299,12 +299,6 @@ def test_settings_of_a_model_are_timms_and_come_back_with_it(tmp_path):
     assert torch.equal(again(images), model.eval()(images))
 
 
-def test_settings_that_a_model_does_not_take_are_refused():
-    message = "model must take the settings .* drop_block=1 .*argument"
-    with pytest.raises(ValueError, match=message):
-        build_model("test_resnet", 2, (32,), settings={"drop_block": 1})
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -307,16 +307,6 @@ def test_what_others_removed_is_read_again(shards, cache):
     assert torch.equal(next(batches)[1], labels)
 
 
-def test_a_later_call_ends_an_earlier_one(shards):
-    data = load(shards, LITTLE)
-    batches = epoch_of(data)[0]
-    first = data.train.batches(batches, plain(16))
-    next(first)
-    assert len(list(data.train.batches([np.arange(4)] * 3, plain(16)))) == 3
-    with pytest.raises(RuntimeError, match="a later call"):
-        list(first)
-
-
 def test_a_bad_image_is_left_out_and_one_that_lies_elsewhere_is_not_read(shards, tmp_path, caplog):
     secret = tmp_path / "secret.png"
     Image.new("RGB", (12, 12)).save(secret)

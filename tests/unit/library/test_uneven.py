@@ -431,13 +431,6 @@ def test_what_is_forgotten_is_warned_of():
         next(iter(sampler))
 
 
-def test_numbers_of_numpy_are_those_of_python():
-    sampler = UnevenBatchSampler(
-        8, local_batch_sizes=[1, 3], rank=np.uint8(1), num_replicas=np.uint8(2)
-    )
-    assert sampler.scale(len(next(iter(sampler)))) == 2 * 3 / 4
-
-
 def resumed(samples, size, epoch=0, steps=None, **options):
     """Return a sampler that has trained an epoch, or some steps of it, and one with its state."""
     (sampler,), (other,) = (samplers(samples, [size], **options) for _ in range(2))
@@ -478,14 +471,6 @@ def test_epochs_that_are_left_early_move_no_sizes_and_say_so():
     sampler.set_epoch(1)
     with pytest.warns(UserWarning, match="balance_every must be given where epochs are left early"):
         next(iter(sampler))
-
-
-def test_a_look_by_a_loader_that_draws_ahead_trains_on_nothing():
-    _, other = resumed(20, 4, steps=3)
-    loader = DataLoader(range(20), batch_sampler=other, num_workers=1, prefetch_factor=4)
-    next(iter(loader))
-    other.set_epoch(0)
-    assert [other.scale(len(batch)) for batch in loader] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(("steps", "samples"), [(1, 0), (2, 12), (3, 12), (4, 24), (5, 26)])

@@ -534,15 +534,6 @@ def test_profile_from_the_shell(tmp_path, capsys):
     assert (written["setup"]["clip"], written["profiles"][0]["micro_batch"]) == (True, 4)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "resnet1"], "model must be a name that timm.list_models() knows"),
-        (
-            ["--model", "test_resnet", "--resolutions", "0"],
-            "resolutions must be in [1, 8192], got 0",
-        ),
-    ],
-)
-def test_profile_from_the_shell_refuses_in_one_line(capsys, arguments, message):
-    assert refused(capsys, command.main, arguments).startswith(message)
+def test_profile_from_the_shell_refuses_in_one_line(capsys):
+    line = refused(capsys, command.main, ["--model", "test_resnet", "--resolutions", "0"])
+    assert line.startswith("resolutions must be in [1, 8192], got 0")
