@@ -141,17 +141,6 @@ def test_a_joint_batch_with_auto_is_planned_again_by_the_runs_own_settings(tmp_p
     assert plans[0] == plans[1]
 
 
-@slow
-def test_an_outer_step_in_processes_is_that_of_one_process(tmp_path):
-    settings = {"rounds_per_epoch": 2, "lr": 0.005, "mixed_precision": "no", **SHORT}
-    outer = {"merge": "delta:0.3,0.5"}
-    run_in_ranks(tmp_path / "two", **settings, **outer)
-    run(tmp_path / "one", workers=2, **settings, **outer)
-    assert eval_losses(tmp_path / "two") == pytest.approx(eval_losses(tmp_path / "one"), 1e-4)
-    run(tmp_path / "mean", workers=2, **settings, merge="mean")
-    assert eval_losses(tmp_path / "mean") != pytest.approx(eval_losses(tmp_path / "one"), 1e-4)
-
-
 def test_learning_rates_follow_the_workers_batch(tmp_path):
     run(tmp_path / "run", lr_scaling="sqrt", warmup_epochs=0, small_batch_size=(4,))
     rounds = rounds_of(tmp_path / "run")

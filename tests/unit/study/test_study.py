@@ -1,4 +1,3 @@
-import json
 import math
 import signal
 import time
@@ -296,17 +295,6 @@ def test_one_of_two_processes_is_killed_and_every_trial_is_there_once(tmp_path, 
     ran = [line for line in (killed.stdout + other.stdout).splitlines() if ", trial " in line]
     assert len({line.partition(":")[0] for line in ran}) == len(ran) >= 5  # it dies as it prints
     assert all_texts(tmp_path) == all_texts(unbroken)
-
-
-@pytest.mark.slow
-def test_study_in_two_processes_finds_what_one_does(tmp_path):
-    run_study(tmp_path / "one")
-    given = flags(tmp_path / "two")
-    both = [Forked(lambda: study.main(given)) for _ in range(2)]
-    assert [own.wait(120) for own in both] == [0, 0]
-    assert sum(own.stdout.count(", trial ") for own in both) == 12
-    one, two = (json.loads((tmp_path / n / "report.json").read_text()) for n in ("one", "two"))
-    assert one == two
 
 
 @pytest.mark.slow
