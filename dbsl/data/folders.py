@@ -33,13 +33,12 @@ _HIDDEN = re.compile(r"\.|__MACOSX$|@eaDir$")  # what systems put beside people'
 _NO_UTF8 = re.compile("[\ud800-\udfff]")  # how Python has such bytes of a name
 _NO_PIXELS = {"BUFR", "GRIB", "HDF5", "MPEG", "PDF"}  # Pillow knows these and decodes none
 _INTEGER, _NUMBER = re.compile(r"-?(0|[1-9]\d*)"), re.compile(r"-?\d*\.?\d+([eE]-?\d+)?")
-_CAMEL = re.compile("(?<=[a-z])(?=[A-Z])")  # between the words of TrainImages
 _WORDS = {  # of each split, with no letter beside them
-    split: re.compile(rf"(?<![^\W\d_])({words})(?![^\W\d_])", re.IGNORECASE)
+    split: re.compile(rf"(?<![^\W\d_])({words})(set|data|images)?(?![^\W\d_])", re.IGNORECASE)
     for split, words in (
-        ("train", r"train(ing)?(set|data)?|fold\d+"),
-        ("validation", "(val|valid|validation|dev)(set|data)?"),
-        ("test", "(test|testing|eval|evaluation)(set|data)?"),
+        ("train", r"train(ing)?|fold\d+"),
+        ("validation", "val|valid|validation|dev"),
+        ("test", "test|testing|eval|evaluation"),
     )
 }
 _NO_CLASS = "images without a class"
@@ -50,7 +49,6 @@ Row = tuple[str, str | None]  # label of an image, '': none; its split, None: no
 @cache
 def split_of(name: str) -> str | None:
     """Return the split that a name says by one of its words, in any case."""
-    name = _CAMEL.sub(" ", name)
     return next((split for split, words in _WORDS.items() if words.search(name)), None)
 
 
