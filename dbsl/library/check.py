@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dbsl.base.errors import require
 from dbsl.base.seeds import global_streams, seed_streams
 from dbsl.cluster.weights import kept_modes
 from dbsl.library.loader import sampler_of
 from dbsl.library.processes import by_itself, gather
 from dbsl.library.uneven import UnevenBatchSampler
-from dbsl.library.watch import SHARDED, alone
+from dbsl.library.watch import alone, refuse_sharded
 
 _EQUAL = "equal"
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; of shorter formats 5 %
@@ -40,8 +39,7 @@ def check(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], loader:
     (contrastive losses, batch norm), which no scale can mend.
     """
     sampler = sampler_of(loader)
-    whole = not any(isinstance(module, SHARDED) for module in model.modules())
-    require(whole, "model must have its parameters whole", "one that FSDP shards")
+    refuse_sharded(model)
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
     fewest = 2 if norms else 1
     halved = [
@@ -139,17 +137,15 @@ def _constant(factors: set[tuple[float, float]], sampler: UnevenBatchSampler) ->
     if len(factors) > 1:  # a mean that is taken by hand has another one for each part
         return ""
     ((times, over),) = factors
-    found = {"multiplied": times, "divided": over}
-    accumulate, n = float(sampler.accumulate), float(sampler.num_replicas)
-    for how, other in (("multiplied", over), ("divided", times)):
-        if abs(found[how] - 1) < 1e-6 or abs(other - 1) > 1e-6:
-            continue
-        if abs(found[how] - accumulate) < 1e-6:
-            twice = " twice" if how == "divided" else ""
-            return f"the loss is {how} by the accumulation ({sampler.accumulate}){twice}"
-        if abs(found[how] - n) < 1e-6:
-            return f"the loss is off by n: {how} by {sampler.num_replicas}"
-    return ""
+    n, accumulate = float(sampler.num_replicas), float(sampler.accumulate)
+    known = {
+        (n, 1.0): f"the loss is off by n: multiplied by {n:g}",
+        (1.0, n): f"the loss is off by n: divided by {n:g}",
+        (accumulate, 1.0): f"the loss is multiplied by the accumulation ({accumulate:g})",
+        (1.0, accumulate): f"the loss is divided by the accumulation ({accumulate:g}) twice",
+    }
+    known.pop((1.0, 1.0), None)
+    return known.get((round(times, 6), over), "")
 
 
 def _factors(loss: Tensor) -> tuple[float, float]:

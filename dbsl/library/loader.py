@@ -145,7 +145,7 @@ class UnevenLoader:
         epoch, number = None, 0
         for number, batch in enumerate(self.fetcher, 1):
             if epoch is None:  # one batch alone may be a look
-                epoch = self.sampler.under_way
+                epoch = self.sampler._iterator
             else:
                 self.sampler.count(epoch, number)
             yield batch

@@ -82,13 +82,12 @@ def digest(what: Any) -> str:
 def by_itself() -> Iterator[None]:
     """Have `mean_scale` inside count this process alone, where the others do not call it."""
     global _by_itself
-    before, _by_itself = _by_itself, True
-    announced = dict(_AHEAD)
+    announced, _by_itself = dict(_AHEAD), True
     _AHEAD.clear()
     try:
         yield
     finally:
-        _by_itself = before
+        _by_itself = False
         _AHEAD.clear()
         _AHEAD.update(announced)
 

@@ -24,7 +24,7 @@ from dbsl.cluster.weights import FlatWeights
 from dbsl.config.fields import in_words
 from dbsl.config.settings import ROUND_WIRES
 from dbsl.library.processes import USED, compare, digest, gather, world_size
-from dbsl.library.watch import SHARDED, alone
+from dbsl.library.watch import alone, refuse_sharded
 from dbsl.optimizer import begin_again, first_state
 
 
@@ -83,8 +83,7 @@ class Rounds:
         require(wire in ROUND_WIRES, f"wire must be {in_words(ROUND_WIRES)}", wire)
         module = isinstance(model, nn.Module)
         require(module, "model must be a torch module", type(model).__name__)
-        sharded = any(isinstance(module, SHARDED) for module in model.modules())
-        require(not sharded, "model must have its parameters whole", "one that FSDP shards")
+        refuse_sharded(model)
         ddp = (m for m in model.modules() if isinstance(m, DistributedDataParallel))
         fixed = any(module.static_graph for module in ddp)  # no_sync fails before its first step
         require(not fixed, "static_graph of DDP must be False", fixed)

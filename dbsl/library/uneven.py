@@ -155,11 +155,6 @@ class UnevenBatchSampler:
         return self
 
     @property
-    def under_way(self) -> _Epoch | None:
-        """The epoch that was drawn from last."""
-        return self._iterator
-
-    @property
     def batches_per_epoch(self) -> int:
         """Batches of a whole epoch, on each process."""
         return len(self._cuts(0)) - 1

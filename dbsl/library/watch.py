@@ -19,11 +19,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import require
 from dbsl.base.machine import clock
 
 CPU = torch.device("cpu")
-SHARDED = FSDPModule, FullyShardedDataParallel
 
 
 class Watch:
@@ -33,11 +32,7 @@ class Watch:
         # DDP's own module, also where it is compiled or wrapped once more.
         wrapped = [m.module for m in model.modules() if isinstance(m, DistributedDataParallel)]
         inner = wrapped[0] if len(wrapped) == 1 else model
-        if any(isinstance(module, SHARDED) for module in model.modules()):
-            raise SettingError(
-                "watch needs a model whose parameters are whole: FSDP waits for other processes "
-                "inside both passes, set local_batch_sizes instead"
-            )
+        refuse_sharded(model, "; it waits in both passes: set local_batch_sizes instead")
         self.samples = 0  # of the batch under way; set by whoever knows them
         self.called = False  # whether the model was ever called with gradients on
         parameters = inner.parameters()
@@ -112,6 +107,12 @@ def _tensors(output: Any, inside: tuple[int, ...] = ()) -> Iterator[Tensor]:
             yield from _tensors([*own.values()], (*inside, id(leaf)))
         elif hasattr(leaf, "__dict__"):
             yield from filter(torch.is_tensor, tree_leaves([*vars(leaf).values()]))
+
+
+def refuse_sharded(model: nn.Module, why: str = "") -> None:
+    """Refuse a model whose parameters FSDP shards."""
+    sharded = any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in model.modules())
+    require(not sharded, "model must have its parameters whole", f"one that FSDP shards{why}")
 
 
 def alone(model: nn.Module) -> ExitStack:

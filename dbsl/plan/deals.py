@@ -9,7 +9,7 @@ from numbers import Integral
 import numpy as np
 
 from dbsl.base.errors import require
-from dbsl.plan.machines import balanced_sizes
+from dbsl.plan.machines import balanced_sizes, zero_of
 from dbsl.plan.types import TimeModel
 
 
@@ -86,11 +86,9 @@ def deal(lengths: np.ndarray, speeds: Sequence[float], least: int = 1) -> list[n
 
 def _soonest(lengths: list[float], speeds: list[float], least: int) -> tuple[float, list[int]]:
     """Return when the sorted samples can be done at the soonest, and how many each then takes."""
-    low, high = 0.0, 2 * lengths[0] * len(lengths) / min(speeds)
-    for _ in range(48):
-        middle = (low + high) / 2
-        low, high = (low, middle) if _taken(lengths, speeds, least, middle) else (middle, high)
-    return high, _taken(lengths, speeds, least, high)
+    latest = 2 * lengths[0] * len(lengths) / min(speeds)
+    time = zero_of(lambda t: len(_taken(lengths, speeds, least, t)) - 0.5, 0.0, latest)
+    return time, _taken(lengths, speeds, least, time)
 
 
 def _taken(lengths: list[float], speeds: list[float], least: int, time: float) -> list[int]:
