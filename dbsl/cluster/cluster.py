@@ -103,13 +103,25 @@ class Cluster(ABC):
     def __exit__(self, *error: Any) -> bool | None:
         return self._exits.__exit__(*error)
 
-    @abstractmethod
     def turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield the rounds of this process's workers, and each epoch's end when it comes.
 
         A process that has no step to take while others do has turns of no worker, in which it may
-        save. `RunStopped`: the run is to stop while this process waits.
+        save. `RunStopped`: the run is to stop while this process waits. Here all wait for each
+        other: rounds and ends are the same in every process.
         """
+        yield from self._ends()
+        while self._clock < self._rounds:
+            # Without a worker, too: a dedicated server takes part in every collective.
+            turn = Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
+            yield turn
+            self._clock += 1
+            if self._clock % self._rounds_per_epoch == 0:
+                self._receive()
+                yield EpochEnd(turn.epoch, self.weights.vector, time.perf_counter())
+
+    def _receive(self) -> None:  # noqa: B027
+        """Have the global weights in the model; joint steps have left them there."""
 
     def plan(self, turn: Turn) -> Plan:
         """Decide on the plan of a turn, unless that is done (a collective where processes meet).

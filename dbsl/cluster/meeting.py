@@ -47,15 +47,10 @@ class JointCluster(Cluster):
         self._inherited = 0  # steps of it that other workers took, before they were others
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
-        """Yield rounds and the ends of epochs, the same in every process."""
-        yield from self._ends()
-        while self._clock < self._rounds:
-            turn = Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
-            self._began, self._spent_s = time.perf_counter() - self._spent_s, 0.0
+        for turn in super().turns():
+            if not turn.ends_epoch:
+                self._began, self._spent_s = time.perf_counter() - self._spent_s, 0.0
             yield turn
-            self._clock += 1
-            if self._clock % self._rounds_per_epoch == 0:
-                yield EpochEnd(turn.epoch, self.weights.vector, time.perf_counter())
 
     def pull(self, turn: Turn) -> None:
         """Keep the weights, which are here already, in case that the round is not finite."""
@@ -236,18 +231,6 @@ class BarrierCluster(Cluster):
         # What was pulled, where changes count from it.
         changes = self._pushes_weights and (self._sends_change or delta is not None)
         self._pulled = self.weights.vector.clone() if changes else None
-
-    def turns(self) -> Iterator[Turn | EpochEnd]:
-        """Yield this worker's rounds in order and, on every rank, the end of each epoch."""
-        yield from self._ends()
-        while self._clock < self._rounds:
-            # Without a worker, too: a dedicated server takes part in every collective.
-            turn = Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
-            yield turn
-            self._clock += 1
-            if self._clock % self._rounds_per_epoch == 0:
-                self._receive()
-                yield EpochEnd(turn.epoch, self.weights.vector, time.perf_counter())
 
     def pull(self, turn: Turn) -> None:
         """Bring the global weights into the model (a collective: every rank is in it)."""
