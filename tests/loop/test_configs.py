@@ -177,10 +177,3 @@ def test_what_is_wrong_in_a_base_is_told_with_its_file(tmp_path, first, message)
     (tmp_path / "second.yaml").write_text("base: first.yaml\nlr: 0.1\n")
     with pytest.raises(ValueError, match=f"^{message.format(tmp_path / 'first.yaml')}"):
         parse_config(train.Config, ["--config", str(tmp_path / "second.yaml")])
-
-
-def test_a_key_with_dashes_is_that_with_underscores(tmp_path):
-    file = tmp_path / "dashes.yaml"
-    file.write_text("lr-milestones: [3, 5]\noutput-dir: runs/x\n")
-    assert read_settings(file) == {"lr_milestones": [3, 5], "output_dir": "runs/x"}
-    assert parse_config(train.Config, ["--config", str(file)]).lr_milestones == (3, 5)

@@ -1,6 +1,7 @@
 """Loaders that others built, cut into uneven batches: each sample once, in their own order."""
 
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -155,6 +156,15 @@ def test_a_look_at_a_batch_changes_nothing():
     pair, other = loaders("workers", [2, 4]), loaders("random", [2, 4])
     next(iter(pair[0]))
     assert joint(pair) == joint(other)
+
+
+def test_a_loader_is_gone_once_nobody_holds_it():
+    """In a circle of references its workers would be waited for, 5 s each."""
+    pair = loaders("random", [2, 4])
+    joint(pair)
+    kept = [weakref.ref(loader) for loader in pair]
+    pair.clear()
+    assert [each() for each in kept] == [None, None]
 
 
 def test_random_streams_of_the_loop_are_as_before():

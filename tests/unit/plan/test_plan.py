@@ -234,18 +234,6 @@ def test_a_line_through_a_fast_gpus_floor_plans_nearly_large_batches_and_says_so
         assert helps in note
 
 
-def test_a_floor_of_0_changes_no_bit_of_a_plan():
-    models = [TimeModel(GTX_1080.slope * f, GTX_1080.intercept) for f in (1, 2, 1, 3)]
-    for model in (GTX_1080, models):
-        plan = plan_dual_batch(50_000, 4, 2, 300, model)
-        machines = [model] * 4 if isinstance(model, TimeModel) else model
-        for worker, machine in zip(plan.workers, machines, strict=True):
-            a, b = machine.slope, machine.intercept
-            assert worker.predicted_time_s == a * worker.samples + b * worker.steps
-            rate = 1.0 / (a + b / worker.local_batch_size)
-            assert worker.simplified_time_s == worker.samples / rate
-
-
 def test_a_solved_batch_below_the_least_is_clamped_and_said():
     plan = plan_dual_batch(8000, 4, 1, 64, TimeModel(0.01, 0.001), PlanRules(min_batch_size=4))
     assert plan.small_batch_size == 4
