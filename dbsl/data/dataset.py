@@ -76,6 +76,8 @@ class Data:
 
     def transform(self, resolution: int, augment: Augment, seed: int) -> Transform:
         """Return what images pass at a resolution."""
+        if augment == "crop" and isinstance(self.train, PixelStore):
+            self.train.pad()  # now, before what is left of the device's memory is planned
         look = (self.mirror, self.mean, self.std, seed, self.crop_pct, self.interpolation)
         return Transform(resolution, augment, *look, self.config.aa)
 

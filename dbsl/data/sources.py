@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dbsl.base.errors import SettingError, require
 from dbsl.config.settings import NO_SIDE
-from dbsl.data.transforms import padded_pixels, to_device
+from dbsl.data.transforms import padded_images, to_device
 from dbsl.plan.sampler import Order
 
 Batch = tuple[Tensor, Tensor]  # inputs [B, ...], labels [B]
@@ -104,9 +104,15 @@ class TensorSource(Source):
 class PixelStore(TensorSource):
     """Small images of one size, uint8 [N, S, S, 3]: their batches pass the transform."""
 
-    @cached_property
-    def _padded(self) -> Tensor:
-        return padded_pixels(self.inputs)
+    _padded: Tensor | None = None  # pixels in a row, [P, 3], as "crop" reads them
+
+    def pad(self) -> None:
+        """Keep the images padded, and only so, as "crop" needs them: 1.6 times the memory."""
+        if self._padded is None:
+            side, padded = self.inputs.shape[1], padded_images(self.inputs)
+            first = (padded.shape[1] - side) // 2
+            self.inputs = padded[:, first : first + side, first : first + side]
+            self._padded = padded.view(-1, 3)
 
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: Any, epoch: int = 0
@@ -119,6 +125,7 @@ class PixelStore(TensorSource):
             places = to_device(samples, self.device)
             labels = self.labels.index_select(0, places).split(sizes)
             if crops:
+                self.pad()
                 windows = transform.windows(self.inputs.shape[1], samples, epoch, samples)
                 rows, columns = to_device(np.stack(windows), self.device)
                 rows, columns = rows[:, :, None].split(sizes), columns[:, None, :].split(sizes)

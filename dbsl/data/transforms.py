@@ -90,7 +90,7 @@ class Transform:
             first = (side - cut) // 2
             images = images[:, first : first + cut, first : first + cut]
         elif augment == "crop":
-            side, padded = images.shape[1], padded_pixels(images)
+            side, padded = images.shape[1], padded_images(images).view(-1, 3)
             rows, columns = self.windows(side, samples, epoch, np.arange(len(samples)))
             rows, columns = to_device(np.stack([rows, columns]), images.device)
             images = padded[rows[:, :, None] + columns[:, None, :]]
@@ -106,7 +106,7 @@ class Transform:
     def windows(
         self, side: int, samples: np.ndarray, epoch: int, places: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return which `padded_pixels` of images of a side "crop" shows, as rows and columns.
+        """Return which pixels of `padded_images` of a side "crop" shows, as rows and columns.
 
         Their sums are the pixels' numbers: int64 [B, S] each. The images are at `places`, [B].
         """
@@ -214,14 +214,14 @@ def _padding(side: int) -> int:
     return max(1, side // 8)
 
 
-def padded_pixels(images: Tensor) -> Tensor:
-    """Return images [B, S, S, 3], zero-padded by an eighth of the side, as pixels in a row, [P, 3].
+def padded_images(images: Tensor) -> Tensor:
+    """Return images [B, S, S, 3], zero-padded by an eighth of the side on each.
 
-    One gather of whole pixels then cuts and mirrors, four times as fast on the CPU as indexing
-    batch, row and column apart.
+    One gather of their pixels, [P, 3] in a row, then cuts and mirrors, four times as fast on the
+    CPU as indexing batch, row and column apart.
     """
     pad = _padding(images.shape[1])
-    return F.pad(images, (0, 0, pad, pad, pad, pad)).reshape(-1, 3)
+    return F.pad(images, (0, 0, pad, pad, pad, pad))
 
 
 def _warp(images: Tensor, flipped: np.ndarray, turn: np.ndarray, zoom: np.ndarray) -> Tensor:

@@ -178,3 +178,15 @@ def test_the_operators_of_a_batch_do_not_depend_on_its_size():
             found.add(count.total())
         assert max(found) <= most
         assert len(found) == 1
+
+
+def test_a_store_is_padded_before_memory_is_planned_and_gives_the_same_images_uncropped():
+    data = load_data(ImageConfig("digits"))
+    plain, batches = data.transform(16, "none", 0), [np.arange(5)]
+    ((before, _),) = data.train.batches(batches, plain)
+    store = data.train.inputs.untyped_storage().nbytes()
+    data.transform(16, "crop", 0)
+    padded = data.train.inputs.untyped_storage().nbytes()
+    assert padded * 8**2 == store * 10**2  # of 8 px, in place of them: nothing is kept twice
+    ((after, _),) = data.train.batches(batches, plain)
+    assert torch.equal(before, after)
