@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,32 +35,36 @@ def check(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], loader:
     statistics are as before afterwards.
 
     The line says "equal", with the relative difference. Or it says that the loss is off by n,
-    divided by the accumulation twice, or scaled twice or not at all; that it is a sum, or a mean
-    over something else than samples; or that the loss of a sample depends on the others
-    (contrastive losses, batch norm), which no scale can mend.
+    divided by the accumulation twice, scaled twice, not at all or by fixed numbers; that it is a
+    sum, or a mean over something else than samples; or that the loss of a sample depends on the
+    others (contrastive losses, batch norm), which no scale can mend.
     """
     sampler = sampler_of(loader)
     refuse_sharded(model)
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
-    fewest = 2 if norms else 1
-    halved = [
-        part[: max(len(part) // 2, fewest)] if at % 2 else part
-        for at, part in enumerate(sampler.parts(1))
-    ]
+    other = sampler.parts(1)
+    largest = max(other, key=len)
+    del largest[max(len(largest) // 2, 2 if norms else 1) :]
     source, errors, free = getattr(loader, "fetcher", loader), {}, 0.0
-    factors: set[tuple[float, float]] = set()
+    factors: list[list[tuple[float, float]]] = []  # of each trial, by rank
     with _put_back(model, sampler, norms):
-        for parts in (sampler.parts(0), halved):
+        for parts in (sampler.parts(0), other):
             found = _trial(model, loss_fn, source, sampler, parts)
             if isinstance(found, str):
                 return found
             errors = {said: max(error, errors.get(said, 0.0)) for said, error in found[0].items()}
-            free, factors = max(free, found[1]), factors | found[2]
+            free, factors = max(free, found[1]), [*factors, found[2]]
     dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
     tolerance = _TOLERANCE.get(dtype, 0.05)
     said = next((said for said, error in errors.items() if error <= tolerance), None)
     if said == _EQUAL:
-        return _constant(factors, sampler) or f"equal ({errors[said]:.0e})"
+        return _constant({*itertools.chain(*factors)}, sampler) or f"equal ({errors[said]:.0e})"
+    numbers = [f"{times / over:g}" for times, over in factors[0]]
+    if factors[0] == factors[1] and len({*numbers}) > 1:
+        said = (
+            f"the loss is multiplied by fixed numbers ({', '.join(numbers)}, by process): "
+            "multiply it by scale or dbsl.mean_scale alone"
+        )
     if said is None and free <= max(tolerance, 1e-5):
         said = (
             "the loss is a mean over something else than samples, such as tokens: multiply it by "
@@ -72,7 +77,7 @@ def check(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], loader:
 
 def _trial(
     model: nn.Module, loss_fn: Any, source: Any, sampler: UnevenBatchSampler, parts: list[list[int]]
-) -> str | tuple[dict[str, float], float, set[tuple[float, float]]]:
+) -> str | tuple[dict[str, float], float, list[tuple[float, float]]]:
     """Compare a joint batch's gradient with those of its parts, alike on every process.
 
     Returned are how far off each hypothesis is, how far the best weights are, and what processes
@@ -91,7 +96,7 @@ def _trial(
         model.zero_grad()
         loss = loss_fn(model, source.collate_fn([_sample(source, i) for i in indices]))
         times, over = _factors(loss)
-        factors.append((times / (scale if counts else 1.0), over))
+        factors.append((round(times / (scale if counts else 1.0), 6), over))
         loss.backward()
         trained = [p for p in model.parameters() if p.requires_grad]
         return [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
@@ -110,7 +115,7 @@ def _trial(
                 f"scale was given {given[0]} on process {at}, whose part has {sizes[at]} samples: "
                 "the collate function drops some, or the count is of something else"
             )
-    return dict(zip(weights, errors, strict=True)), free, {*map(tuple, told)}
+    return dict(zip(weights, errors, strict=True)), free, [*map(tuple, told)]
 
 
 def _sample(source: Any, index: Any) -> Any:
@@ -145,7 +150,7 @@ def _constant(factors: set[tuple[float, float]], sampler: UnevenBatchSampler) ->
         (1.0, accumulate): f"the loss is divided by the accumulation ({accumulate:g}) twice",
     }
     known.pop((1.0, 1.0), None)
-    return known.get((round(times, 6), over), "")
+    return known.get((times, over), "")
 
 
 def _factors(loss: Tensor) -> tuple[float, float]:

@@ -17,6 +17,7 @@ from numbers import Integral
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -44,6 +45,7 @@ class _Epoch:
     sizes: list[tuple[int, list[int]]]  # from which step on they hold
     taken: int  # batches that are trained on, or skipped
     drawn: int  # steps of which a batch was drawn
+    trains: bool  # whether gradients were on when it began; else it is an evaluation
     # This process's batches that are drawn but not trained on: samples, their windows', cost.
     ahead: deque[tuple[int, int, float]] = field(default_factory=deque)
 
@@ -210,7 +212,8 @@ class UnevenBatchSampler:
         sizes = [(0, self.local_batch_sizes)]
         cuts = self._cuts(self._start)
         drawn = 0 if self._draws_skipped else skipped
-        epoch = _Epoch(self.epoch, self._start, cuts, skipped, sizes, skipped, drawn)
+        trains = torch.is_grad_enabled()
+        epoch = _Epoch(self.epoch, self._start, cuts, skipped, sizes, skipped, drawn, trains)
         self._iterator, self._start = epoch, 0
         return epoch
 
@@ -220,8 +223,8 @@ class UnevenBatchSampler:
         if same and self._looked_at(before) and len(before):
             self._start, self._chosen = before.start, True
         elif before.exhausted and len(before):
-            self._warn_of_no_scale()
-            missed = self._scaled and before.taken < len(before)
+            self._warn_of_no_scale(before)
+            missed = self._scaled and before.trains and before.taken < len(before)
             if missed and before is not self._trained:  # else it is a look
                 raise SettingError(
                     f"scale must be called for each batch, got {before.taken} calls for the "
@@ -250,28 +253,28 @@ class UnevenBatchSampler:
             last = min(first + self.accumulate, len(epoch))
             epoch.ahead.append((len(part), cut(last) - cut(first), cost))
             if len(epoch.ahead) == _MOST_AHEAD:
-                self._warn_of_no_scale()
+                self._warn_of_no_scale(epoch)
         return part
 
     def _looked_at(self, epoch: _Epoch) -> bool:
-        """Whether batches were drawn and not trained on, such as for a summary of the model."""
-        if self._scaled:
+        """Whether batches were drawn and not trained on, as for a summary or in an evaluation."""
+        if self._scaled or not epoch.trains:
             return epoch.taken == epoch.skipped
         return epoch.taken < len(epoch) and (bool(epoch.start) or not epoch.exhausted)
 
     def count(self, epoch: _Epoch, batches: int) -> None:
         """Count the batches of an epoch that a loop has got, unless it calls `scale`."""
-        if not self._scaled:
+        if epoch.trains and not self._scaled:
             epoch.taken, self._trained = epoch.skipped + batches, epoch
 
     def let_go(self) -> None:
         """Warn of an epoch without `scale` when the loop over it has ended."""
         epoch = self._iterator  # the loop may have fetched a window and one batch more
         if epoch is not None and epoch.exhausted and len(epoch) > self.accumulate + 1:
-            self._warn_of_no_scale()
+            self._warn_of_no_scale(epoch)
 
-    def _warn_of_no_scale(self) -> None:
-        if self.expects_scale and not self._scaled and not USED:
+    def _warn_of_no_scale(self, epoch: _Epoch) -> None:
+        if self.expects_scale and epoch.trains and not self._scaled and not USED:
             self.expects_scale = False
             warn(
                 "scale was not called for any batch: multiply each loss by it, or call it to count "

@@ -106,7 +106,7 @@ def main():
         with torch.no_grad():
             right = (model.eval()(test[0]).argmax(1) == test[1]).double().mean()
         print(f"batches {[w.local_batch_size for w in plan.workers]}, accuracy {right:.1%}")
-    dist.barrier()  # without it, torch 2.15 sometimes aborts at the end
+    dist.barrier()  # nobody leaves before all are done
     dist.destroy_process_group()
 
 

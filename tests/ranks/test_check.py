@@ -87,6 +87,31 @@ LOOPS = {
         "divided by the accumulation (4) twice",
     ),
     "multiplied by n": (lambda m, b, s: 2 * scaled(m, b, s), {}, "off by n: multiplied by 2"),
+    "sizes by hand": (
+        lambda m, b, s: cross_entropy(m, b) * [0.5, 1.5][s.rank],
+        {},
+        "multiplied by fixed numbers (0.5, 1.5, by process)",
+    ),
+    "sizes by hand, too": (
+        lambda m, b, s: scaled(m, b, s) / [2, 4][s.rank],
+        {},
+        "multiplied by fixed numbers (0.5, 0.25, by process)",
+    ),
+    "sizes by hand, of a sum": (
+        lambda m, b, s: summed(m, b, s) * 2 * [0.25, 0.75][s.rank],
+        {},
+        "multiplied by fixed numbers (0.5, 1.5, by process)",
+    ),
+    "a mean by hand without scale": (
+        lambda m, b, s: summed(m, b, s) / len(b[1]),
+        {"sizes": [7, 1]},
+        "is not multiplied by scale",
+    ),
+    "tokens by hand": (
+        lambda m, b, s: over_tokens(m, b, s) * 8 / len(b[1]),
+        {"sizes": [7, 1]},
+        "dbsl.mean_scale(tokens)",
+    ),
     "tokens": (over_tokens, {}, "dbsl.mean_scale(tokens)"),
     "tokens, counted": (counted, {}, "equal"),
     "contrastive": (contrastive, {}, "depends on other samples"),

@@ -204,6 +204,35 @@ def test_one_epoch_without_scale_is_warned_of(monkeypatch):
         list(DataLoader(range(43), batch_sampler=sampler))
 
 
+@pytest.mark.parametrize("kind", ["random", "workers", "buckets", "sampler"])
+@pytest.mark.parametrize("chosen", [True, False])
+def test_an_evaluation_over_the_loader_trains_on_nothing(monkeypatch, kind, chosen):
+    monkeypatch.setattr("dbsl.library.uneven.USED", set())  # warnings are errors
+
+    def trained(evaluates):
+        sizes, place = [2, 4], {"rank": 0, "num_replicas": 2}
+        if kind == "sampler":
+            sampler = dbsl.UnevenBatchSampler(43, local_batch_sizes=sizes, **place)
+            loader = DataLoader(range(43), batch_sampler=sampler)
+        else:
+            loader = sampler = loaders(kind, sizes)[0]
+        found = []
+        for epoch in range(3):
+            if chosen:
+                sampler.set_epoch(epoch)
+            for moment in range(2):
+                if evaluates:
+                    with torch.no_grad():
+                        assert len([*loader]) == len(loader)
+                if not moment:
+                    for batch in loader:
+                        sampler.scale(len(batch))
+                        found.append((batch.tolist(), sampler.state_dict()))
+        return found
+
+    assert trained(True) == trained(False)
+
+
 def test_a_loop_inside_rounds_is_not_asked_for_scale(monkeypatch):
     used = set()
     for module in ("uneven", "rounds"):
