@@ -46,8 +46,8 @@ class ImageConfig:
     eval_samples: Annotated[Count | None, Role.FREE] = None
     # share of the training images, in (0, 1), to evaluate on instead of the test split
     holdout: Annotated[float | None, Within(0, 1, open_low=True, open_high=True)] = None
-    # random changes of training images. crop: random crop and flip; paper: flip, rotation and zoom;
-    # timm: timm's pipeline; none: no random change; unset: timm with --aa, else crop
+    # random changes of training images. crop: random crop (from 16 px on) and flip; paper: flip,
+    # rotation and zoom; timm: timm's pipeline; none: no change; unset: timm with --aa, else crop
     augment: Augment | None = None
     # AutoAugment policy of timm: rand-m9-mstd0.5-inc1 (RandAugment), augmix-m5-w4 (AugMix),
     # original or v0 (AutoAugment), 3a (DeiT III's); unset: none

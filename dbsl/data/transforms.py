@@ -54,7 +54,7 @@ class Transform:
     | augment | small images, on the device | others, on the host | then, on the device |
     | --- | --- | --- | --- |
     | none | centre crop, resize | centre crop, resize | |
-    | crop | zero-pad by side/8, crop, flip, resize | random resized crop, flip | |
+    | crop | from 16 px, zero-pad by side/8, crop; flip, resize | random resized crop, flip | |
     | paper | resize, flip, rotate, zoom | resize | flip, rotate, zoom |
     | timm | | timm's pipeline | |
 
@@ -211,11 +211,11 @@ def _affine(mean: Means, std: Means, width: int, device: torch.device) -> tuple[
 
 
 def _padding(side: int) -> int:
-    return max(1, side // 8)
+    return side // 8 if side >= 16 else 0  # a pixel of a smaller image can be a whole stroke
 
 
 def padded_images(images: Tensor) -> Tensor:
-    """Return images [B, S, S, 3], zero-padded by an eighth of the side on each.
+    """Return images [B, S, S, 3], zero-padded by an eighth of the side on each, from 16 px on.
 
     One gather of their pixels, [P, 3] in a row, then cuts and mirrors, four times as fast on the
     CPU as indexing batch, row and column apart.

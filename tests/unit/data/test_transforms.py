@@ -86,7 +86,7 @@ def test_transform_other_epoch_sample_or_seed_gives_another_image(augment):
     assert torch.equal(out, make_transform(32, augment)(image, samples, 0))
 
 
-@pytest.mark.parametrize(("side", "pad"), [(8, 1), (20, 2), (4, 1)])
+@pytest.mark.parametrize(("side", "pad"), [(16, 2), (20, 2), (17, 2), (15, 0), (8, 0), (4, 0)])
 def test_transform_crop_is_a_window_of_the_padded_image(side, pad):
     image = random_images(1, side)
     padded = F.pad(image.permute(0, 3, 1, 2), (pad,) * 4).float()[0]
