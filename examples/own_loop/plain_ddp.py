@@ -1,4 +1,4 @@
-"""Batches of unlike sizes in a plain DDP loop: README's ten lines, as a program.
+"""Batches of unlike sizes in a plain DDP loop: the two lines of README, as a program.
 
     torchrun --nproc_per_node 2 examples/own_loop/plain_ddp.py
 
@@ -21,21 +21,21 @@ def train(local_batch_sizes, epochs=5):
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2))
     x = torch.randn(2000, 8, generator=torch.Generator().manual_seed(0))
     dataset = TensorDataset(x, (x.sum(1) > 0).long())
-    sampler = dbsl.UnevenBatchSampler(len(dataset), local_batch_sizes=local_batch_sizes)
-    loader = DataLoader(dataset, batch_sampler=sampler)
-    if sampler.num_replicas > 1:
+    loader = DataLoader(dataset, batch_size=sum(local_batch_sizes), shuffle=True)
+    loader = dbsl.uneven(loader, local_batch_sizes)
+    if dist.is_initialized():
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     criterion = nn.CrossEntropyLoss()
     for epoch in range(epochs):
-        sampler.set_epoch(epoch)
+        loader.set_epoch(epoch)
         for inputs, labels in loader:
-            loss = criterion(model(inputs), labels)  # this process's mean
-            (loss * sampler.scale(len(labels))).backward()  # n * b_i / B
+            loss = criterion(model(inputs), labels) * loader.scale(len(labels))  # n * b_i / B
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    size = local_batch_sizes[sampler.rank]
-    print(f"process {sampler.rank}: {size} samples a step, loss {loss:.3f} on the last ones")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    print(f"process {rank}: {local_batch_sizes[rank]} samples a step, last loss {loss:.3f}")
     return model
 
 
