@@ -1,4 +1,4 @@
-"""How workers meet: in each step, in turns in one process, or once a round at a barrier.
+"""How workers exchange: in each step, in turns in one process, or once a round at a barrier.
 
 Joint steps have the same weights in all workers throughout. In simulated time any number of workers
 take turns. At a barrier real processes meet, on Accelerate's process group.

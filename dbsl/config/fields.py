@@ -134,7 +134,7 @@ class Role(Flag):
     COMMAND = auto()  # the command's, not its run's: config.yaml leaves it out
     NODE = auto()  # each machine may have its own
     WORKERS = auto()  # may change with their number; a list: by resolution, or that and worker
-    PLAN = auto()  # plans, or how workers meet: with another, what a process saved does not fit
+    PLAN = auto()  # of plans or exchanges: with another value, what a process saved does not fit
     ORDER = auto()  # the order of an epoch's samples is drawn by it
 
 

@@ -316,7 +316,7 @@ def image_seed(seed: int, epoch: int, sample: int) -> int:
 
 @dataclass(frozen=True)
 class Mixing:
-    """Mixes each image of a batch with another of it, and their labels likewise.
+    """Mixes each image of a batch with another of it, and their labels.
 
     One mixing is drawn for a batch, from (seed, epoch, the batch's first sample), so that
     a resumed run draws as an unbroken one. Partners are of the same batch: how an epoch is split

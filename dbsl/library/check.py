@@ -37,7 +37,7 @@ def check(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], loader:
     The line says "equal", with the relative difference. Or it says that the loss is off by n,
     divided by the accumulation twice, scaled twice, not at all or by fixed numbers; that it is a
     sum, or a mean over something else than samples; or that the loss of a sample depends on the
-    others (contrastive losses, batch norm), which no scale can mend.
+    others (contrastive losses, batch norm), which no scale can make right.
     """
     sampler = sampler_of(loader)
     refuse_sharded(model)

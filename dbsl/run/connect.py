@@ -166,7 +166,7 @@ def _stepper(
         return DistributedSteps(
             *common,
             example_loss=lambda parallel: parts.loss_of(parallel, images, labels),
-            wire=FLOAT32 if inside else wire,  # else it is how workers meet
+            wire=FLOAT32 if inside else wire,  # else the exchange between workers has it
             group=island.inside,
         )
     return JointSteps(*common, wire=wire) if joint else Stepper(*common)

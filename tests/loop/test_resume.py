@@ -414,7 +414,7 @@ def test_other_workers_do_not_go_on_where_some_are_ahead_but_where_they_were_eve
 BY_STEP = {**JOINT, "small_workers": None, "rounds_per_epoch": 1}
 WIDER = {"local_batch_sizes": None, "global_batch_size": 24}
 BY_ROUND = {"sync": "bsp", "push": "weights", "local_batch_sizes": None, **ROUNDS}
-# What plans are made from, or how workers meet: what is refused inside an epoch, and how.
+# Settings of plans or exchanges: what is refused inside an epoch, and how.
 CHANGES = {
     ("bsp", "large_batch_size"): ({"large_batch_size": (5,)}, None),
     ("bsp", "by_hand"): ({"local_batch_sizes": (2, 3, 4, 5), "small_workers": None}, None),
