@@ -427,7 +427,7 @@ class DistributedSteps(Stepper):
         some = own[:: max(1, len(own) // _COMPARED)]
         most = torch.stack([some, -some])
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
-        apart, largest = most.sum(0).max().item(), most.abs().max().item()
+        apart, largest = torch.stack([most.sum(0).max(), most.abs().max()]).tolist()
         if apart > max(_ALIKE, 16 * torch.finfo(own.dtype).eps) * largest:  # not where one is NaN
             raise RuntimeError(
                 "weights must stay the same in all processes that step together, got some that are "
@@ -460,15 +460,15 @@ class DistributedSteps(Stepper):
         # buckets, since its futures are complete when a sum is in the stream. Those of gloo run
         # when a sum is over: sums of two buckets would meet, and the processes abort.
         one = {"bucket_cap_mb": _ONE_BUCKET_MB} if self._low_rank is not None else {}
-        with weights.kept():  # DDP would share rank 0's statistics, and each has its own
-            self.model = DistributedDataParallel(
-                self._raw,
-                device_ids=devices,
-                process_group=self._group,
-                gradient_as_bucket_view=True,
-                **{_SYNC_BUFFERS: False},  # in forward passes: statistics stay local
-                **one,
-            )
+        self.model = DistributedDataParallel(
+            self._raw,
+            device_ids=devices,
+            process_group=self._group,
+            gradient_as_bucket_view=True,
+            init_sync=False,  # weights are alike, and statistics are each process's own
+            **{_SYNC_BUFFERS: False},  # in forward passes, too
+            **one,
+        )
         self.model.register_comm_hook(None, self._exchange)
         drawn, self._exchanged = torch.random.fork_rng(devices or []), False
         with weights.kept(), drawn, global_streams(), uncompiled(self._raw):
@@ -501,5 +501,5 @@ class DistributedSteps(Stepper):
         flat = flat.to(self._dtype or flat.dtype)
         dist.all_reduce(flat, group=self._group)
         summed = flat.split([gradient.numel() for gradient in gradients])
-        for gradient, own in zip(gradients, summed, strict=True):
-            gradient.copy_(own.view_as(gradient))
+        views = [own.view_as(gradient) for own, gradient in zip(summed, gradients, strict=True)]
+        torch._foreach_copy_(gradients, views)

@@ -302,6 +302,18 @@ def test_layers_that_are_thawed_inside_a_round_forget_their_gradients(tiny_model
     torch.testing.assert_close(trained(tiny_model, case), expected)
 
 
+def wrapped(rank, model):
+    """Return weights of a process's own before and after DDP is around the model."""
+    weights = FlatWeights(model)
+    weights.vector.fill_(1.0 + rank)
+    DistributedSteps(model, weights, ComputeTimer(CPU), {}, example_loss=example_loss)
+    return weights.vector.unique().tolist()
+
+
+def test_ddp_leaves_each_processes_weights_and_statistics_as_they_are(run_ranks, tiny_model):
+    assert run_ranks(wrapped, tiny_model) == [[1.0], [2.0]]
+
+
 def one_noisy_rank(rank, model):
     def noise(model):
         for parameter in model.parameters():
