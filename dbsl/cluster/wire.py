@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from enum import IntEnum
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,12 +168,19 @@ def _chunks(vector: Tensor) -> Sequence[Tensor]:
 def wait_for_all() -> None:
     """Wait until all processes have come here; one process alone goes on at once (a collective).
 
-    Accelerate's own names the GPU by the local rank. Of two processes on one GPU, or where each
-    process is shown one GPU, the second has no such device.
+    Over gloo, which fails at once where a process dies: NCCL waits on the device, till its timeout.
     """
     if dist.is_initialized():
-        nccl = dist.get_backend() == "nccl"
-        dist.barrier(device_ids=[torch.cuda.current_device()] if nccl else None)
+        dist.barrier(_in_host_memory(dist.group.WORLD))
+
+
+@cache
+def _in_host_memory(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return all processes' group over gloo; the first call is a collective."""
+    if dist.get_backend(world) == "gloo":
+        return world
+    (device, *_) = world._device_types
+    return dist.new_group(backend="gloo", timeout=world._get_backend(device).options._timeout)
 
 
 def all_reduce_time_s(size: int, device: torch.device, times: int = 5) -> float:

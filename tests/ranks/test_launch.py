@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -342,23 +343,31 @@ def test_the_chosen_backend_is_that_of_a_launchers_processes_with_a_gpu(monkeypa
     assert given == [("gloo", 61.0), ("nccl", 61.0)]
 
 
-@pytest.mark.parametrize(("backend", "devices"), [("nccl", [0]), ("gloo", None)])
-def test_the_second_process_of_a_node_waits_on_a_device_that_it_has(monkeypatch, backend, devices):
+@pytest.mark.parametrize("backend", ["gloo", "nccl", "cpu:gloo,cuda:nccl"])
+def test_the_second_process_of_a_node_waits_over_gloo(monkeypatch, tmp_path, backend):
+    """Which tells of a process that dies meanwhile, and asks for no GPU."""
     done, fake = [], SimpleNamespace(local_process_index=1)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)  # it is shown this one alone
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend", lambda: backend)
-    monkeypatch.setattr(dist, "barrier", lambda device_ids: done.append(device_ids))
-    with first_on_node(fake):
-        done.append("second")
-    fake.local_process_index = 0
-    with first_on_node(fake):
-        done.append("first")
-    assert done == [devices, "second", "first", devices]
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
     with first_on_node(fake):  # a process alone waits for nobody
         pass
-    assert len(done) == 4
+    how = {"init_method": f"file://{tmp_path}/store", "timeout": timedelta(seconds=77)}
+    dist.init_process_group("gloo", rank=0, world_size=1, **how)
+    try:
+        made = dist.new_group(backend="gloo")
+        monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+        monkeypatch.setattr(dist, "new_group", lambda **own: done.append(own) or made)
+        monkeypatch.setattr(dist, "barrier", done.append)
+        with first_on_node(fake):
+            done.append("second")
+        fake.local_process_index = 0
+        with first_on_node(fake):
+            done.append("first")
+        if backend == "gloo":
+            assert done == [dist.group.WORLD, "second", "first", dist.group.WORLD]
+        else:  # made once, as patient as the first
+            assert done[0] == {"backend": "gloo", "timeout": timedelta(seconds=77)}
+            assert done[1:] == [made, "second", "first", made]
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("scaled", [False, True])
