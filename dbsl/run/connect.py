@@ -106,6 +106,7 @@ def _meet(plans: Plans, accelerator: Accelerator) -> tuple[ControlGroup, WorkerG
     """
     config, timeout_s = plans.config, plans.config.worker_timeout
     if not plans.islands.several:
+        _say_hello(accelerator.device, None)
         return ControlGroup(timeout_s, Watch()), WorkerGroup()
     owners = {p + config.dedicated_server: w for p, w in enumerate(plans.islands.owners)}
     together = ControlGroup(timeout_s, Watch())
@@ -115,9 +116,18 @@ def _meet(plans: Plans, accelerator: Accelerator) -> tuple[ControlGroup, WorkerG
     firsts = [*range(config.dedicated_server), *(ranks[0] for ranks in islands)]
     between = dist.new_group(firsts, timeout=timeout)
     control = ControlGroup(timeout_s, islands=islands)
+    own = dist.get_rank()
+    groups = [None, *[inside] * (own in owners), *[between] * (own in firsts)]
+    _say_hello(accelerator.device, *groups)
     if inside is None or dist.get_world_size(inside) == 1:  # nobody to wait for in a step
         return together, WorkerGroup(0, None, between)
     return together, WorkerGroup(plans.place or 0, inside, between, control)
+
+
+def _say_hello(device: torch.device, *groups: dist.ProcessGroup | None) -> None:
+    """Exchange a number: NCCL connects a group at its first sum, else on the training clock."""
+    for group in groups:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _server(

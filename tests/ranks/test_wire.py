@@ -3,6 +3,7 @@ import os
 import signal
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.cluster import Cluster
 from dbsl.cluster.wire import Channel, encode, read_report
 from dbsl.plan.follow import Planner
+from dbsl.plan.islands import Islands
 from dbsl.plan.members import Members
 from dbsl.plan.solve import plan_dual_batch, plan_steps
 from dbsl.plan.types import RoundReport, StepLine, TimeModel, Turn
+from dbsl.run.connect import _meet
+from train import Config
 
 MODEL = TimeModel(0.001, 0.01)
 REPORT = RoundReport(3, 7, 1, 32, 24, 2**40, 12, 0.1, 2.5, 0.75, 4, 0.05, 1.5, 1.25, 0.5)
@@ -74,6 +78,38 @@ def test_all_ranks_take_the_server_ranks_plan_and_see_each_report(run_ranks):
         assert seen == [[30, 10]] * 6 + [145]
         assert reports == expected
         assert of_one == expected[1:]
+
+
+def greeting(rank, sizes, dedicated_server):
+    """Return the ranks of each group in which numbers are summed before training."""
+    config = Config(workers=len(sizes), dedicated_server=dedicated_server)
+    plans = SimpleNamespace(config=config, islands=Islands(sizes), place=None)
+    seen = []
+
+    def summed(tensor, group):
+        seen.append(dist.get_process_group_ranks(group))
+
+    with patch.object(dist, "all_reduce", summed):
+        _meet(plans, SimpleNamespace(device=torch.device("cpu")))
+    return seen
+
+
+ALL = [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dedicated_server", "expected"),
+    [
+        ((1, 1, 1), False, [[ALL]] * 3),
+        ((2, 1), False, [[ALL, [0, 1], [0, 2]], [ALL, [0, 1]], [ALL, [2], [0, 2]]]),
+        ((2,), True, [[ALL, [0, 1]], [ALL, [1, 2], [0, 1]], [ALL, [1, 2]]]),
+    ],
+)
+def test_each_group_is_connected_before_the_training_clock_runs(
+    run_ranks, sizes, dedicated_server, expected
+):
+    """NCCL connects a group at its first sum."""
+    assert run_ranks(greeting, sizes, dedicated_server, world_size=3) == expected
 
 
 def killed(rank):
