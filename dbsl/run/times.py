@@ -20,7 +20,14 @@ from dbsl.base.errors import plural, px, require
 from dbsl.cluster.formats import check_rank, trained_shapes
 from dbsl.cluster.wire import share_text
 from dbsl.config.complete import check_lengths, for_workers, from_workers
-from dbsl.config.settings import AGAIN, RunConfig, meets_at_server, shares_global_batch, wire_of
+from dbsl.config.settings import (
+    AGAIN,
+    FLOAT32,
+    RunConfig,
+    meets_at_server,
+    shares_global_batch,
+    wire_of,
+)
 from dbsl.data.sources import TrainingData
 from dbsl.loss import LossFunction, LossOf, bind_loss, check_loss, digest_of, not_a_mean
 from dbsl.model import check_model
@@ -287,14 +294,18 @@ def _reserve_bytes(
 ) -> float:
     """Return the most that a run holds on the device beside one worker's step.
 
-    These are the weights that each worker here has pulled, the state of their optimizers, and the
-    global weights. Joint steps share one optimizer, and pull only where gradients are pushed.
+    These are the weights that each worker here has pulled, the state of their optimizers, the
+    global weights, and what a format leaves: of each worker and of their sum, or PowerSGD's, with a
+    copy of the gradients. Joint steps share one optimizer, and pull only where gradients are
+    pushed. What a merge has for a moment lies where a step's activations do.
     """
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     here = config.workers if processes == 1 else 1
     pulled = 0 if config.sync == "step" else here
+    wire = wire_of(config)
+    left = 2 * bool(wire.rank) if config.sync == "step" else (here + 1) * (wire != FLOAT32)
     optimizers = 1 if shares_global_batch(config) else here
-    return float(weights * (pulled + 1) + state_bytes * optimizers)
+    return float(weights * (pulled + 1 + left) + state_bytes * optimizers)
 
 
 class Measurements:

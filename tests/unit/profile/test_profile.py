@@ -243,6 +243,10 @@ def test_other_steps_have_profiles_of_their_own(accelerator, model):
         ({}, 4, 2, 1),
         ({"sync": "step"}, 1, 1, 1),
         ({"push": "gradients"}, 1, 5, 1),
+        ({"sync": "bsp", "wire": "int4"}, 1, 10, 4),  # and what is left of five roundings
+        ({"sync": "bsp", "wire": "int4"}, 4, 4, 1),
+        ({"sync": "step", "wire": "bf16"}, 4, 1, 1),
+        ({"sync": "step", "wire": "powersgd:2"}, 4, 3, 1),
     ],
 )
 def test_memory_is_reserved_for_the_state_that_workers_have(settings, processes, copies, states):
