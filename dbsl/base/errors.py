@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -280,6 +281,19 @@ def require(ok: Any, must: str, got: Any) -> None:
     if not ok:
         shown = f"{got:g}" if isinstance(got, float) else as_given(got)
         raise SettingError(f"{must}, got {shown}")
+
+
+# No setting is beyond it, unless its bound says so: a larger number is a slip, and the arithmetic
+# behind the settings would overflow. Whole numbers up to here are exact as floats, too.
+LARGEST = 1e15
+
+
+def require_whole(name: str, given: Any, least: int, why: str = "") -> None:
+    """Raise ``SettingError`` unless this is an integer of at least `least`, or a list of such."""
+    numbers = given if isinstance(given, list | tuple) else [given]
+    fits = numbers and all(isinstance(n, Integral) and least <= n <= LARGEST for n in numbers)
+    what = "integers" if numbers is given else "an integer"
+    require(fits, f"{name} must be {what} of at least {least}{why}", repr(given))
 
 
 def plural(number: int, noun: str) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
-from dbsl.base.errors import SettingError, as_given, require
+from dbsl.base.errors import LARGEST, SettingError, as_given, require
 
 M = TypeVar("M")
 
@@ -39,10 +39,6 @@ _WORDS = {
     Path: ("a text", "FILE"),
 }
 _UNIONS = (typing.Union, types.UnionType)
-
-# No setting is beyond it, unless its bound says so: a larger number is a slip, and the arithmetic
-# behind the settings would overflow. Whole numbers up to here are exact as floats, too.
-LARGEST = 1e15
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ class PreparedLoader(UnevenLoader):
         super().__init__(loader.fetcher, loader.sampler)
         self.accelerator = accelerator
 
-    def scale(self, count: int) -> float:  # noqa: D102 (as in UnevenLoader)
-        return super().scale(count) * self.accelerator.gradient_accumulation_steps
+    def scale(self, count: int) -> float:  # noqa: D102 (the sampler's)
+        return self.sampler.scale(count) * self.accelerator.gradient_accumulation_steps
 
     def _pass(self, first: int) -> Any:
         state = self.accelerator.gradient_state

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from dbsl.base.errors import SettingError, require
+from dbsl.base.errors import SettingError, require, require_whole
 from dbsl.base.seeds import global_streams, stream_seed
 from dbsl.library.processes import agreed, digest, world_size
 from dbsl.library.uneven import UnevenBatchSampler, plain, warn
@@ -75,12 +75,10 @@ def uneven(  # noqa: D417 (UnevenBatchSampler describes the others)
 def share(samples: int, local_batch_sizes: Sequence[int], rank: int) -> tuple[int, int]:
     """Return where a process's part of a joint batch of so many samples begins and ends."""
     sizes = tuple(plain(local_batch_sizes))
-    whole = all(isinstance(size, Integral) and size >= 1 for size in sizes)
-    require(sizes and whole, "local_batch_sizes must be integers of at least 1", str(sizes))
+    require_whole("local_batch_sizes", sizes, 1)
     fits = isinstance(rank, Integral) and 0 <= rank < len(sizes)
     require(fits, f"rank must be in [0, {len(sizes)})", rank)
-    enough = isinstance(samples, Integral) and samples >= len(sizes)
-    require(enough, f"samples must be an integer of at least {len(sizes)}", samples)
+    require_whole("samples", samples, len(sizes))
     ends = ends_of_parts(samples, sizes, 1)
     return ends[rank], ends[rank + 1]
 
@@ -124,9 +122,11 @@ class UnevenLoader:
         return _Batches(self)
 
     @property
-    def batch_sampler(self) -> _Numbers:
+    def batch_sampler(self) -> BatchSampler:
         """Numbers of the batches, for what rebuilds a loader from its parts."""
-        return _Numbers(self.sampler)
+        numbers = BatchSampler(SequentialSampler(self.sampler), 1, drop_last=False)
+        numbers.set_epoch = self.sampler.set_epoch  # timm's loop calls it
+        return numbers
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["sampler"], name)
@@ -152,10 +152,6 @@ class UnevenLoader:
         if epoch is not None:
             self.sampler.count(epoch, number)
             self.sampler.let_go()  # a loader whose workers stay keeps its iterator
-
-    def scale(self, count: int) -> float:
-        """Return n * count / B, by which the mean loss of a batch is multiplied."""
-        return self.sampler.scale(count)
 
     def share(self, samples: int) -> tuple[int, int]:
         """Return where this process's part of a joint batch of so many samples begins and ends."""
@@ -246,21 +242,8 @@ class _Joint(UnevenBatchSampler):
         return [batch[place] for place in places], cost
 
 
-class _Numbers:
-    """The batch sampler that others see: numbers of batches."""
-
-    def __init__(self, sampler: UnevenBatchSampler) -> None:
-        self._sampler, self.set_epoch = sampler, sampler.set_epoch
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return ([number] for number in range(len(self)))
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-
 class _Batches:
-    """The dataset that others see; of a number that `_Numbers` gives it returns the batch."""
+    """The dataset that others see; of a number it returns the batch."""
 
     def __init__(self, loader: UnevenLoader) -> None:
         self._loader, self._dataset = loader, loader.fetcher.dataset

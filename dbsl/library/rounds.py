@@ -7,7 +7,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dbsl.base.errors import SettingError, require
+from dbsl.base.errors import SettingError, require, require_whole
 from dbsl.base.files import write_with
 from dbsl.cluster.formats import WorkerSum, message_bytes
 from dbsl.cluster.merges import Delta, share_of_mean
@@ -72,8 +71,8 @@ class Rounds:
         wire: str = "float32",
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        fits = every is None or (isinstance(every, Integral) and every >= 1)
-        require(fits, "every must be an integer of at least 1, or None", every)
+        if every is not None:
+            require_whole("every", every, 1, ", or None")
         try:
             lr, momentum = map(float, (1, 0) if outer is None else outer)
         except (TypeError, ValueError):

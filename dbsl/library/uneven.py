@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dbsl.base.errors import SettingError, require
-from dbsl.config.fields import LARGEST
+from dbsl.base.errors import SettingError, require, require_whole
 from dbsl.library.processes import USED, compare, gather, world_size
 from dbsl.library.watch import Watch
 from dbsl.plan.machines import SpeedEstimate, balanced_sizes
@@ -287,8 +286,7 @@ class UnevenBatchSampler:
         It begins at its first sample, unless the state that was loaded is inside it. Call it after
         `scale` of the last batch before: what draws batches ahead must not draw the next epoch's.
         """
-        whole = isinstance(epoch, Integral) and epoch >= 0
-        require(whole, "epoch must be an integer of at least 0", epoch)
+        require_whole("epoch", epoch, 0)
         trained = self._trained
         if trained is not None and trained.taken == len(trained):
             self._trained = None
@@ -349,8 +347,7 @@ class UnevenBatchSampler:
         Call it beside Accelerate's `skip_first_batches`, which draws them: `scale` is not called
         for them.
         """
-        whole = isinstance(batches, Integral) and batches >= 0
-        require(whole, "batches must be an integer of at least 0", batches)
+        require_whole("batches", batches, 0)
         self._skips = int(batches)
 
     def state_dict(self) -> dict[str, Any]:
@@ -490,16 +487,14 @@ def _check(asked: Mapping[str, Any], rank: Any, num_replicas: Any, replicas: Any
         value, lowest, why = asked[name], int(name != "seed"), ""
         if name in ("num_samples", "global_batch_size"):
             lowest, why = least * replicas, f", {least} for each process" * (replicas > 1)
-        fits = isinstance(value, Integral) and lowest <= value <= LARGEST
-        must = f"{name} must be an integer of at least {lowest}{why}"
-        require(fits or (value is None and name in optional), must, repr(value))
+        if value is not None or name not in optional:
+            require_whole(name, value, lowest, why)
     for name, values in (("local_batch_sizes", sizes), ("limits", limits)):
         if values is not None:
             one_each = isinstance(values, list) and len(values) == replicas
             must = f"{name} must have one value for each process ({replicas})"
             require(one_each, must, str(values))
-            whole = all(isinstance(each, Integral) and each >= least for each in values)
-            require(whole, f"{name} must be integers of at least {least}", str(values))
+            require_whole(name, values, least)
     if sizes is not None:
         must = f"local_batch_sizes must sum to global_batch_size ({total})"
         require(total in (None, sum(sizes)), must, sum(sizes))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
 
 import numpy as np
 
-from dbsl.base.errors import require
+from dbsl.base.errors import require, require_whole
 from dbsl.plan.machines import balanced_sizes, zero_of
 from dbsl.plan.types import TimeModel
 
@@ -45,11 +44,8 @@ def split_batch(
     must = "time_models must be one or more TimeModel with slope above 0, intercept of at least 0"
     require(right and len(time_models), must, str(time_models))
     count = len(time_models)
-    whole = isinstance(least, Integral) and least >= 1
-    require(whole, "least must be an integer of at least 1", least)
-    enough = isinstance(global_batch_size, Integral) and global_batch_size >= least * count
-    must = f"global_batch_size must be an integer of at least {least * count}"
-    require(enough, must, global_batch_size)
+    require_whole("least", least, 1)
+    require_whole("global_batch_size", global_batch_size, least * count)
     most = np.asarray([global_batch_size] * count if limits is None else limits)
     fits = most.shape == (count,) and most.dtype.kind in "iu" and (most >= least).all()
     must = f"limits must be one integer for each of {count} processes, at least {least}"
