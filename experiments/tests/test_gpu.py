@@ -15,7 +15,7 @@ from experiments.benchmarks.gpu.child import Settings
 from experiments.benchmarks.gpu.lines import bisect, search
 from experiments.benchmarks.gpu.runner import RESULTS, Stage, append, read_results, run_stages
 from experiments.benchmarks.gpu.runs import MODES, common_flags, dual_batch_flags, equal_batch_flags
-from experiments.benchmarks.gpu.stages import all_stages
+from experiments.benchmarks.gpu.stages import QUARTER, all_stages
 from experiments.benchmarks.gpu.training import ARMS, arm_flags
 from tests.helpers import ROOT, Forked, refused, wait_until
 from train import Config
@@ -153,6 +153,16 @@ def test_stages_have_names_of_their_own_and_time_to_end():
     assert sum(name.startswith("mode-") for name in names) == len(MODES) == 10
     for stage in stages:
         assert stage.expected_s < stage.limit_s
+
+
+def test_a_quarter_of_an_hour_has_what_it_is_for_and_its_dry_run_has_some_of_each(capsys):
+    assert command.main(["--quarter-hour", "--list"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert sum(float(line[1]) for line in lines) < 570
+    for name in QUARTER:
+        assert any(line[0].startswith(name) for line in lines)
+        assert any(stage.name.startswith(name) and stage.dry for stage in all_stages())
+    assert [line[0] for line in lines] == [stage.name for stage in all_stages()][: len(lines)]
 
 
 def test_every_mode_and_every_arm_has_flags_that_train_takes(tmp_path):

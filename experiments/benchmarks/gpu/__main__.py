@@ -1,7 +1,7 @@
 """All that only a GPU can show, in the order of its worth; cut off at any moment, it goes on.
 
     alias gpu="python -m experiments.benchmarks.gpu"; results=experiments/results/gpu
-    gpu --out $results                                # the stages, the first ones first
+    gpu --out OUT --quarter-hour                      # what no CPU shows, for 570 s
     gpu --out OUT --deadline 540 --done $results/*.jsonl
 
 Each result is a line of OUT/results.jsonl; the end of each stage's output is in OUT/log.txt.
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.benchmarks.gpu.runner import ROOT, Stage, run_stages
-from experiments.benchmarks.gpu.stages import all_stages
+from experiments.benchmarks.gpu.stages import QUARTER, all_stages
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--deadline", type=float, help="seconds from now at which everything ends")
     add("--done", type=Path, nargs="+", default=[], help="results of other calls, to leave out")
     add("--stages", help="comma-separated names, or their beginnings: mode,speed-32px")
+    add("--quarter-hour", action="store_true", help="the first stages alone, for 570 s")
     add("--dry", action="store_true", help="tiny sizes on any device; proves nothing about a GPU")
     add("--data", help="folder of CIFAR-100; unset: from the hub")
     add("--work", default=str(ROOT / "runs/gpu"), help="folder of training runs, to be resumed")
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--list", action="store_true", help="print the stages and how long they may take")
     given = parser.parse_args(argv)
     try:
+        if given.quarter_hour:
+            given.stages, given.deadline = given.stages or ",".join(QUARTER), given.deadline or 570
         stages = _chosen(given.stages, given.dry)
         if given.list:
             for stage in stages:

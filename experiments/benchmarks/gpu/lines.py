@@ -52,12 +52,16 @@ def step_lines(settings: Settings, resolution: int) -> Iterator[dict[str, Any]]:
         yield {"note": "memory is measured on CUDA, and where batch sizes make a difference"}
         return
     larger = [24] if settings.dry else [200, 500, 1500, 4096]
-    used = [peak_bytes(partial(step, size), step.accelerator.device) for size in larger]
+    used, allocated = [], []
+    for size in larger:
+        used.append(peak_bytes(partial(step, size), step.accelerator.device))
+        allocated.append(torch.cuda.max_memory_allocated() / 2**20)  # since the same beginning
     line = [memory.fixed_bytes + size * memory.sample_bytes for size in larger]
     errors = [p / m - 1 for p, m in zip(line, used, strict=True)]
     yield {
         "memory_sizes": larger,
         "memory_mib": [round(m / 2**20, 1) for m in used],
+        "allocated_mib": [round(m, 1) for m in allocated],
         "memory_errors": [round(error, 4) for error in errors],
         "largest_memory_error": round(max(map(abs, errors)), 4),
     }

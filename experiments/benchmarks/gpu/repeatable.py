@@ -1,8 +1,8 @@
-"""train.py with deterministic kernels, or stopped in the middle of a round.
+"""train.py with deterministic kernels, which may be stopped in the middle of a round.
 
-    python -m experiments.benchmarks.gpu.repeatable [--deterministic] [--stop-in-round N] FLAGS
+    python -m experiments.benchmarks.gpu.repeatable [--stop-in-round N] FLAGS
 
-Set CUBLAS_WORKSPACE_CONFIG=:4096:8 for deterministic kernels on a GPU.
+Set CUBLAS_WORKSPACE_CONFIG=:4096:8 on a GPU.
 """
 
 from __future__ import annotations
@@ -22,19 +22,17 @@ from dbsl.config.parse import parse_config
 def main() -> None:
     """Run train.py, asked to stop as by SIGTERM while its N-th round begins."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--stop-in-round", type=int)
     arguments, flags = parser.parse_known_args()
-    if arguments.deterministic:
-        torch.use_deterministic_algorithms(True)
-        start = train.start_accelerator
+    torch.use_deterministic_algorithms(True)
+    start = train.start_accelerator
 
-        def without_trials(*given: Any) -> Any:
-            accelerator = start(*given)
-            torch.backends.cudnn.benchmark = False  # which algorithm is fastest is chance
-            return accelerator
+    def without_trials(*given: Any) -> Any:
+        accelerator = start(*given)
+        torch.backends.cudnn.benchmark = False  # which algorithm is fastest is chance
+        return accelerator
 
-        train.start_accelerator = without_trials
+    train.start_accelerator = without_trials
     if arguments.stop_in_round:
         train_turn, rounds = train.train_turn, [0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,16 +23,16 @@ _TURN_S, _GUESS = 1.5, {24: 70_000, 32: 45_000}  # images/s, to make turns of ab
 
 
 def images_per_second(
-    settings: Settings, resolution: int, batch: int, compiled: bool
+    settings: Settings, resolution: int, batch: int, compiled: bool, more: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Let train.py's rounds and the bare step take turns on the same device."""
+    """Let train.py's rounds and the bare step take turns, with `more` also other rounds."""
     arm = ArmSettings(
         dataset=settings.data,
         model="test_resnet" if settings.dry else "resnet18",
         resolution=16 if settings.dry else resolution,
         batch=8 if settings.dry else batch,
         precision="bf16",
-        compiled=compiled,
+        compiled=compiled and not settings.dry,
         round_steps=2 if settings.dry else 25,
     )
     images = 32 if settings.dry else int(_TURN_S * _GUESS[resolution] * batch / (batch + 150))
@@ -40,6 +41,9 @@ def images_per_second(
     try:
         arms["bare"] = Arm("bare", arm)
         arms["rounds"] = Arm("rounds", arm)
+        if more:
+            arms["no-probe"] = Arm("rounds", replace(arm, probe=False))
+            arms["four-times-longer"] = Arm("rounds", replace(arm, round_steps=4 * arm.round_steps))
         yield {"start_s": round(time.perf_counter() - began, 1)}
         found = compare(arms, images, turns=2 if settings.dry else 7)
     finally:
@@ -49,6 +53,7 @@ def images_per_second(
         "images_per_s": round(median(found["rounds"]["rates"]), 1),
         "bare_images_per_s": round(median(found["bare"]["rates"]), 1),
         "of_bare_step": round(ratio(found, "rounds", "bare"), 4),
+        "over_rounds": {name: round(ratio(found, name, "rounds"), 4) for name in list(arms)[2:]},
         "rates": [round(rate, 1) for rate in found["rounds"]["rates"]],
         "bare_rates": [round(rate, 1) for rate in found["bare"]["rates"]],
         "peak_mib": found["rounds"]["peak_mib"],
@@ -93,7 +98,7 @@ def kernels(
         flags += ["--slope", "0.001", "--intercept", "0.01", "--log-every", "0"]
         flags += ["--resolutions", "16" if settings.dry else str(resolution)]
         try:
-            train_here([*flags, *["--compile"] * compiled])
+            train_here([*flags, *["--compile"] * (compiled and not settings.dry)])
         except _Enough:
             yield {**found, **peak_memory()}
 

@@ -9,37 +9,50 @@ from experiments.benchmarks.gpu.runs import MODES
 from experiments.benchmarks.gpu.training import ARMS
 
 SEEDS = (0, 1, 2)
+QUARTER = {  # how the names of its stages begin, in the order of their worth
+    "bare": "a bare loop: eager, graphed, compiled",
+    "speed-32px-b500-eager": "train.py against it",
+    "kernels-24px-b200-compiled": "a short step",
+    "between-rounds": "rounds of 25 and of 100 steps, and the noise probe",
+    "lines-24px": "predicted times and memory",
+    "largest": "the largest batch",
+    "library": "import dbsl, on CUDA",
+}
 
 
 def all_stages() -> list[Stage]:
-    """Return every stage; `Stage.dry` says which are in a dry run.
+    """Return every stage, those of the quarter of an hour first; `dry`: it is in a dry run."""
+    stages = [*_speed(), *_lines(), *_quarter()]
+    first = [own for name in QUARTER for own in stages if own.name.startswith(name)]
+    rest = [own for own in stages if own not in first]
+    checks = [_check("environment", {}, 15, 90), _check("tests", {}, 60, 240)]
+    return [*first, *checks, *_modes(), *_processes(), *_resume(), *rest, *_arms()]
 
-    The order is that of their worth: ten minutes are enough for the first ten.
-    """
-    first = _speed()
-    modes, processes, resumed = _modes(), _processes(), _resume()
-    stages = [_check("environment", {}, 15, 90), modes.pop("bsp")]
-    stages += [first.pop("speed-32px-b500-eager"), first.pop("speed-32px-b500-compiled")]
-    stages += [_check("tests", {}, 60, 240), modes.pop("step"), modes.pop("gradients")]
-    stages += [processes.pop("two-processes-bsp")]
-    stages += [first.pop("kernels-32px-b500-eager"), first.pop("kernels-32px-b500-compiled")]
-    stages += [resumed.pop(f"resume-{sync}-deterministic") for sync in ("bsp", "step")]
-    stages += [*modes.values(), *processes.values(), *resumed.values()]
-    stages += [*first.values(), *_lines()]
-    return stages + _arms()
+
+def _quarter() -> list[Stage]:
+    module, stages = "experiments.benchmarks.gpu.quarter", []
+    for resolution, batch in ((32, 500), (24, 200), (24, 64)):
+        given = {"resolution": resolution, "batch": batch}
+        name, dry = f"bare-{resolution}px-b{batch}", resolution == 32
+        stages.append(Stage(name, f"{module}:bare", given, 50, 200, dry=dry))
+    given = {"resolution": 32, "batch": 500, "compiled": True, "more": True}
+    call = "experiments.benchmarks.gpu.speed:images_per_second"
+    stages.append(Stage("between-rounds", call, given, 150, 300))
+    return [*stages, Stage("library", f"{module}:library", {}, 30, 120)]
 
 
 def _check(name: str, given: dict[str, Any], *seconds: float, dry: bool = True) -> Stage:
     """Return a stage that says whether something works, while others run."""
-    call = f"experiments.benchmarks.gpu.checks:{name.partition('-')[0]}"
+    function = "two_processes" if name.startswith("two") else name.partition("-")[0]
+    call = f"experiments.benchmarks.gpu.checks:{function}"
     return Stage(name, call, given, *seconds, dry=dry, alone=False)
 
 
-def _modes() -> dict[str, Stage]:
-    return {name: _check(f"mode-{name}", {"name": name}, 25, 120) for name in MODES}
+def _modes() -> list[Stage]:
+    return [_check(f"mode-{name}", {"name": name}, 25, 120) for name in MODES]
 
 
-def _speed() -> dict[str, Stage]:
+def _speed() -> list[Stage]:
     """Return the pairs of train.py and the bare step, the eager ones first."""
     stages = []
     for compiled in (False, True):
@@ -52,22 +65,16 @@ def _speed() -> dict[str, Stage]:
             stages.append(Stage(f"speed-{name}", call, given, *seconds, dry=dry))
             if goal or (resolution, batch) == (24, 200):
                 call = "experiments.benchmarks.gpu.speed:kernels"
-                stages.append(Stage(f"kernels-{name}", call, given, *seconds, dry=dry))
-    return {stage.name: stage for stage in stages}
+                dry = f"kernels-{name}" in QUARTER
+                stages.append(Stage(f"kernels-{name}", call, given, 50, 200, dry=dry))
+    return stages
 
 
-def _resume() -> dict[str, Stage]:
-    stages = [
-        _check(
-            f"resume-{sync}-{'deterministic' if deterministic else 'plain'}",
-            {"sync": sync, "deterministic": deterministic},
-            *(60, 240),
-            dry=(sync, deterministic) == ("bsp", True),
-        )
-        for deterministic in (True, False)
+def _resume() -> list[Stage]:
+    return [
+        _check(f"resume-{sync}-deterministic", {"sync": sync}, 60, 240, dry=sync == "bsp")
         for sync in ("bsp", "step")
     ]
-    return {stage.name: stage for stage in stages}
 
 
 def _lines() -> list[Stage]:
@@ -75,22 +82,21 @@ def _lines() -> list[Stage]:
     for resolution in (32, 24):
         given = {"resolution": resolution}
         call = "experiments.benchmarks.gpu.lines:step_lines"
-        dry = resolution == 32
+        dry = resolution == 24
         stages.append(Stage(f"lines-{resolution}px", call, given, 50, 180, dry=dry))
     for limit in (8.0, None):
         given = {"resolution": 32, "limit_gib": limit}
         call = "experiments.benchmarks.gpu.lines:largest_batch"
         name = "whole" if limit is None else f"{limit:g}gib"
-        stages.append(Stage(f"largest-{name}", call, given, 60, 240, dry=limit is not None))
+        stages.append(Stage(f"largest-{name}", call, given, 40, 240, dry=limit is not None))
     return stages
 
 
-def _processes() -> dict[str, Stage]:
-    call, stages = "experiments.benchmarks.gpu.checks:two_processes", {}
-    for sync in ("bsp", "step"):
-        name, dry = f"two-processes-{sync}", sync == "bsp"
-        stages[name] = Stage(name, call, {"sync": sync}, 60, 240, dry=dry, alone=False)
-    return stages
+def _processes() -> list[Stage]:
+    return [
+        _check(f"two-processes-{sync}", {"sync": sync}, 60, 240, dry=sync == "bsp")
+        for sync in ("bsp", "step")
+    ]
 
 
 def _arms() -> list[Stage]:

@@ -50,6 +50,7 @@ class Settings:
     workers: int = 1  # train.py's, simulated
     loader_workers: int = 0  # the plain loop's
     compiled: bool = False  # both train.py and the bare step
+    probe: bool = True  # train.py's of the noise scale
     round_steps: int = 8  # train.py's worker may be told to stop only between rounds
 
 
@@ -119,6 +120,7 @@ def rounds(settings: Settings, pace: Pace) -> None:
                 eval_every=1000,
                 lr=LR,
                 checkpoint_every=0,
+                noise_scale=settings.probe,
                 mixed_precision=settings.precision,
                 compile=settings.compiled,
                 report_to="none",
