@@ -338,10 +338,13 @@ def set_training(model: nn.Module) -> None:
 
     In evaluation mode their batch norm keeps its statistics, and they drop nothing.
     """
-    model.train()
-    if all(parameter.requires_grad for parameter in model.parameters()):
+    modules = list(model.modules())
+    if not all(module.training for module in modules):  # else it would take long to no effect
+        model.train()
+    held = [p for module in modules for p in module._parameters.values() if p is not None]
+    if all(parameter.requires_grad for parameter in held):
         return
-    for module in model.modules():
+    for module in modules:
         trained = [parameter.requires_grad for parameter in module.parameters()]
         if trained and not any(trained):
             module.eval()

@@ -191,12 +191,10 @@ class Stepper:
         """Have gradients be those of the whole step; return the weight of the loss behind them."""
         return 1.0
 
-    @contextmanager
-    def stepping(self, step: Step) -> Iterator[None]:
+    def stepping(self, step: Step) -> AbstractContextManager:
         """Enclose an optimizer step, after which gradients are cleared."""
-        workers = tuple(part.worker for part in step.parts)
-        with self.timer.running(workers):  # in real processes each of them takes a joint step
-            yield
+        # In real processes each worker takes a joint step.
+        return self.timer.running(tuple(part.worker for part in step.parts))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizers' state, and what else lasts from step to step inside a round."""

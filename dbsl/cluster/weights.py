@@ -62,6 +62,9 @@ class FlatWeights:
                 view.copy_(tensor)
                 if not apart:
                     tensor.data = view
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self._modules: list[nn.Module] = []
+        self._checked: list[int] = []  # what `_places` returned when last all was found in place
 
     def _now(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the model's tensors by name: all with fractions, or those that were named."""
@@ -120,10 +123,21 @@ class FlatWeights:
 
     def check_views(self) -> None:
         """Refuse a tensor that the model has elsewhere by now: nobody would merge or save it."""
-        views = (view for _, view in _views(self.vector, self.tensors))
-        for (name, tensor), view in zip(self._now(self._model).items(), views, strict=False):
-            if tensor.numel() and tensor.data_ptr() != view.data_ptr():
+        if self._checked and self._places() == self._checked:
+            return
+        for (name, tensor), address in zip(
+            self._now(self._model).items(), self._addresses, strict=False
+        ):
+            if tensor.numel() and tensor.data_ptr() != address:
                 raise SettingError(f"model must change {name} in place, got another tensor")
+        self._modules = list(self._model.modules())
+        self._checked = self._places()
+
+    def _places(self) -> list[int]:
+        """Return what differs once the model has another tensor: a look at all names takes long."""
+        held = (own for m in self._modules for own in (m._modules, m._parameters, m._buffers))
+        found = [id(one) for own in held for one in own.values()]
+        return found + [tensor.data_ptr() for tensor in self.tensors]
 
     def first_not_finite(self, vector: Tensor) -> int | None:
         """Return the number of the first tensor that is not finite in a vector of this layout."""

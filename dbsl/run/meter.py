@@ -88,13 +88,18 @@ class StepMeter:
         if anew:
             self._kept.clear()
 
-    def begin_step(self, step: Step) -> None:
-        """Begin an optimizer step, whose forward and backward passes are taken."""
+    def begin_step(self, step: Step, weight: float) -> None:
+        """Begin an optimizer step, whose gradients are there, of the mean loss times `weight`.
+
+        If a line is due they are measured; a weight of 0 has none.
+        """
         workers = [part.worker for part in step.parts]
         for worker in workers:
             self._windows[worker].steps += 1
         if self._every:
             self._due = [w for w in workers if self._windows[w].steps % self._every == 0]
+        if self._due and weight:
+            self._measure(weight)
 
     def end_step(self, step: Step, learning_rate: float, progress: Progress) -> None:
         """Count a step that is taken; make a line of it, if one is due."""
@@ -108,11 +113,6 @@ class StepMeter:
         worker = workers[0] if len(workers) == 1 else None
         more = self._taken.steps + 1, self._taken.samples + samples
         self._taken = TakenSteps(*more, self._turn.epoch, learning_rate, worker)
-
-    def look(self, weight: float) -> None:
-        """Measure the gradients, of the mean loss times `weight`, if a line is due."""
-        if self._due:
-            self._measure(weight)
 
     @torch.no_grad()
     def _measure(self, weight: float) -> None:

@@ -113,7 +113,8 @@ class WorkerTurn:
         stream = (self.worker, turn.epoch, turn.round, *[plans.place] * bool(plans.place))
         seed = stream_seed(plans.config.seed, "dropout", *stream)
         seed_streams(seed)  # what the loop may draw from
-        torch.manual_seed(seed)
+        if workers.accelerator.device.type != "cpu":  # else torch would look for devices
+            torch.manual_seed(seed)
         workers.restore_random_state()  # if the run was stopped inside this round
 
     @property
@@ -242,9 +243,7 @@ class TurnStep:
             moment = (Extra.measure, self._turn.plain, self._step, *batch)
             for found in workers.plans.extras.each(*moment):
                 progress.measured |= found or {}
-        workers.meter.begin_step(self._step)
-        if weight := workers.stepper.complete(self._step):
-            workers.meter.look(weight)
+        workers.meter.begin_step(self._step, workers.stepper.complete(self._step))
         self._timing.enter_context(workers.stepper.stepping(self._step))
 
     def done(self, learning_rate: float) -> None:

@@ -79,13 +79,13 @@ def count_rounds(folder, monkeypatch, steps, **settings):
     return found
 
 
-def bare_steps():
-    """Take steps of the model alone, one for each that is asked for."""
-    model = build_model("test_resnet", 10, (16,))
+def bare_steps(model=None, batch=BATCH, side=16):
+    """Take steps of a model alone, one for each that is asked for."""
+    model = model or build_model("test_resnet", 10, (16,))
     model = model.to(memory_format=torch.channels_last).train()
     optimizer = create_optimizer("sgd", model, 0.1, 0.9, 5e-4)
-    images = torch.zeros(BATCH, 3, 16, 16).contiguous(memory_format=torch.channels_last)
-    labels = torch.zeros(BATCH, dtype=torch.int64)
+    images = torch.zeros(batch, 3, side, side).contiguous(memory_format=torch.channels_last)
+    labels = torch.zeros(batch, dtype=torch.int64)
     while True:
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()

@@ -56,12 +56,21 @@ def test_weights_and_counters_are_as_before_after_a_while_with_others():
     assert model[1].num_batches_tracked == 0
 
 
-def test_a_tensor_that_the_model_has_elsewhere_is_refused():
-    model = nn.BatchNorm1d(3)
+ELSEWHERE = {
+    "0.running_mean": lambda model: setattr(model[0], "running_mean", torch.zeros(3)),
+    "0.weight": lambda model: setattr(model[0].weight, "data", torch.zeros(3)),
+    "1.weight": lambda model: setattr(model, "1", nn.Linear(3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_tensor_that_the_model_has_elsewhere_is_refused(name):
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
     weights = FlatWeights(model)
     weights.check_views()
-    model.running_mean.mul_(2)
+    model[0].running_mean.mul_(2)
     weights.check_views()
-    model.running_mean = 0.9 * model.running_mean
-    with pytest.raises(SettingError, match="model must change running_mean in place, got another"):
-        weights.check_views()
+    ELSEWHERE[name](model)
+    for _ in range(2):
+        with pytest.raises(SettingError, match=f"model must change {name} in place, got another"):
+            weights.check_views()

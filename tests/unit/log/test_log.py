@@ -235,7 +235,7 @@ def take_steps(log, turn, number, rate, before=lambda: None):
     for _ in range(number):
         before()
         step = Step((Part(turn.workers[0], np.arange(5), 1.0),), progress=0.0)
-        meter.begin_step(step)
+        meter.begin_step(step, 0.0)
         meter.end_step(step, rate, Progress())
         log.hear(SimpleNamespace(reports=tuple, losses=tuple))
 

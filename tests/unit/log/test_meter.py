@@ -44,9 +44,8 @@ def train(meter, model, lines, todo, progress, until=math.inf):
             before = progress.sums.get(worker, torch.zeros(1))
             progress.sums[worker] = before + BATCH * value
             progress.samples[worker] = progress.samples.get(worker, 0) + BATCH
-            meter.begin_step(step)
             model.weight.grad = torch.tensor([[3.0, 4.0]]) * value
-            meter.look(0.5)
+            meter.begin_step(step, 0.5)
             meter.end_step(step, 0.1, progress)
             if lines is not None:
                 lines.extend(meter.take_lines())
@@ -137,8 +136,7 @@ def test_steps_without_a_line_add_no_operator():
     for number in range(6):
         step = Step((Part(0, np.arange(BATCH), 1.0),), number / STEPS)
         with Operators() as operators:
-            meter.begin_step(step)
-            meter.look(1.0)
+            meter.begin_step(step, 1.0)
             meter.end_step(step, 0.1, Progress())
         added.append(operators.computing.total() + operators.others.total())
     assert [count > 0 for count in added] == [False, False, True] * 2
