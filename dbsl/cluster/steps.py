@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from dbsl.base.errors import require
-from dbsl.base.machine import clock
+from dbsl.base.machine import moment, seconds_between
 from dbsl.base.seeds import global_streams
 from dbsl.cluster.formats import DTYPES, LowRank
 from dbsl.cluster.weights import FlatWeights, uncompiled
@@ -39,15 +40,13 @@ from dbsl.plan.types import Turn
 class ComputeTimer:
     """Adds up what each worker computes, and makes slowed workers as slow as they are meant to be.
 
-    Waiting for other workers is left out. On CUDA the moments are events in the stream, so that
-    measuring waits for nothing until the times are read; elsewhere they are the host's, once the
-    device has done its work. Where `machine` has a factor above 1 the process sleeps.
+    Waiting for other workers is left out. On CUDA measuring waits for nothing until the times are
+    read. Where `machine` has a factor above 1 the process sleeps.
     """
 
     def __init__(self, device: torch.device, machine: Machine | None = None) -> None:
         self.epoch = 0  # the factors depend on it
-        self._device, self._cuda = device, device.type == "cuda"
-        self._machine = machine
+        self._now, self._machine = partial(moment, device), machine
         self._spans: defaultdict[int, list[tuple]] = defaultdict(list)
         self._more_s: defaultdict[int, float] = defaultdict(float)  # slept, or before a resumption
 
@@ -70,9 +69,7 @@ class ComputeTimer:
         for worker in self._workers if self._machine else ():
             extra = self._machine.factor(worker, self.epoch) - 1.0
             if extra > 0:
-                if self._cuda:
-                    torch.cuda.synchronize(self._device)
-                duration = extra * self._between(self._start, self._end)
+                duration = extra * seconds_between(self._start, self._end)
                 time.sleep(duration)
                 self._more_s[worker] += duration
 
@@ -90,20 +87,8 @@ class ComputeTimer:
         self._more_s.update(state)
 
     def _so_far(self, worker: int) -> float:
-        spans = self._spans[worker]
-        if self._cuda and spans:
-            torch.cuda.synchronize(self._device)
-        return sum(self._between(*span) for span in spans) + self._more_s[worker]
-
-    def _now(self):
-        if not self._cuda:
-            return clock(self._device)
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def _between(self, start, end) -> float:
-        return start.elapsed_time(end) / 1000 if self._cuda else end - start
+        spent_s = sum(seconds_between(*span) for span in self._spans[worker])
+        return spent_s + self._more_s[worker]
 
 
 def take_step(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -419,10 +419,10 @@ class UnevenBatchSampler:
 
         Every process calls it at the same step, with how many it has `drawn`.
         """
-        if not self._watch.called and self._scaled > self.accumulate:
-            warn("watch saw no step of its model: pass the model that the loop calls")
         steps = self._watch.read()
         steps, self._warm = steps[max(0, _WARM_UP - self._warm) :], self._warm + len(steps)
+        if not self._warm and self._scaled > self.accumulate:
+            warn("watch saw no step of its model: pass the model that the loop calls")
         samples = Counter(count for count, _ in steps).most_common(1)[0][0] if steps else 0
         alike = [seconds for count, seconds in steps if count == samples]
         with self._watch.paused():

@@ -7,10 +7,12 @@ takes no communication hook.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from dbsl.base.errors import require
-from dbsl.base.machine import clock
+from dbsl.base.machine import moment, seconds_between
 
 CPU = torch.device("cpu")
 
@@ -34,10 +36,9 @@ class Watch:
         inner = wrapped[0] if len(wrapped) == 1 else model
         refuse_sharded(model, "; it waits in both passes: set local_batch_sizes instead")
         self.samples = 0  # of the batch under way; set by whoever knows them
-        self.called = False  # whether the model was ever called with gradients on
         parameters = inner.parameters()
-        self._device = next((p.device for p in parameters if p.device.type != "cpu"), CPU)
-        self._cuda = self._device.type == "cuda"
+        device = next((p.device for p in parameters if p.device.type != "cpu"), CPU)
+        self._now = partial(moment, device)
         self._began: Any = None
         self._ending = False
         self._pauses: list[tuple[Any, Any]] = []  # of the step under way
@@ -49,11 +50,9 @@ class Watch:
         """Return samples and seconds of each step since the last call; waits for the device."""
         finished = [*self._finished]
         self._finished.clear()
-        if self._cuda:
-            torch.cuda.synchronize()
         found = []
         for samples, spans in finished:
-            whole, *pauses = [a.elapsed_time(b) / 1000 if self._cuda else b - a for a, b in spans]
+            whole, *pauses = itertools.starmap(seconds_between, spans)
             found.append((samples, whole - sum(pauses)))
         return found
 
@@ -69,7 +68,7 @@ class Watch:
         if self._ending and torch._C._current_graph_task_id() < 0:
             self._began, self._ending = None, False  # an error has ended the last backward pass
         if torch.is_grad_enabled() and self._began is None:
-            self._began, self._pauses, self.called = self._now(), [], True
+            self._began, self._pauses = self._now(), []
 
     def _catch_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         for leaf in _tensors(output):
@@ -84,13 +83,6 @@ class Watch:
     def _end(self) -> None:
         self._finished.append((self.samples, [(self._began, self._now()), *self._pauses]))
         self._began, self._ending = None, False
-
-    def _now(self) -> Any:
-        if not self._cuda:
-            return clock(self._device)
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 def _tensors(output: Any, inside: tuple[int, ...] = ()) -> Iterator[Tensor]:

@@ -96,13 +96,12 @@ def test_clocks_wait_for_a_device_that_is_not_cuda(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *device: waited.append(device))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     mps = torch.device("mps")
-    timer, watch = ComputeTimer(mps), Watch(torch.nn.Linear(1, 1))
-    with timer.running((0,)):
+    monkeypatch.setattr("dbsl.library.watch.CPU", mps)
+    with ComputeTimer(mps).running((0,)):
         pass
-    watch._device = mps
-    watch._now()
+    Watch(torch.nn.Linear(1, 1))._now()
     assert waited == [(mps,)] * 3
-    machine.clock(torch.device("cpu"))
+    machine.moment(torch.device("cpu"))
     assert len(waited) == 3
     fit.measure_step_times(lambda size: None, [1, 2], seconds=0.0)
     assert len(waited) > 6
