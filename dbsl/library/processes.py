@@ -82,14 +82,11 @@ def digest(what: Any) -> str:
 def by_itself() -> Iterator[None]:
     """Have `mean_scale` inside count this process alone, where the others do not call it."""
     global _by_itself
-    announced, _by_itself = dict(_AHEAD), True
-    _AHEAD.clear()
+    _by_itself = True
     try:
         yield
     finally:
         _by_itself = False
-        _AHEAD.clear()
-        _AHEAD.update(announced)
 
 
 def mean_scale(
@@ -111,10 +108,11 @@ def mean_scale(
     count is below 1, and where it is not the one that `ahead` announced.
     """
     USED.add("mean_scale")
-    announced, counts, work = _AHEAD.pop(group, None) or _add_up(count, group)
+    known = None if _by_itself else _AHEAD.pop(group, None)
+    announced, counts, work = known or _add_up(count, group)
     if work is not None:
         work.wait()
-    if ahead is not None:
+    if ahead is not None and not _by_itself:
         _AHEAD[group] = _add_up(ahead, group)
     total, none = counts.tolist()
     if none:
