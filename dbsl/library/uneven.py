@@ -199,8 +199,6 @@ class UnevenBatchSampler:
             for rank in turns:
                 self._iterator = epoch  # again, where another one was drawn from meanwhile
                 yield self._drawn(epoch, number, rank)
-        if epoch.ahead:
-            self._iterator = epoch
 
     def _begin(self, skipped: int) -> _Epoch:
         """Begin an epoch, as its first batch is drawn: loaders ask for an iterator more often."""
@@ -381,8 +379,9 @@ class UnevenBatchSampler:
         The number of processes and their batch sizes may be others than when it was saved.
         """
         for name, mine in (("num_samples", self.num_samples), ("seed", self._seed)):
-            if state[name] != mine:
-                raise SettingError(f"{name} must be {state[name]}, as in the state, got {mine}")
+            require(
+                state[name] == mine, f"{name} must be {state[name]}, as in the state", f"{mine}"
+            )
         left = self.num_samples - state["samples"]
         must = f"samples of a state must be in [0, {self.num_samples}]"
         require(0 <= left <= self.num_samples, must, state["samples"])
