@@ -20,14 +20,7 @@ from dbsl.base.errors import plural, px, require
 from dbsl.cluster.formats import check_rank, trained_shapes
 from dbsl.cluster.wire import share_text
 from dbsl.config.complete import check_lengths, for_workers, from_workers
-from dbsl.config.settings import (
-    AGAIN,
-    FLOAT32,
-    RunConfig,
-    meets_at_server,
-    shares_global_batch,
-    wire_of,
-)
+from dbsl.config.settings import AGAIN, RunConfig, meets_at_server, shares_global_batch, wire_of
 from dbsl.data.sources import TrainingData
 from dbsl.loss import LossFunction, LossOf, bind_loss, check_loss, digest_of, not_a_mean
 from dbsl.model import check_model
@@ -302,8 +295,8 @@ def _reserve_bytes(
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     here = config.workers if processes == 1 else 1
     pulled = 0 if config.sync == "step" else here
-    wire = wire_of(config)
-    left = 2 * bool(wire.rank) if config.sync == "step" else (here + 1) * (wire != FLOAT32)
+    rounds = (here + 1) * (config.wire != "float32")
+    left = 2 * bool(wire_of(config).rank) if config.sync == "step" else rounds
     optimizers = 1 if shares_global_batch(config) else here
     return float(weights * (pulled + 1 + left) + state_bytes * optimizers)
 
