@@ -247,13 +247,14 @@ class WorkerSum:
             if self._workers > 1:
                 dist.all_reduce(summed, group=self._group)
             return summed
-        matrices, rests = zip(*map(self._weights.split, vectors), strict=True)
-        rest, twice = sum(rests[1:], rests[0]), self._workers > 2
+        twice, rest, encoded = self._workers > 2, None, []
         parts = self._workers if self._real and twice else 1
-        padding = -len(matrices[0]) % (parts * BLOCK)
         *added, summed = self._roundings
-        padded = [pad(numbers, (0, padding)).view(parts, -1) for numbers in matrices]
-        encoded = [each.encode(numbers) for each, numbers in zip(added, padded, strict=True)]
+        for each, vector in zip(added, vectors, strict=True):  # one by one: memory is for one
+            matrices, own = self._weights.split(vector)
+            rest = own if rest is None else rest + own
+            padded = pad(matrices, (0, -len(matrices) % (parts * BLOCK)))
+            encoded.append(each.encode(padded.view(parts, -1)))
         rows = torch.cat(encoded)  # [parts or workers, bytes]
         if self._real:
             dist.all_reduce(rest, group=self._group)
@@ -266,12 +267,13 @@ class WorkerSum:
             own, rows = rows, rows.new_empty(self._workers, rows.shape[1])
             dist.all_gather_into_tensor(rows, own, group=self._group)
         total = decode(rows, self._wire, rest.dtype) if twice else self._sum(rows, rest.dtype)
-        return self._weights.join(total.view(-1)[: len(matrices[0])], rest)
+        return self._weights.join(total.view(-1)[: len(matrices)], rest)
 
     def _sum(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the sum [1, L] of rows of bytes, in their order."""
-        first, *others = decode(rows, self._wire, dtype).split(1)
-        return sum(others, first)
+        first, *others = rows.split(1)
+        numbers = (decode(row, self._wire, dtype) for row in others)
+        return sum(numbers, decode(first, self._wire, dtype))
 
     def forget(self) -> None:
         """Leave nothing for the next sum."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from dbsl.cluster import formats
 from dbsl.cluster.formats import WorkerSum
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.types import BAD_WEIGHTS, RoundReport
@@ -33,17 +34,20 @@ def summing_rank(rank, wire, rounds):
     ("processes", "wire"), [(2, "int2"), (3, "int4"), (4, "int8"), (2, "bf16")]
 )
 def test_sums_are_alike_on_all_ranks_those_of_simulated_workers_and_resumed_to_the_bit(
-    run_ranks, processes, wire
+    run_ranks, monkeypatch, processes, wire
 ):
     results = run_ranks(summing_rank, wire, 50, world_size=processes)
     assert all(sums == results[0] for sums in results)
     *sums, again, resumed = torch.tensor(results[0], dtype=torch.float64)
     assert torch.equal(again, resumed)
+    rows, decode = [], formats.decode
+    monkeypatch.setattr(formats, "decode", lambda m, *how: rows.append(len(m)) or decode(m, *how))
     weights = make_weights()
     simulated, length = WorkerSum(wire, weights, simulated=processes), len(weights.vector)
     for number, summed in enumerate([*sums, again]):
         expected = simulated(*(change_of(w, number, length) for w in range(processes)))
         torch.testing.assert_close(summed, expected, rtol=0, atol=1e-12)
+    assert {*rows} == {1}  # one by one: memory is for one
     total = sum(change_of(w, n, length) for w in range(processes) for n in range(51))
     left = sum(row[0] for row in simulated.state_dict() if row is not None)
     matrices, expected = weights.split(sum(sums) + again)[0], weights.split(total)[0]
