@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._triton import has_triton
 
 from dbsl.base.errors import SettingError, require
 
@@ -272,14 +274,28 @@ def kept_modes(model: nn.Module) -> Iterator[None]:
 _MOST_GRAPHS = 64  # in a run; further shapes run uncompiled
 
 
+def compiles(config: Any, device: torch.device) -> bool:
+    """Whether a config has models compiled; auto: on CUDA, where torch can and sizes stay."""
+    if config.compile != "auto":
+        return config.compile
+    changes = getattr(config, "balance", "none") != "none"  # measuring alone does not know of it
+    return device.type == "cuda" and not changes and has_triton()
+
+
+def graphs_made() -> int:
+    """Return how many graphs this process has compiled so far."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 def compile_in_place(model: nn.Module, device: torch.device, *, sums: bool = False) -> None:
     """Compile a model's calls, anew for each shape of its input.
 
     On CUDA the graphs are recorded as CUDA graphs, which spare small batches the launch of every
     kernel. Not where gradients of several calls are to be summed (`sums`): a recorded graph's next
-    call overwrites what its last one returned.
+    call overwrites what its last one returned. What cannot be compiled runs as it is: torch warns.
     """
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
+    torch._dynamo.config.suppress_errors = True
     records = device.type == "cuda" and not sums
     model.compile(dynamic=False, mode="reduce-overhead" if records else "default")
 

@@ -307,7 +307,8 @@ def described(hint: Any) -> tuple[str, str]:
         return words.removeprefix("a ") + "s", f"{shown},.."
     if origin in _UNIONS:
         arms = [described(arm) for arm in inside if arm is not types.NoneType]
-        return " or ".join(words for words, _ in arms), "|".join(shown for _, shown in arms)
+        words, shown = zip(*arms, strict=True)
+        return " or ".join(words), "|".join(filter(None, shown))
     return _WORDS.get(hint, ("a text", "TEXT"))
 
 

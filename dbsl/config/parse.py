@@ -183,11 +183,11 @@ def _read_flags(cls: type, flags: Sequence[str], prog: str = "") -> dict[str, An
         else:
             given, equals, value = flag[2:].partition("=")
             name = _name(given)
-            on = not (name not in known and hints.get(name.removeprefix("no_")) is bool)
+            on = name in known or not _is_switch(hints.get(name.removeprefix("no_")))
             name = name if on else name.removeprefix("no_")
             if name not in known or name == positional:
                 raise _unknown(cls, "flag must be one that --help lists", _flag(_name(given)))
-            switch = hints[name] is bool
+            switch = hints[name] is bool or not on
             if switch and equals:
                 off = _flag(f"no_{name}")
                 raise SettingError(f"{_flag(name)} must have no value ({off}: off), got {value!r}")
@@ -203,8 +203,10 @@ def _read_flags(cls: type, flags: Sequence[str], prog: str = "") -> dict[str, An
 def _value(name: str, field: dataclasses.Field, hint: Any, given: list[Any]) -> Any:
     """Return what was given for a field, each time, as its type has it."""
     last = given[-1]
-    if hint is bool or field.metadata == POSITIONAL:
-        return last if hint is bool else tuple(last)
+    if isinstance(last, bool) or (not last and _is_switch(hint)):
+        return last is not False
+    if field.metadata == POSITIONAL:
+        return tuple(last)
     text = (",".join if _is_list(hint) else " ".join)(last)
     takes_none = types.NoneType in (hint, *typing.get_args(hint))
     if text == UNSET and field.default is not dataclasses.MISSING and not takes_none:
@@ -220,6 +222,11 @@ def _value(name: str, field: dataclasses.Field, hint: Any, given: list[Any]) -> 
     except (KeyError, ValueError):
         shown = repr(text) if last else "nothing"
         raise SettingError(f"{_flag(name)} must be {described(hint)[0]}, got {shown}") from None
+
+
+def _is_switch(hint: Any) -> bool:
+    """Whether a flag may stand alone, and behind no_."""
+    return bool in (hint, *typing.get_args(hint))
 
 
 def _is_list(hint: Any) -> bool:
@@ -397,7 +404,8 @@ def _read_yaml(path: Path, cls: type | None) -> dict[str, Any]:
             raise _unknown(cls, "config must set what --help lists", name, f" in {path}")
         hint = hints.get(own)
         each = value if isinstance(value, list) and _is_list(hint) else [value]
-        kinds = {bool} if hint is bool else {str, int, float, datetime.date, datetime.datetime}
+        kinds = {str, int, float, datetime.date, datetime.datetime} if hint is not bool else set()
+        kinds |= {bool} if _is_switch(hint) else set()
         if value is not None and own != FOUND and not {*map(type, each)} <= kinds:
             why = "YAML's yes, no, on or off without quotes; " * isinstance(value, bool)
             got = as_given(value) if isinstance(value, bool) else repr(value)

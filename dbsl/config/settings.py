@@ -32,6 +32,7 @@ from dbsl.config.fields import (
 )
 from dbsl.config.image_settings import ImageConfig, check_images
 
+Compile = Literal["auto"] | bool
 Precision = Literal["auto", "no", "bf16", "fp16"]
 Rounding = Literal["round", "truncate"]
 UpdateFactor = Literal["data", "sqrt", "none"]
@@ -319,10 +320,10 @@ class RunConfig(MachineConfig, TrainingConfig):
     # rounds that are left out because loss or weights are not finite before the run ends as
     # diverged
     max_bad_rounds: Annotated[Number, Role.FREE] = 10
-    # use torch.compile, and compile for all batch sizes before training
+    # torch.compile; auto: on CUDA, if batch sizes stay
     compile: Annotated[
-        bool, Excludes("balance", why=", which changes batch sizes: each would be compiled")
-    ] = False
+        Compile, Excludes("balance", why=", which changes batch sizes: each would be compiled")
+    ] = "auto"
     # folder of a new run; unset: runs/<dataset>-<model>-<time>
     output_dir: Annotated[str | None, Role.FREE | Role.COMMAND] = None
     # what a run found out, as its config.yaml has it; no flag

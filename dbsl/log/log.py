@@ -23,7 +23,7 @@ from dbsl.base.errors import DivergedError, SaveError, duration, px, require, sh
 from dbsl.base.files import write_text
 from dbsl.base.machine import lazy_import
 from dbsl.cluster.cluster import Cluster
-from dbsl.cluster.weights import names_of
+from dbsl.cluster.weights import graphs_made, names_of
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import RunConfig
 from dbsl.log import lines, rows
@@ -357,8 +357,12 @@ class RunLog:
         require(self._evaluations, must, "none")
         workers, config, data = self._workers, self._config, self._workers.data
         simulated_s = workers.cluster.time_s
+        late = graphs_made() - workers.graphs if workers.graphs else 0
+        if late:
+            self._say(f"{late} graphs were compiled while it trained (--no-compile compiles none)")
         sources = (("train", data.train), ("evaluation", data.evaluation))
         mishaps = {
+            "recompilations": late,
             "refused_rounds": workers.cluster.refused,
             **{name: v for name, v in vars(self._so_far).items() if name.startswith(_MISHAPS)},
             "bad_images": {name: sorted(each.bad) for name, each in sources if each.bad},

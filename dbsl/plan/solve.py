@@ -378,7 +378,7 @@ def _nearly_large(model: TimeModel, batch: int, largest: int) -> str:
         why = f"a step of fewer than {below:.0f} samples takes no less time"
     return (
         f"the small batch, {batch}, is {batch / largest:.0%} of the large one, since {why}: dual "
-        "batch gains next to nothing here. --compile lowers that cost; a larger "
+        "batch gains next to nothing here. --compile lowers that cost on a GPU; a larger "
         "--large-batch-size or --time-ratio makes the small batch smaller; more "
         "--rounds-per-epoch merge more often instead"
     )

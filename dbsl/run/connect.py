@@ -28,7 +28,7 @@ from dbsl.cluster.steps import (
     PushedGradients,
     Stepper,
 )
-from dbsl.cluster.weights import FlatWeights, compile_in_place
+from dbsl.cluster.weights import FlatWeights, compile_in_place, compiles, graphs_made
 from dbsl.cluster.wire import CPU, SERVER_RANK
 from dbsl.config.settings import FLOAT32, RunConfig, meets_at_server, wire_of
 from dbsl.loss import LossOf
@@ -50,6 +50,7 @@ class Parts(Protocol):
     raw_model: nn.Module
     data: Any
     loss_of: LossOf
+    graphs: int  # that were compiled before training
 
 
 def connect(
@@ -73,8 +74,9 @@ def connect(
     if rank == SERVER_RANK and config.sync != "step":
         device = accelerator.device if alone or in_step else CPU
         server = _server(plans, model, weights, device, build_optimizer, rule, alone)
-    if config.compile or torch.backends.cudnn.benchmark:  # only now: graphs keep weights' addresses
-        make_ready(parts, weights, workers)
+    compiled = compiles(config, accelerator.device)
+    if compiled or torch.backends.cudnn.benchmark:  # only now: graphs keep weights' addresses
+        make_ready(parts, weights, workers, compiled)
     stepper = _stepper(parts, build_optimizer, weights, workers, control, island)
     common = {
         "planner": plans.planner,
@@ -182,14 +184,13 @@ def _stepper(
     return JointSteps(*common, wire=wire) if joint else Stepper(*common)
 
 
-def make_ready(parts: Parts, weights: FlatWeights, workers: Sequence[int]) -> None:
+def make_ready(parts: Parts, weights: FlatWeights, workers: Sequence[int], compiled: bool) -> None:
     """Pass a batch of each shape that these workers will have, before training time begins.
 
     A compiled model makes its graphs here. An eager one has cuDNN try its algorithms, which takes
     seconds for each shape as well. Weights, statistics and random streams stay as they are.
     """
-    plans, model, compiled = parts.plans, parts.raw_model, parts.config.compile
-    device = parts.accelerator.device
+    plans, model, device = parts.plans, parts.raw_model, parts.accelerator.device
     if compiled:
         compile_in_place(model, device, sums=plans.known.micro_batch_sizes is not None)
     dropout = {stage.resolution: stage.dropout for stage in plans.stages}
@@ -204,7 +205,9 @@ def make_ready(parts: Parts, weights: FlatWeights, workers: Sequence[int]) -> No
                     # Gradients lie in the graph's memory, which its next call overwrites.
                     model.zero_grad(set_to_none=True)
                 shapes += 1
-    took, what = time.perf_counter() - began, "compiled" if compiled else "cuDNN has chosen"
+    took, what = time.perf_counter() - began, "cuDNN has chosen"
+    if compiled:
+        parts.graphs, what = graphs_made(), "compiled"
     parts.accelerator.print(
         f"{what} for {shapes} pairs of resolution and batch size in {took:.0f} s"
     )

@@ -18,6 +18,7 @@ from torch import nn
 
 from dbsl.base.errors import plural, px, require
 from dbsl.cluster.formats import check_rank, trained_shapes
+from dbsl.cluster.weights import compiles
 from dbsl.cluster.wire import share_text
 from dbsl.config.complete import check_lengths, for_workers, from_workers
 from dbsl.config.settings import AGAIN, RunConfig, meets_at_server, shares_global_batch, wire_of
@@ -253,7 +254,7 @@ def make_profiler(
         weight_decay=config.weight_decay > 0,
         # The server clips what is pushed, and a worker's step does not.
         clip=bool(config.clip_grad) and not pushes,
-        compile=config.compile,
+        compile=compiles(config, accelerator.device),
         loss=digest_of(loss_of, build_optimizer),
     )
     build = None if pushes else build_optimizer

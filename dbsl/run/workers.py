@@ -68,6 +68,7 @@ class Workers:
         def build(model: nn.Module) -> torch.optim.Optimizer:
             return keep_ratios(join_optimizers(build_optimizer(model)), config.lr)
 
+        self.graphs = 0
         # How weights move, and what an optimizer step is.
         self.cluster, self.stepper = connect(self, build, merge)
         own = self.cluster.workers, self.stepper.model, accelerator

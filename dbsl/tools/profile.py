@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from dbsl.base.files import check_output
 from dbsl.base.machine import threads_of_process
+from dbsl.cluster.weights import compiles
 from dbsl.config.fields import Count, Positive, Within, check_fields
 from dbsl.config.parse import parse_flags
-from dbsl.config.settings import Precision
+from dbsl.config.settings import Compile, Precision
 from dbsl.data.sources import image_batch
 from dbsl.model import build_model, check_model
 from dbsl.optimizer import check_optimizer, create_optimizer
@@ -50,7 +51,7 @@ class Arguments:
     micro_batch_size: _Two | None = None
     # precision of forward passes; auto: bf16 where the device computes it natively, else no
     mixed_precision: Precision = "auto"
-    compile: bool = False  # measure the model with torch.compile
+    compile: Compile = "auto"  # measure the model with torch.compile; auto: on CUDA
     cpu_threads: Count | None = None  # threads of torch; unset: all cores, or OMP_NUM_THREADS
     profile_seconds: Positive = 30.0  # seconds to measure for, all resolutions together
     output: Path | None = None  # file to write the profile to, for train.py --profile
@@ -100,7 +101,7 @@ def spec_of(
         momentum=momentum > 0,
         weight_decay=decay > 0,
         clip=given.clip_grad,
-        compile=given.compile,
+        compile=compiles(given, accelerator.device),
         loss=None,
     )
     built = None if name == NO_OPTIMIZER else build

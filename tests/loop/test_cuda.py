@@ -48,7 +48,7 @@ def whole_float32():
 
 def run(folder, **settings):
     """Return the weights of a run in float32, and the losses of its rounds."""
-    helpers.run(folder, **{"mixed_precision": "no", **settings})
+    helpers.run(folder, **{"mixed_precision": "no", "compile": False, **settings})
     losses = [row["loss"] for row in rounds_of(folder)]
     assert np.isfinite(losses).all()
     return load_file(folder / "model.safetensors"), losses
@@ -66,7 +66,7 @@ def ready(model, *, compiled):
     """Return the weights of a model that has met batches of 4 and 8 images."""
     weights = FlatWeights(model)
     start_accelerator("no", 60.0)  # has cuDNN try its algorithms
-    make_ready(run_of(model, {4, 8}, compiled, "cuda"), weights, (0,))
+    make_ready(run_of(model, {4, 8}, "cuda"), weights, (0,), compiled)
     return weights
 
 

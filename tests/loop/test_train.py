@@ -333,7 +333,9 @@ REFUSED = [
     (["--outer-lr", "1"], f"{HELP}, got --outer-lr, which is --merge delta:LR,MOMENTUM here"),
     # no value of the flag's type
     (["--resolutions", "24,x"], "--resolutions must be whole numbers, got '24,x'"),
-    (["--compile", "yes"], "values must follow a flag that takes them, got 'yes'"),
+    (["--pretrained", "yes"], "values must follow a flag that takes them, got 'yes'"),
+    (["--compile", "yes"], "--compile must be auto or true or false, got 'yes'"),
+    (["--no-compile", "yes"], "values must follow a flag that takes them, got 'yes'"),
     (["--batch-size=3"], f"{HELP}, got --batch-size, which is --large-batch-size or --local-b"),
     (["--class_weights", "1"], f"{HELP}, got --class-weights, which is a line of loss_function"),
 ]
@@ -352,7 +354,8 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, capsys, arguments, m
     [
         ("lr: yes\n", "lr must be a number, got true (YAML's yes, no, .*; {} sets"),
         ("mixed-precision: no\n", "mixed_precision must be auto, no, .*got false (.*; {} sets"),
-        ("compile: 1\n", "compile must be true or false, got 1"),
+        ("save_best: 1\n", "save_best must be true or false, got 1"),
+        ("compile: 1\n", "--compile must be auto or true or false, got '1'"),
         ("lr: abc\n", "--lr must be a number, got 'abc' ({} sets lr"),
         (
             "epochs: 3\nwarmup_epochs: 5\n",

@@ -98,7 +98,7 @@ def kernels(
         flags += ["--slope", "0.001", "--intercept", "0.01", "--log-every", "0"]
         flags += ["--resolutions", "16" if settings.dry else str(resolution)]
         try:
-            train_here([*flags, *["--compile"] * (compiled and not settings.dry)])
+            train_here([*flags, "--compile" if compiled and not settings.dry else "--no-compile"])
         except _Enough:
             yield {**found, **peak_memory()}
 

@@ -54,7 +54,7 @@ def test_every_bound_of_a_setting_is_held_and_named_with_the_value(bound, beyond
 def test_every_setting_with_bounds_is_among_those_and_every_choice_is_held():
     assert {name for name, _ in markers(Config, Within)} == {*" ".join(BOUNDS.values()).split()}
     choices = {n: hint for n, hint in get_type_hints(Config).items() if "Literal[" in str(hint)}
-    assert len(choices) == 11
+    assert len(choices) == 12
     for name, hint in choices.items():
         must = f"--{name.replace('_', '-')} must be {fields.described(hint)[0]}, got 'nonsense'"
         with pytest.raises(SettingError, match=f"^{re.escape(must)}$"):

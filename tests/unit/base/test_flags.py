@@ -23,6 +23,7 @@ class Settings:
     names: tuple[str, ...] = ()  # any names
     note: str = ""  # 100 % of the text
     save_best: bool = True  # save the best
+    fast: Literal["auto"] | bool = "auto"  # a switch, or auto
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ def read(*flags, cls=Settings):
         (["--note", "a", "--note", "unset", "--names", "unset"], {"note": "", "names": ()}),
         (["--save-best", "--no-save-best", "--sizes"], {"save_best": False, "sizes": ()}),
         (["--no_save_best", "--save-best"], {"save_best": True}),
+        (["--fast", "--lr", "1"], {"fast": True, "lr": 1.0}),
+        (["--fast", "auto", "--no-fast"], {"fast": False}),
+        (["--no-fast", "--fast=auto"], {"fast": "auto"}),
+        (["--fast", "false"], {"fast": False}),
     ],
 )
 def test_numbers_and_texts_may_begin_with_a_dash_and_the_last_flag_counts(flags, found):
@@ -72,6 +77,7 @@ def test_values_without_a_flag_may_stand_anywhere():
         (["--epochs", "unset"], "--epochs must be a whole number, got 'unset'"),
         (["--epochs", "None"], "--epochs must be a whole number, got 'None'"),
         (["--note", "a", "b"], "--note must be a text, got 'a b'"),
+        (["--fast", "2"], "--fast must be auto or true or false, got '2'"),
         (["--save-best=yes"], r"--save-best must have no value \(--no-save-best: off\), got 'yes'"),
         (["--lr", "1"], "--epochs must be given"),
     ],
@@ -96,12 +102,13 @@ class Forked:
 
     frozen: tuple[str, ...] = ()  # modules
     steps: tuple[int, ...] | None = None  # numbers
+    fast: Literal["auto"] | bool = "auto"  # a switch, or auto
 
 
-def test_a_forks_tuples_go_through_yaml_and_a_type_that_does_not_is_named():
+def test_a_forks_settings_go_through_yaml_and_a_type_that_does_not_is_named():
     found = parse_flags(Forked, ["--frozen", "layer1,layer2", "--steps", "3", "6"])
     assert found == Forked(("layer1", "layer2"), (3, 6))
-    for settings in (found, Forked()):
+    for settings in (found, *(Forked(fast=fast) for fast in ("auto", True, False))):
         flags = yaml_to_argv(yaml.safe_load(config_to_yaml(asdict(settings))))
         assert parse_flags(Forked, flags) == settings
     for kind in (Path | None, list[str]):

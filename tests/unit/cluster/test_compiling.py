@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dbsl.cluster.weights import FlatWeights
+from dbsl.cluster import weights as compiling
+from dbsl.cluster.weights import FlatWeights, compiles
 from dbsl.data.sources import image_batch
 from dbsl.model import build_model
 from dbsl.run import connect as module
@@ -32,7 +33,7 @@ def loss_of(model, images, labels, config=None):
     return F.cross_entropy(model(images), labels)
 
 
-def run_of(model, sizes, compiled, device="cpu"):
+def run_of(model, sizes, device="cpu"):
     """Return what `make_ready` asks of workers at 16 px."""
     plans = SimpleNamespace(
         known=SimpleNamespace(micro_batch_sizes=None),
@@ -42,11 +43,30 @@ def run_of(model, sizes, compiled, device="cpu"):
     return SimpleNamespace(
         plans=plans,
         raw_model=model,
-        config=SimpleNamespace(compile=compiled),
+        graphs=0,
         accelerator=SimpleNamespace(device=torch.device(device), print=print),
         data=SimpleNamespace(example=lambda size, r: image_batch(size, r, 3, torch.device(device))),
         loss_of=loss_of,
     )
+
+
+@pytest.mark.parametrize("triton", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "on"),
+    [
+        ({}, ("cuda",)),
+        ({"workers": 2, "balance": "dynamic"}, ()),
+        ({"compile": True}, ("cuda", "cpu", "mps")),
+        ({"compile": False}, ()),
+    ],
+)
+def test_models_are_compiled_on_cuda_unless_told_otherwise_or_batch_sizes_change(
+    monkeypatch, settings, on, triton
+):
+    monkeypatch.setattr(compiling, "has_triton", lambda: triton)
+    config, found = Config(**settings), {"cuda", "cpu", "mps"}
+    found = {device for device in found if compiles(config, torch.device(device))}
+    assert found == ({*on} if triton or config.compile is True else set())
 
 
 @pytest.mark.parametrize(("compiled", "times"), [(True, 3), (False, 1)])
@@ -60,7 +80,10 @@ def test_every_shape_is_met_from_gradients_of_its_own_and_nothing_moves(
     weights = FlatWeights(model)
     before = weights.vector.clone()
     random = torch.get_rng_state()
-    make_ready(run_of(model, {4, 6}, compiled), weights, (0,))
+    parts = run_of(model, {4, 6})
+    monkeypatch.setattr(module, "graphs_made", lambda: 7)
+    make_ready(parts, weights, (0,), compiled)
+    assert parts.graphs == 7 * compiled
     assert in_place == [False] * compiled
     assert [call.shape[0] for call in calls] == [4] * times + [6] * times
     assert not any(call.left_over for call in calls)
@@ -74,7 +97,7 @@ def test_shapes_are_met_in_the_mode_of_training_which_leaves_frozen_modules_alon
     model, modes = build_model("test_resnet", 3, (16,)), []
     frozen = next(each for each in model.modules() if isinstance(each, nn.BatchNorm2d))
     frozen.requires_grad_(False).register_forward_hook(lambda own, *_: modes.append(own.training))
-    make_ready(run_of(model, {4}, compiled=False), FlatWeights(model), (0,))
+    make_ready(run_of(model, {4}), FlatWeights(model), (0,), compiled=False)
     assert modes == [False], "a graph in another mode is made again at the first step"
 
 

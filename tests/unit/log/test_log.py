@@ -83,6 +83,7 @@ def make_log(tmp_path, accelerator):
             progress=Progress(),
             cluster=SimpleNamespace(refused=0, time_s=42.5),
             stopwatch=SimpleNamespace(start_up_s=1.0, total_s=30.0),
+            graphs=0,
         )
         if state:
             state = {"stages": [asdict(stage) for stage in STAGES], **state}
@@ -457,6 +458,18 @@ def test_workers_that_are_lost_between_two_looks_are_recorded_in_order(make_log,
     assert (summary["lost_workers"], summary["lost_samples"]) == ([2, 1], 14)
     said = [line.partition(" (")[0] for line in capsys.readouterr().out.splitlines()[:2]]
     assert said == ["warning: rank 2", "warning: rank 1"]
+
+
+def test_graphs_that_were_compiled_while_it_trained_are_counted(make_log, monkeypatch, capsys):
+    monkeypatch.setattr("dbsl.log.log.graphs_made", lambda: 5)
+    for before in (5, 3):
+        with make_log() as log:
+            log._workers.graphs = before
+            play(log)
+            log.sum_up()
+        late = json.loads((log.folder / "summary.json").read_text()).get("recompilations")
+        said = "2 graphs were compiled while it trained" in capsys.readouterr().out
+        assert (late, said) == ((2, True) if before == 3 else (None, False))
 
 
 def test_extras_get_every_row_as_it_is_read_back_and_those_of_before_at_once(make_log, rows):
