@@ -218,7 +218,7 @@ class Rounds:
         vector, (own, all_of_it) = self._weights.vector, state["process"]
         left = state["rounded"] if all_of_it == self._processes else None
         must = f"a state must be that of process {self._place()[0]} of {self._processes}"
-        moved = all_of_it != self._processes and state["steps"] == 0 and left is None
+        moved = all_of_it != self._processes and state["steps"] == 0
         # Accelerate's register_for_checkpointing saves that of process 0 alone: all refuse it.
         others = (own, all_of_it) != self._place() and not moved
         compare({}, f"{must}, got that of process {own} of {all_of_it}" * others, self._group)

@@ -31,6 +31,12 @@ from dbsl.plan.types import TimeModel
 _MOST_AHEAD = 1024  # batches that a loader may draw before training begins
 _WARM_UP = 2  # first steps of a run, which allocate and compile: not measured
 _INTERCEPT = 0.1  # share of the first measured step that is taken not to depend on the batch
+# What a loop that is refused may have missed.
+_CALLS = (
+    ": call scale for each batch, in order, and skip() for batches that the script leaves out; "
+    "interleave must be True for a loader that goes through accelerator.prepare, else False; the "
+    "collate function must keep all samples"
+)
 
 
 @dataclass(eq=False)
@@ -223,11 +229,8 @@ class UnevenBatchSampler:
             self._warn_of_no_scale(before)
             missed = self._scaled and before.trains and before.taken < len(before)
             if missed and before is not self._trained:  # else it is a look
-                raise SettingError(
-                    f"scale must be called for each batch, got {before.taken} calls for the "
-                    f"{len(before)} batches of an epoch: something skips batches (see skip), or "
-                    "interleave is not as accelerator.prepare needs it (True) or others (False)"
-                )
+                calls = f"{before.taken} calls for the {len(before)} batches of an epoch"
+                raise SettingError(f"scale must be called for each batch, got {calls}{_CALLS}")
         left_early = begun and before.taken < len(before)
         if left_early and not same and self._watch and not self.balance_every:
             warn("balance_every must be given where epochs are left early: no sizes have moved")
@@ -310,20 +313,12 @@ class UnevenBatchSampler:
         if other and before.exhausted and before.ahead and self._looked_at(epoch):
             epoch = before  # it draws no more: the other one was a look
         if epoch is None or not epoch.ahead:
-            raise SettingError(
-                "scale must be called once for each batch, in order, got another call after "
-                f"{epoch.taken if epoch else 0} batches"
-                + " (interleave must be False without accelerator.prepare)"
-                * self.interleave
-            )
+            calls = f"another call after {epoch.taken if epoch else 0} batches"
+            raise SettingError(f"scale must be called once for each batch, got {calls}{_CALLS}")
         planned, window, cost = epoch.ahead[0]
         if count != planned:
-            raise SettingError(
-                f"count must be {planned}, as planned for batch {epoch.taken} of rank {self.rank}, "
-                f"got {count}: call scale for each batch, in order, and skip() for batches that "
-                "the script leaves out; interleave must be True for a loader that goes through "
-                "accelerator.prepare, else False; the collate function must keep all samples"
-            )
+            at = f"as planned for batch {epoch.taken} of rank {self.rank}"
+            raise SettingError(f"count must be {planned}, {at}, got {count}{_CALLS}")
         if self.balance and self._watch is None:
             raise SettingError("balance must be None without watch(model), got 'dynamic'")
         if not self._scaled:

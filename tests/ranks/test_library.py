@@ -67,7 +67,7 @@ def test_accelerate_deals_out_what_is_in_turn_and_is_refused_what_is_not(run_ran
     for error in run_ranks(prepared, False, True, expect_errors=True):
         assert "scale must be called for each batch, got 3 calls for the 5 batches" in error
     for error in run_ranks(prepared, True, False, expect_errors=True):
-        assert "interleave must be False without accelerator.prepare" in error
+        assert "goes through accelerator.prepare, else False" in error
 
 
 class Slow(nn.Module):
