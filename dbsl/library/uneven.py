@@ -194,31 +194,25 @@ class UnevenBatchSampler:
         return batches
 
     def _batches(self, skipped: int) -> Iterator[list[int]]:
-        """Yield an epoch's batches; until the first is drawn, `set_epoch` may come."""
+        """Yield an epoch's batches; until the first is drawn, `set_epoch` may come.
+
+        Loaders ask for more iterators than they draw from.
+        """
         must = "skip must be left out inside the epoch of a loaded state, else both skip"
         whole = f"skip must be a multiple of accumulate ({self.accumulate})"
         require(not (skipped and self._start), must, skipped)
         require(skipped % self.accumulate == 0, whole, skipped)
-        epoch = self._begin(skipped)
+        if self._iterator is not None:
+            self._end(self._iterator)
+        sizes, trains = [(0, self.local_batch_sizes)], torch.is_grad_enabled()
+        drawn, cuts = 0 if self._draws_skipped else skipped, self._cuts(self._start)
+        epoch = _Epoch(self.epoch, self._start, cuts, skipped, sizes, skipped, drawn, trains)
+        self._iterator, self._start, self._chosen = epoch, 0, False
         turns = [*range(self.num_replicas)] if self.interleave else [self.rank]
         for number in range(epoch.drawn, len(epoch)):
             for rank in turns:
                 self._iterator = epoch  # again, where another one was drawn from meanwhile
                 yield self._drawn(epoch, number, rank)
-
-    def _begin(self, skipped: int) -> _Epoch:
-        """Begin an epoch, as its first batch is drawn: loaders ask for an iterator more often."""
-        before = self._iterator
-        if before is not None:
-            self._end(before)
-        self._chosen = False
-        sizes = [(0, self.local_batch_sizes)]
-        cuts = self._cuts(self._start)
-        drawn = 0 if self._draws_skipped else skipped
-        trains = torch.is_grad_enabled()
-        epoch = _Epoch(self.epoch, self._start, cuts, skipped, sizes, skipped, drawn, trains)
-        self._iterator, self._start = epoch, 0
-        return epoch
 
     def _end(self, before: _Epoch) -> None:
         """Find out what the epoch was that was drawn from last, now that another one begins."""
