@@ -93,10 +93,9 @@ def _tensors(output: Any, inside: tuple[int, ...] = ()) -> Iterator[Tensor]:
         elif isinstance(leaf, type) or id(leaf) in inside:
             continue
         elif is_dataclass(leaf):
-            own = getattr(leaf, "__dict__", {}) or {
-                each.name: getattr(leaf, each.name, None) for each in fields(leaf)
-            }
-            yield from _tensors([*own.values()], (*inside, id(leaf)))
+            own = [*getattr(leaf, "__dict__", {}).values()]
+            own = own or [getattr(leaf, each.name, None) for each in fields(leaf)]
+            yield from _tensors(own, (*inside, id(leaf)))
         elif hasattr(leaf, "__dict__"):
             yield from filter(torch.is_tensor, tree_leaves([*vars(leaf).values()]))
 
