@@ -11,7 +11,7 @@ scale. Stock Trainer (5.23) multiplies those by n, with equal batches too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,13 +31,16 @@ class UnevenTrainerMixin:
     """Stands before Trainer, SFTTrainer or another among the base classes.
 
     `local_batch_sizes` are samples of a batch of each process, by rank. With `balance` "dynamic"
-    they follow the measured speed; `balance_every` is as in `dbsl.uneven`, and `lengths` too.
+    they follow the measured speed. The others are as in `dbsl.uneven`. Where a subclass has its own
+    `compute_loss`, that counts as a mean over samples unless it divides by `num_items_in_batch`.
     """
 
     local_batch_sizes: Sequence[int] | None = None
     balance: str | None = None
     balance_every: int | None = None
     lengths: Sequence[int] | None = None
+    least: int = 1
+    limits: Sequence[int] | None = None
     _divides: bool | None = None  # whether the model divides its loss by the items of all processes
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -55,6 +58,11 @@ class UnevenTrainerMixin:
                 "with each other, which batches of unlike sizes cannot have alike"
             )
         args, accelerator = self.args, self.accelerator
+        asked = self.local_batch_sizes or self.balance or self.lengths is not None
+        must = f"local_batch_sizes, balance or lengths of {type(self).__name__} must be set"
+        require(asked, must, self.local_batch_sizes)
+        must = "average_tokens_across_devices must be True"
+        require(args.average_tokens_across_devices, must, args.average_tokens_across_devices)
         accelerator.prepare = lambda loader, *_, **__: loader  # it would split the loader
         try:
             loader = super().get_train_dataloader()
@@ -69,31 +77,32 @@ class UnevenTrainerMixin:
             accumulate=args.gradient_accumulation_steps,
             seed=args.seed if args.data_seed is None else args.data_seed,
             lengths=self.lengths,
+            least=self.least,
+            limits=self.limits,
         )
         self.uneven_loader.sampler.expects_scale = False  # a language model's loss needs none
         self.loss_is_scaled_for_ga = True  # the scale has the whole window
         return self.uneven_loader
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        """Return the loss whose gradient, averaged over processes, is the joint batch's."""
-        whole = super().compute_loss
-        if not model.training:
-            return whole(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
-        if self.balance and self._divides is None:
-            self.uneven_loader.watch(model)
-        if self._divides is None:
-            self._divides = self._model_divides(model, inputs, num_items_in_batch)
-        scale = self.uneven_loader.scale(find_batch_size(inputs))
-        if self._divides:
-            return whole(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
-        found = whole(model, inputs, return_outputs, num_items_in_batch=None)
-        return (found[0] * scale, found[1]) if return_outputs else found * scale
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Take Trainer's own step; averaged over processes, its gradient is the joint batch's."""
+        own_loss = self.compute_loss  # Trainer's, or that of a subclass on either side of this one
+
+        def weighted(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            if self.balance and self._divides is None:
+                self.uneven_loader.watch(model)
+            if self._divides is None:
+                self._divides = self._model_divides(own_loss, model, inputs, num_items_in_batch)
+            scale = self.uneven_loader.scale(find_batch_size(inputs))
+            if self._divides:
+                return own_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            return own_loss(model, inputs, num_items_in_batch=None) * scale
+
+        self.compute_loss = weighted
+        try:
+            return super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            del self.compute_loss
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the samples of an optimizer step, which Trainer prints."""
@@ -103,17 +112,16 @@ class UnevenTrainerMixin:
         args = self.args
         return sum(self.local_batch_sizes or [args.train_batch_size] * args.world_size)
 
-    def _model_divides(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> bool:
+    def _model_divides(
+        self, own_loss: Callable[..., Any], model: nn.Module, inputs: Any, items: Any
+    ) -> bool:
         """Return whether the loss is divided by the items of a batch: tried with twice as many."""
-        if items is None or not self.args.average_tokens_across_devices:
+        if items is None:
             return False
         with torch.no_grad(), torch.random.fork_rng(), kept_modes(model):
             model.eval()  # no dropout
             losses = [
-                super(UnevenTrainerMixin, self).compute_loss(
-                    model, dict(inputs), num_items_in_batch=items * times
-                )
-                for times in (1, 2)
+                own_loss(model, dict(inputs), num_items_in_batch=items * times) for times in (1, 2)
             ]
         return bool(torch.isclose(losses[0], 2 * losses[1], rtol=1e-3))
 

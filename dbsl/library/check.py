@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader
 
+from dbsl.base.errors import require
 from dbsl.base.seeds import global_streams, seed_streams
 from dbsl.cluster.weights import kept_modes
 from dbsl.library.loader import sampler_of
@@ -46,6 +48,8 @@ def check(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], loader:
     largest = max(other, key=len)
     del largest[max(len(largest) // 2, 2 if norms else 1) :]
     source, errors, free = getattr(loader, "fetcher", loader), {}, 0.0
+    must = "loader must be of dbsl.uneven, or a DataLoader: give the one that it wraps"
+    require(isinstance(source, DataLoader), must, type(source).__name__)
     factors: list[list[tuple[float, float]]] = []  # of each trial, by rank
     with _put_back(model, sampler, norms):
         for parts in (sampler.parts(0), other):
@@ -70,7 +74,7 @@ def check(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], loader:
             "the loss is a mean over something else than samples, such as tokens: multiply it by "
             "dbsl.mean_scale(tokens) instead"
         )
-    why = "batch norm has each process's own statistics" if norms else "a contrastive loss, or so"
+    why = "batch norm has each process's own statistics" if norms else "a contrastive loss, mixup"
     said = said or f"the loss of a sample depends on other samples ({why})"
     return f"{said}; off by {errors[_EQUAL]:.1g}"
 

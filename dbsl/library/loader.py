@@ -131,6 +131,9 @@ class UnevenLoader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["sampler"], name)
 
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.sampler)})
+
     def __len__(self) -> int:
         """Return the batches of the epoch that comes or is under way."""
         return len(self.sampler)

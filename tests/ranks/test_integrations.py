@@ -4,6 +4,7 @@ import importlib
 import os
 import tempfile
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def sentences(count=90):
     return rows
 
 
-def trainer(rank, sizes, stop=None):
+def trainer(rank, sizes, stop=None, own_loss=False):
     """Train a classifier, grouped by length, with accumulation; or stop, and go on anew."""
     begin(rank, sizes)
     from transformers import Trainer, TrainingArguments
@@ -46,6 +47,13 @@ def trainer(rank, sizes, stop=None):
 
     class Uneven(UnevenTrainerMixin, Trainer):
         local_batch_sizes = sizes
+
+    if own_loss:  # a mean over samples that knows nothing of the mixin
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs).loss
+
+        Uneven.compute_loss = compute_loss
 
     def pad(rows):
         longest = max(len(row["input_ids"]) for row in rows)
@@ -159,3 +167,26 @@ def test_a_frameworks_loop_trains_as_one_process_on_the_joint_batch(run_ranks, t
     if loop is trainer:  # it goes on inside an epoch to the same weights
         stopped, _ = run_ranks(trainer, [2, 6], str(tmp_path / "run"))
         assert (stopped[0] == one[0]).all()
+        replaced, _ = run_ranks(trainer, [2, 6], None, True)
+        assert abs(replaced[0] - joined[0]).max() < 1e-9
+
+
+def test_a_trainer_that_cannot_be_right_is_refused():
+    from dbsl.base.errors import SettingError
+    from dbsl.integrations.transformers import UnevenTrainerMixin
+
+    class Stock:
+        __module__ = "transformers.trainer"
+
+    with pytest.raises(SettingError, match="base classes must begin with UnevenTrainerMixin"):
+        type("Late", (Stock, UnevenTrainerMixin), {})
+    typo = type("Typo", (UnevenTrainerMixin, Stock), {"local_batch_size": (4, 8)})()
+    own = type("Own", (UnevenTrainerMixin, Stock), {"local_batch_sizes": (4, 8)})()
+    for each, must in (
+        (typo, "local_batch_sizes, balance or lengths of Typo must be set, got unset"),
+        (own, "average_tokens_across_devices must be True, got false"),
+    ):
+        each.args = SimpleNamespace(average_tokens_across_devices=False)
+        each.accelerator = None
+        with pytest.raises(SettingError, match=must):
+            each.get_train_dataloader()

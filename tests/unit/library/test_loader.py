@@ -2,6 +2,7 @@
 
 import random
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -334,3 +335,11 @@ def test_two_processes_of_one_speed_share_padded_cost():
     lengths = np.array([1000, 10, 10, 10, 10, 10, 10, 10])
     assert [len(part) for part in deal(lengths, [1, 1])] == [1, 7]
     assert [len(part) for part in deal(lengths, [1, 8])][1] >= 1
+
+
+def test_a_loaders_methods_are_listed_and_check_asks_for_what_a_wrapper_wraps():
+    loader = dbsl.uneven(DataLoader(range(8), 4), [4])
+    assert {"set_epoch", "state_dict", "watch", "scale"} <= {*dir(loader)}
+    wrapper = SimpleNamespace(sampler=loader.sampler)  # as timm's PrefetchLoader
+    with pytest.raises(SettingError, match="give the one that it wraps, got SimpleNamespace"):
+        dbsl.check(torch.nn.Linear(1, 1), None, wrapper)
