@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Iterator, Sequence
 from numbers import Integral
 from typing import Any
@@ -76,6 +77,9 @@ def share(samples: int, local_batch_sizes: Sequence[int], rank: int) -> tuple[in
     """Return where a process's part of a joint batch of so many samples begins and ends."""
     sizes = tuple(plain(local_batch_sizes))
     require_whole("local_batch_sizes", sizes, 1)
+    there = int(os.environ.get("WORLD_SIZE", len(sizes)))  # of a launcher; loader workers have it
+    must = f"local_batch_sizes must have a size for each of {there} processes"
+    require(there % len(sizes) == 0, must, str(sizes))
     fits = isinstance(rank, Integral) and 0 <= rank < len(sizes)
     require(fits, f"rank must be in [0, {len(sizes)})", rank)
     require_whole("samples", samples, len(sizes))

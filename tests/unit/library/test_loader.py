@@ -297,7 +297,7 @@ def test_what_cannot_be_cut_is_refused(loader, options, said):
         list(dbsl.uneven(loader, **{"rank": 0, "num_replicas": 2, **options}))
 
 
-def test_shares_and_steps_are_said():
+def test_shares_and_steps_are_said(monkeypatch):
     loader = loaders("random", [2, 4], accumulate=3)[1]
     assert dbsl.share(6, [2, 4], 1) == loader.share(6) == (2, 6)
     assert dbsl.share(9, [2, 4], 0) == (0, 3)
@@ -310,6 +310,9 @@ def test_shares_and_steps_are_said():
     for wrong, said in (((6, [2, 0], 0), "integers of at least 1"), ((1, [2, 4], 0), "least 2")):
         with pytest.raises(SettingError, match=said):
             dbsl.share(*wrong)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SettingError, match=r"for each of 2 processes, got \(6, 2, 1\)"):
+        dbsl.share(9, [6, 2, 1], 0)  # nobody would train on the third part
     with pytest.raises(SettingError, match=r"loader must come from .*, got DataLoader"):
         dbsl.steps_of(DataLoader(range(9)), 1)
 
