@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
@@ -211,17 +211,23 @@ class TurnStep:
 
         At its end gradients are those of the whole step.
         """
-        stepper, batch = self._workers.stepper, ()
+        workers, progress, batch = self._workers, self._workers.progress, ()
+        stepper = workers.stepper
         for part in self._step.batches:
-            self._workers.is_between_steps = not self._added  # while it waits for data
+            workers.is_between_steps = not self._added  # while it waits for data
             images, labels = batch = next(self._batches)
-            self._workers.is_between_steps = False
+            workers.is_between_steps = False
             with stepper.micro_batch(self._step, part) as weight:
                 self._open = len(labels)
                 yield images, labels, WorkerPart(part.worker, weight)
             refuse_order(self._open is not None, "call step.add for each batch", "none")
         self._is_complete = True
-        self._complete(batch)
+        if progress.samples and not progress.steps:
+            moment = (Extra.measure, self._turn.plain, self._step, *batch)
+            for found in workers.plans.extras.each(*moment):
+                progress.measured |= found or {}
+        workers.meter.begin_step(self._step, stepper.complete(self._step))
+        self._timing.enter_context(stepper.stepping(self._step))
 
     def add(self, part: WorkerPart, loss: Tensor, figures: Figures) -> None:
         """Count a batch's mean loss and figures, on the device: .item() would wait for it."""
@@ -236,15 +242,6 @@ class TurnStep:
         means = means * samples
         progress.sums[worker] = means if so_far is None else so_far + means
         progress.samples[worker] = progress.samples.get(worker, 0) + samples
-
-    def _complete(self, batch: Sequence[Tensor]) -> None:
-        workers, progress = self._workers, self._workers.progress
-        if progress.samples and not progress.steps:
-            moment = (Extra.measure, self._turn.plain, self._step, *batch)
-            for found in workers.plans.extras.each(*moment):
-                progress.measured |= found or {}
-        workers.meter.begin_step(self._step, workers.stepper.complete(self._step))
-        self._timing.enter_context(workers.stepper.stepping(self._step))
 
     def done(self, learning_rate: float) -> None:
         """Count the step, which was taken with this learning rate."""
