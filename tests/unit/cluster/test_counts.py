@@ -5,6 +5,7 @@ Times cannot be tested on a shared machine; what makes them grow can.
 
 import sys
 from collections import deque
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import train
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
+from dbsl.data.sources import PixelStore
 from dbsl.data.transforms import Transform
 from dbsl.model import build_model
 from dbsl.optimizer import create_optimizer
@@ -181,12 +183,14 @@ def test_the_operators_of_a_batch_do_not_depend_on_its_size():
 
 
 def test_a_store_is_padded_before_memory_is_planned_and_gives_the_same_images_uncropped():
+    images = torch.randint(256, (9, 16, 16, 3), dtype=torch.uint8)  # smaller ones are not shifted
     data = load_data(ImageConfig("digits"))
+    data = replace(data, train=PixelStore(images, torch.arange(9)))
     plain, batches = data.transform(16, "none", 0), [np.arange(5)]
     ((before, _),) = data.train.batches(batches, plain)
     store = data.train.inputs.untyped_storage().nbytes()
     data.transform(16, "crop", 0)
     padded = data.train.inputs.untyped_storage().nbytes()
-    assert padded * 8**2 == store * 10**2  # of 8 px, in place of them: nothing is kept twice
+    assert padded * 16**2 == store * 20**2  # in place of them: nothing is kept twice
     ((after, _),) = data.train.batches(batches, plain)
     assert torch.equal(before, after)
