@@ -93,16 +93,15 @@ def spec_of(
         with accelerator.autocast():
             return F.cross_entropy(model(images), labels)
 
-    name, momentum, decay = given.optimizer, given.momentum, given.weight_decay
-    build = partial(create_optimizer, name, lr=0.1, momentum=momentum, weight_decay=decay)
+    rates = {"momentum": given.momentum, "weight_decay": given.weight_decay}
+    build = partial(create_optimizer, given.optimizer, lr=0.1, **rates)
     setup = setup_of(
         *(given.model, model, given.num_classes, accelerator),
-        optimizer=name,
-        momentum=momentum > 0,
-        weight_decay=decay > 0,
+        optimizer=given.optimizer,
+        **{name: rate > 0 for name, rate in rates.items()},
         clip=given.clip_grad,
         compile=compiles(given, accelerator.device),
         loss=None,
     )
-    built = None if name == NO_OPTIMIZER else build
+    built = None if given.optimizer == NO_OPTIMIZER else build
     return StepSpec(setup, model, accelerator, loss_of, example, built)
