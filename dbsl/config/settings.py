@@ -211,7 +211,7 @@ class TrainingConfig(ImageConfig):
     worker_timeout: Annotated[float, Within(0, 1000000000.0, open_low=True), Role.FREE] = 1800.0
     # --- schedule
     # passes over the training data; all workers share each pass
-    epochs: Annotated[int, Within(1, 10**6)] = 10
+    epochs: Annotated[int, Within(1, 10**6)] = 8
     # image sides in pixels, ascending; --schedule says when each is used, and one alone is used
     # throughout. unset: two, 3/4 of the images' side and the whole side, or 160 and 224 if images
     # differ in size

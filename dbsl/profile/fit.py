@@ -65,7 +65,8 @@ def measure_step_times(
     standard error of every median is small enough, or when time is up, after 2 turns at least.
     """
     began = time.perf_counter()
-    step(max(batch_sizes))  # the first one compiles, or tries cuDNN's algorithms
+    for size in reversed(batch_sizes):  # the first one compiles, or tries cuDNN's algorithms
+        step(size)
     block_s = 0.25 * _seconds_a_step(step, max(batch_sizes), 0.0)
     samples: list[list[float]] = [[] for _ in batch_sizes]
     for turn in itertools.count(1):
@@ -102,9 +103,14 @@ def _clock() -> float:
 
 
 def _median_error(times_s: Sequence[float]) -> float:
-    """Return the standard error of the median over the median, for roughly normal noise."""
-    error = statistics.stdev(times_s) * 1.2533 / len(times_s) ** 0.5
-    return error / statistics.median(times_s)
+    """Return the standard error of the median over the median.
+
+    Half the distance of the order statistics around it: a few steps that a machine held up leave
+    the median where it is, and would make a standard deviation large.
+    """
+    count = len(times_s)
+    low, median, high = np.quantile(times_s, 0.5 + np.array([-0.5, 0, 0.5]) / count**0.5)
+    return float(0.5 * (high - low) / median * count / (count - 1))
 
 
 def fit_time_model(
