@@ -293,6 +293,16 @@ def reached(where: str, arm: str) -> list[float]:
     return interval(times(where, arm, "alone", "tokens_per_s") * max(speeds) / sum(speeds))
 
 
+def pair_p(machine: str, arm: str) -> float:
+    """Return p of an arm's time over that of the fast one alone, corrected for all twelve."""
+    tests = {
+        (each, other): times(f"pair/pair:machine == '{each}'", other, "alone") - 1
+        for each in ("1:1", "1.5:1", "2.5:1", "4:1")
+        for other in ("train.py", "uneven", "rounds")
+    }
+    return holm(tests, (machine, arm))
+
+
 def slow_p(megabits: str, question: str) -> float:
     """Return p of a question on a slow link, corrected for three questions on three links.
 
@@ -337,12 +347,16 @@ VERBS = {verb.__name__: verb for verb in (cost, corrected, hypothesis, cause, de
 VERBS |= {"stage": stage, "done": done, "speed": speed, "peak": peak, "beside": beside}
 VERBS |= {verb.__name__: verb for verb in (format_p, goal_p, gain_p, speed_limit, reached)}
 VERBS |= {verb.__name__: verb for verb in (more_workers_p, repeats, alike, slow_p, repeated)}
+VERBS |= {"pair_p": pair_p}
 VERBS |= {
     "const": lambda *numbers: [*map(float, numbers)],  # what no row says, such as a margin
     "told": lambda where, column, n: float(  # of a cell with several numbers
         re.findall(r"[-+]?\d+\.\d+", rows(where)[column].iloc[0])[int(n)]
     ),
     "ms": lambda where, column: interval(1e3 * rows(where)[column]),
+    "predicted": lambda where, column, arm: interval(
+        rows(where, "train.py")[column] / rows(where, arm)["epoch_s"]
+    ),
     "formats": lambda wire: interval(format_less(wire)),
     "formats_n": lambda wire: len(format_less(wire)),
     "quotas": lambda arm: interval(quota_less(arm)),
