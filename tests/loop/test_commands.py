@@ -133,7 +133,7 @@ def test_the_commands_of_a_page_run(place, name, number):
 def test_readme_prints_the_plan_of_the_command_above_it(place, capsys):
     before, _, plan = TEXTS["README.md"].partition("```text\n")
     (words,) = commands(re.findall(r"```bash\n(.*?)```", before, re.DOTALL)[-1])
-    times = re.search("`(--slope .*?)`, on 1,437 images", before)[1].split()
+    times = re.search("`(--slope .*?)`, give for 1,437 images", before)[1].split()
     here = ["--dataset", "digits", "--model", "test_resnet", "--no-pretrained", "--workers", "2"]
     AcceleratorState._reset_state(True)
     train.main(parse_config(train.Config, flags_of(words) + times + here))
