@@ -6,25 +6,25 @@
     accelerate launch train.py --config runs/first/config.yaml --output-dir runs/again
     accelerate launch train.py --resume runs/first            # after it was stopped
 
-The first takes under a minute on two CPU cores and ends above 97 % test accuracy. Several
+The first takes under a minute on two CPU cores and ends above 97 % test accuracy. For several
 processes on a CPU: `torchrun --nproc-per-node 4 train.py` (accelerate launch --cpu starts one).
 
 A worker is a trainer with its own batch size, its own share of each epoch and its own optimizer.
 Workers are numbered from 0, those with small batches first. In an epoch each takes one turn, or
-`--rounds-per-epoch`. Of several processes, each is one worker. One process alone holds all workers
-and simulates them: they take turns on one model, in the order in which machines of their own would
+`--rounds-per-epoch` turns. Of several processes, each is one worker. A single process simulates
+all workers: they take turns on one model, in the order in which separate machines would
 be ready.
 
-    setting            a turn of a worker                    what meets, and when
+    setting            a turn of a worker                    what is merged, and when
     --sync bsp         pulls weights, trains, pushes them    weights: weighted mean, at a barrier
-    --sync ssp, asp    the same                              weights: each push, as it comes
+    --sync ssp, asp    the same                              weights: each push, on arrival
     --sync step        steps together with all others        gradients: weighted mean, at each step
     --push gradients   pulls weights, pushes gradients       gradients: the server's optimizer steps
 
 This file is a template: copy it and change it. "dbsl:" marks what a plain loop does not have.
-Behind it: batch sizes are planned in dbsl/plan/solve.py and follow measured times in
-dbsl/plan/follow.py, samples are dealt out in dbsl/plan/sampler.py, weights meet in
-dbsl/cluster/merges.py, and a run is saved in dbsl/checkpoint/checkpoint.py.
+dbsl/plan/solve.py plans batch sizes, dbsl/plan/follow.py adapts them to measured times,
+dbsl/plan/sampler.py deals out samples, dbsl/cluster/merges.py merges weights, and
+dbsl/checkpoint/checkpoint.py saves a run.
 """
 
 if __name__ == "__main__":
@@ -127,7 +127,7 @@ class Training:
     config: Config
     accelerator: Accelerator
     data: Any  # data.train and data.evaluation: samples by number; `dbsl.data.sources`
-    augment: Mapping[int, Any]  # at random, by resolution
+    augment: Mapping[int, Any]  # random transforms, by resolution
     stages: Stages  # which epoch has which resolution, dropout and learning rate
     model: nn.Module
     workers: Workers
@@ -138,7 +138,7 @@ class Training:
 def train_turn(turn: Any, training: Training) -> None:
     """Train one round: of one worker, or in joint steps of all workers of this process.
 
-    What a turn offers: `dbsl.run.turns.WorkerTurn`.
+    `dbsl.run.turns.WorkerTurn` documents `turn`.
     """
     config, accelerator, workers = training.config, training.accelerator, training.workers
     checkpoint, model = training.checkpoint, training.model
@@ -151,7 +151,7 @@ def train_turn(turn: Any, training: Training) -> None:
     if turn.is_over:  # dbsl: it has no samples in this round, but others save while they train
         checkpoint.after_step(turn)
     for step in steps:
-        # One batch, or micro-batches. A joint step in one process has a batch of every worker.
+        # One batch, or micro-batches. A joint step in one process has a batch for each worker.
         for images, labels, part in step:
             with accelerator.autocast():
                 loss, figures = loss_function(workers.model, images, labels, config)
@@ -165,18 +165,18 @@ def train_turn(turn: Any, training: Training) -> None:
         if config.push == "weights":  # else gradients add up, and the server's optimizer steps
             optimizer = workers.optimizers[turn.worker]
             for group in optimizer.param_groups:
-                group["lr"] = lr * group["lr_scale"]  # dbsl: its rate as built over config.lr
+                group["lr"] = lr * group["lr_scale"]  # dbsl: its initial rate over config.lr
             if config.clip_grad is not None:
                 accelerator.unscale_gradients(optimizer)
                 nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)
             optimizer.step()
             optimizer.zero_grad()
         step.done(lr)
-        # Saves every --checkpoint-every (10 minutes). If the run is to stop, it saves and raises:
-        # nothing is pushed, and a resumed run takes the steps that are left.
+        # Saves every --checkpoint-every (10 minutes). If the run must stop, it saves and raises:
+        # nothing is pushed, and a resumed run takes the remaining steps.
         checkpoint.after_step(turn)
-    # dbsl: Weights or gradients, merged by --sync and --merge. A round whose loss or weights are
-    # not finite is refused: the global weights stay, and the worker's optimizer begins anew.
+    # dbsl: Weights or gradients, merged by --sync and --merge. A round with non-finite loss or
+    # weights is refused: it changes no global weights, and the worker's optimizer is reset.
     workers.push(turn)
 
 
@@ -184,7 +184,7 @@ def train_turn(turn: Any, training: Training) -> None:
 def evaluate(training: Training, source: Any = None) -> dict[str, Any]:
     """Return metrics of the weights that are in the model, on the evaluation images or a source.
 
-    Any name works: metrics go to metrics.jsonl, the tracker and, of the last epoch, summary.json.
+    Any name works: metrics go to metrics.jsonl, the tracker and, for the last epoch, summary.json.
     """
     model, workers, accelerator = training.model, training.workers, training.accelerator
     source = training.data.evaluation if source is None else source
@@ -203,9 +203,9 @@ def evaluate(training: Training, source: Any = None) -> dict[str, Any]:
 
 
 def end_epoch(end: Any, training: Training) -> None:
-    """Evaluate the merged weights, save what is to be kept of them, and log the epoch.
+    """Evaluate the merged weights, save them when due, and log the epoch.
 
-    What an end has: `dbsl.plan.types.EpochEnd`.
+    `dbsl.plan.types.EpochEnd` documents `end`.
     """
     config, workers, run = training.config, training.workers, training.run
     last = workers.is_last(end)
@@ -221,7 +221,7 @@ def end_epoch(end: Any, training: Training) -> None:
             run.save_model("model")
         if config.save_best and due and run.is_best(metrics):
             run.save_model("model_best")
-        # dbsl: Averaged weights, by --ema-decay; a file of yours in dbsl/extras may add more.
+        # dbsl: Averaged weights, by --ema-decay; your own file in dbsl/extras may add more.
         metrics = run.evaluate_more(end, metrics, partial(evaluate, training))
     run.epoch(end, metrics)
 
@@ -229,14 +229,14 @@ def end_epoch(end: Any, training: Training) -> None:
 def train(training: Training) -> None:
     """Train from the start, or from where the run was saved, to the end."""
     workers, checkpoint, run = training.workers, training.checkpoint, training.run
-    # dbsl: SIGTERM saves, then ends. A process that dies ends bsp and step in one line that names
-    # it; under ssp and asp the others go on, if each was launched by itself.
+    # dbsl: SIGTERM saves and ends the run. If a process dies, bsp and step end with one line that
+    # names it; under ssp and asp the others go on, if each was launched by itself.
     with workers, checkpoint:
         run.begin(workers, checkpoint)  # config.yaml, plan.json, W&B, the printed plan
         for turn in workers.turns():  # rounds of this process's workers, and ends of epochs
             if not turn.ends_epoch:
                 train_turn(turn, training)
-            run.log_rounds()  # dbsl: what the workers say of them
+            run.log_rounds()  # dbsl: from the workers' reports
             if turn.ends_epoch:
                 end_epoch(turn, training)  # to stop early, call workers.finish() in it
                 checkpoint.after_epoch(turn)

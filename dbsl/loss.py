@@ -1,4 +1,4 @@
-"""A run's loss function as the loop and all measuring call it."""
+"""A run's loss function, as the loop and all measurements call it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from dbsl.base.errors import SettingError, require, short_loss
 from dbsl.base.seeds import global_streams, seed_streams
 from dbsl.plan.types import RESERVED
 
-Figures = Mapping[str, Tensor | float]  # means over the batch, as the loss
+Figures = Mapping[str, Tensor | float]  # means over the batch, like the loss
 Loss = tuple[Tensor, Figures]  # the mean loss of a batch, and figures
 # Takes a model, its inputs, their labels and the settings.
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Any], Loss]
-_MEAN = 0.02  # relative difference that rounding may make
+_MEAN = 0.02  # relative difference allowed for rounding
 LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]  # the same for one run, without figures
 
 
 def bind_loss(
     loss_function: LossFunction, config: Any, autocast: Callable[[], AbstractContextManager]
 ) -> LossOf:
-    """Return a loss function for measuring: with its settings, in training's precision."""
+    """Return a loss function for measurements, with its settings and training's precision."""
 
-    @wraps(loss_function)  # whose text step times are kept by
+    @wraps(loss_function)  # step times are cached by its text
     def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         with autocast():
             return loss_function(model, images, labels, config)[0]
@@ -43,11 +43,11 @@ def bind_loss(
 def check_loss(
     loss_function: LossFunction, model: nn.Module, batch: tuple[Tensor, Tensor], config: Any
 ) -> list[str]:
-    """Return which trained parameters a loss function leaves out; refuse one that gives no mean.
+    """Return trained parameters that a loss function leaves out; refuse one that gives no mean.
 
-    One call tells, whose faults show here and not in the first step.
+    It makes one call; errors appear here and not in the first step.
     """
-    model = copy.deepcopy(model)  # it may keep tensors of a pass
+    model = copy.deepcopy(model)  # it may store tensors of a pass
     with without_trace(model):
         found = loss_function(model.train(), *batch, config)
         right = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
@@ -64,22 +64,22 @@ def check_loss(
 def not_a_mean(
     loss_function: LossFunction, model: nn.Module, batch: tuple[Tensor, Tensor], config: Any
 ) -> str:
-    """Return why a loss of two samples is not the mean of each one's; empty: it is.
+    """Return why the loss of two samples is not the mean of their own; empty: it is.
 
-    Workers' batches are weighted by their samples. With another loss training depends on how a
-    batch is split.
+    Workers' batches are weighted by their samples. With any other loss, training depends on the
+    split of a batch.
     """
     images, labels = batch
     halves = [(images[n : n + 1], labels[n : n + 1]) for n in range(2)]
-    model = copy.deepcopy(model).eval()  # in training batch norm and dropout see the whole batch
+    model = copy.deepcopy(model).eval()  # in training, batch norm and dropout see the whole batch
     with without_trace(model):
         losses = []
         for own in (batch, *halves):
-            seed_streams(0)  # what is drawn is the same for all
+            seed_streams(0)  # all draw the same random numbers
             torch.manual_seed(0)
             try:
                 losses.append(float(loss_function(model, *own, config)[0].detach()))
-            except Exception:  # in evaluation the model gives something else: nothing is known
+            except Exception:  # the model returns something else in evaluation: nothing is known
                 return ""
     whole, mean = losses[0], sum(losses[1:]) / 2
     if abs(whole - mean) <= _MEAN * max(abs(whole), abs(mean), 1e-3):
@@ -91,7 +91,7 @@ def not_a_mean(
 
 
 def check_figures(figures: Figures) -> None:
-    """Refuse figures that are no numbers, or whose names others have."""
+    """Refuse figures that are not numbers, or have names already taken."""
     for name, value in figures.items():
         check_free(name, "a figure")
         right = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
@@ -99,7 +99,7 @@ def check_figures(figures: Figures) -> None:
 
 
 def check_free(name: Any, whose: str, taken: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Refuse a figure's name that is no text, or that rows or charts (or `taken`) have."""
+    """Refuse a figure's name that is no string, or that rows, charts or `taken` have."""
     holder = {**dict.fromkeys(RESERVED, "a row of metrics.jsonl"), **taken}.get(name)
     got = f"{name!r}, which {holder} has" if holder else repr(name)
     require(isinstance(name, str) and not holder, f"{whose} must have a unique name", got)
@@ -111,7 +111,7 @@ def _kind(value: Any) -> str:
 
 @contextmanager
 def without_trace(model: nn.Module) -> Iterator[None]:
-    """Leave a model's buffers and all random streams as they were."""
+    """Restore a model's buffers and all random streams afterwards."""
     kept = [buffer.clone() for buffer in model.buffers()]
     device = next(model.parameters()).device
     with global_streams(), torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -122,11 +122,11 @@ def without_trace(model: nn.Module) -> Iterator[None]:
 
 
 def digest_of(*functions: Callable[..., Any]) -> str | None:
-    """Return what tells these functions' text from others; None: one has none that can be read."""
+    """Return a hash of these functions' source; None: one has no readable source."""
     try:
         plain = [inspect.unwrap(one) for one in functions]
         texts = [inspect.getsource(getattr(one, "func", one)) for one in plain]  # of a partial
-    except (OSError, TypeError):  # it was typed at a prompt, or is no plain function
+    except (OSError, TypeError):  # typed at a prompt, or not a plain function
         return None
     return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
 
@@ -141,7 +141,7 @@ def scalars(loss: Tensor, figures: Figures, names: Sequence[str]) -> Tensor:
     values = [
         value.detach().to(**kind, non_blocking=True).reshape(())
         if isinstance(value, Tensor)
-        else torch.full((), value, **kind)  # copied there it would wait
+        else torch.full((), value, **kind)  # a copy would wait
         for value in map(figures.__getitem__, names)
     ]
     return torch.stack([loss.detach(), *values])

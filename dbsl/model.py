@@ -29,9 +29,9 @@ huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
 
 SMALL_STEM_UP_TO = 64  # pixels: a stem that divides the side by 4 leaves too little of such images
 FINAL, EMA, BEST = "model", "model_ema", "model_best"
-# What timm says of the weights that it has for an architecture; of new ones it is not true.
+# What timm says of its weights for an architecture; it is not true of new weights.
 _OF_PUBLISHED_WEIGHTS = ("license", "description", "origin_url", "paper_name", "paper_ids", "notes")
-_MARK = 0.123456789  # a dropout probability that no model has by itself
+_MARK = 0.123456789  # a dropout probability that no model uses
 
 
 def build_model(
@@ -46,22 +46,22 @@ def build_model(
 ) -> nn.Module:
     """Return a timm model that takes images of several resolutions, in pixels, small ones included.
 
-    If the last is up to 64 px, a ResNet gets a 3x3 stride-1 stem and a transformer patches of at
-    most an eighth of the side, which divide all resolutions. Transformers (timm's with
+    If the last is up to 64 px, a ResNet gets a 3x3 stride-1 stem. A transformer then gets patches
+    of at most an eighth of the side that divide all resolutions. Transformers (timm's with
     ``dynamic_img_size``: ViT, DeiT, EVA, Swin) resample their position embeddings to each.
 
-    Weights that were trained elsewhere keep what fits: the classifier is new where the number of
-    classes is another one, a ResNet's stem where the images are small and theirs is not. The
+    Weights trained elsewhere are kept where they fit. The classifier is new if the number of
+    classes differs, and a ResNet's stem if images are small and the weights' stem is not. The
     model's ``input_statistics`` are what its weights were trained with; None: they are new.
 
     `name` is in timm's registry, ``local-dir:FOLDER`` or ``hf-hub:USER/NAME``. `say` takes a line
-    for each part of the weights that is not used; `settings` are more arguments of the model.
+    for each unused part of the weights; `settings` are more arguments of the model.
     """
     from_elsewhere = pretrained or ":" in name
     reading = _reading_weights(name) if from_elsewhere else nullcontext()
     with torch.random.fork_rng(devices=[]), reading:
         small_stem = _has_small_stem(name)
-        # The mark tells the classifier's dropout modules from all others.
+        # The mark identifies the classifier's dropout modules.
         model = _create(
             name,
             resolutions,
@@ -120,7 +120,7 @@ def create_model(config: RunConfig, num_classes: int, resolutions: Sequence[int]
 def _create(
     name: str, resolutions: Sequence[int], seed: int, settings: Mapping[str, Any], **args: Any
 ) -> nn.Module:
-    """Create a model of a known name, with what Vision Transformers alone know or without it."""
+    """Create a model by name, with arguments that only Vision Transformers take or without."""
     if not (":" in name or timm.is_model(name)):
         near = such_as(name, timm.list_models())
         raise SettingError(
@@ -135,13 +135,13 @@ def _create(
         torch.manual_seed(seed)
         try:
             model = timm.create_model(name, **{**more, **args, **settings})
-        except Exception as error:  # not such a model; one may raise anything over its settings
+        except Exception as error:  # not such a model; its settings may raise anything
             failed = error
             continue
         if not more or getattr(model, "dynamic_img_size", False):
             model.created_with, model.settings = more, dict(settings)
             return model
-        del model  # before there are two
+        del model  # before there are two models
     if not settings or isinstance(failed, OSError):  # weights that cannot be read
         raise failed
     given = ", ".join(f"{key}={value}" for key, value in settings.items())
@@ -151,7 +151,7 @@ def _create(
 
 
 def _shrink_stem(model: nn.Module) -> bool:
-    """Replace a ResNet's 7x7 stride-2 stem and its pooling; say whether there was one."""
+    """Replace a ResNet's 7x7 stride-2 stem and its pooling; return whether there was one."""
     conv, pool = getattr(model, "conv1", None), getattr(model, "maxpool", None)
     if not isinstance(conv, nn.Conv2d) or conv.kernel_size != (7, 7) or pool is None:
         return False
@@ -162,10 +162,10 @@ def _shrink_stem(model: nn.Module) -> bool:
 
 
 class StridedConv2d(nn.Conv2d):
-    """A convolution whose gradient is right also where images are narrower than its stride.
+    """A convolution with a correct gradient even for images narrower than its stride.
 
-    In bfloat16 on the CPU, torch's (2.11 to 2.15, oneDNN) then has whatever was in memory in its
-    weights' gradient: a ResNet's last stage at 16 px is such a case. Those are computed in float32.
+    In bfloat16 on the CPU, torch's (2.11 to 2.15, oneDNN) then leaves uninitialised memory in its
+    weights' gradient, as in a ResNet's last stage at 16 px. Such cases run in float32.
     """
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -177,13 +177,13 @@ class StridedConv2d(nn.Conv2d):
 
 
 def load_initial(model: nn.Module, file: str, say: Callable[[str], object]) -> None:
-    """Load weights of a file into a model that `build_model` made, and its ``input_statistics``.
+    """Load a file's weights into a model from `build_model`, and set its ``input_statistics``.
 
-    Classifier and stem may be missing or of another shape. The statistics are those of the
-    ``config.json`` next to the file, if that is of the same architecture, else timm's for it.
+    The classifier and stem may be missing or of another shape. The statistics come from the
+    ``config.json`` next to the file if its architecture is the same, else from timm.
     """
     try:
-        Path(file).open("rb").close()  # timm would say by itself that there is none
+        Path(file).open("rb").close()  # timm would report a missing file itself
         state = timm.models.load_state_dict(file)
         adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
         state = adapt(state, model) if adapt else state
@@ -217,7 +217,7 @@ def _statistics(pretrained_cfg: Mapping[str, Any], source: str) -> Statistics:
 
 
 def _has_small_stem(name: str) -> bool:
-    """Whether weights are those of a ResNet whose stem `build_model` has replaced."""
+    """Whether weights are those of a ResNet with a stem that `build_model` replaced."""
     source, elsewhere, place = name.partition(":")
     if not elsewhere:
         return False
@@ -231,7 +231,7 @@ def _has_small_stem(name: str) -> bool:
 
 @contextmanager
 def _reading_weights(name: str) -> Iterator[None]:
-    """Turn whatever goes wrong with weights from elsewhere into one line, without retries."""
+    """Report any failure to read weights from elsewhere in one line, without retries."""
     with nullcontext(True) if name.startswith("local-dir:") else hub_or_cache() as answers:
         try:
             yield
@@ -249,11 +249,11 @@ def _reading_weights(name: str) -> Iterator[None]:
 
 @torch.no_grad()
 def check_model(model: nn.Module, data: TrainingData, name: str, sides: Sequence[int]) -> int:
-    """Return the fewest samples that a model trains on; refuse one that cannot be trained here.
+    """Return the fewest samples that a model can train on; refuse one that cannot train here.
 
-    They are 2 where batch norm sees one value of each: a ResNet's last maps are 1x1 pixel at 8 px,
-    and the variance of a single value is no statistic. Images of each side must be whole patches of
-    a transformer's, and fit into memory. A model of your own may give several tensors, which the
+    It is 2 where batch norm sees one value per sample: a ResNet's last maps are 1x1 pixel at 8 px,
+    and a single value has no variance. Images of each side must divide into a transformer's
+    patches, and fit into memory. A model of your own may return several tensors, which the
     loss function and `evaluate` take apart.
     """
     trained = any(parameter.requires_grad for parameter in model.parameters())
@@ -272,8 +272,8 @@ def check_model(model: nn.Module, data: TrainingData, name: str, sides: Sequence
         try:
             inputs, _ = data.example(2, side)
             scores = model.eval()(inputs)
-        except Exception as error:  # any code of timm's may raise
-            if is_own:  # its fault shows where it is
+        except Exception as error:  # any of timm's code may raise
+            if is_own:  # the traceback shows its fault
                 raise
             raise SettingError(
                 f"model must take images of {side} px, got {name} ({words_of(error)})"
@@ -290,18 +290,18 @@ def check_model(model: nn.Module, data: TrainingData, name: str, sides: Sequence
 
 
 def batch_norms(model: nn.Module) -> Iterator[nn.Module]:
-    """Return a model's layers of batch norm."""
+    """Return a model's batch norm layers."""
     return (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
 
 
 def count_once(model: nn.Module) -> None:
-    """Have batch norm leave running statistics alone where a backward pass computes it again."""
+    """Keep batch norm's running statistics unchanged when a backward pass recomputes it."""
 
     def again(norm: nn.Module) -> bool:
         return norm.training and torch._C._current_graph_task_id() >= 0
 
     def begin(norm: nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling():  # what is compiled counts once
+        if torch.compiler.is_compiling():  # compiled code counts once
             return
         norm.kept_momentum = norm.momentum
         norm.momentum = 0.0 if again(norm) else norm.momentum
@@ -315,31 +315,31 @@ def count_once(model: nn.Module) -> None:
 
     for norm in batch_norms(model):
         norm.register_forward_pre_hook(begin)
-        norm.register_forward_hook(end, always_call=True)  # it stops once it has all
+        norm.register_forward_hook(end, always_call=True)  # recomputing stops early
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether the model normalises what it trains on by the batch: layers that are not frozen."""
+    """Whether the model has batch norm layers that are not frozen."""
     return any(all(p.requires_grad for p in norm.parameters()) for norm in batch_norms(model))
 
 
 def train_mode(model: nn.Module, dropout: float) -> None:
     """Put a model into training mode, with this dropout before the classifier.
 
-    Modules whose parameters are all frozen stay in evaluation mode; a model that `create_model` has
-    not made keeps its own dropout.
+    Modules with all parameters frozen remain in evaluation mode; a model that `create_model` did
+    not make keeps its own dropout.
     """
     set_dropout(model, dropout)
     set_training(model)
 
 
 def set_training(model: nn.Module) -> None:
-    """Put a model into training mode, but for the modules whose parameters are all frozen.
+    """Put a model into training mode, except modules with all parameters frozen.
 
-    In evaluation mode their batch norm keeps its statistics, and they drop nothing.
+    In evaluation mode, their batch norm keeps its statistics and their dropout is off.
     """
     modules = list(model.modules())
-    if not all(module.training for module in modules):  # else it would take long to no effect
+    if not all(module.training for module in modules):  # else it takes long, without effect
         model.train()
     held = [p for module in modules for p in module._parameters.values() if p is not None]
     if all(parameter.requires_grad for parameter in held):
@@ -351,7 +351,7 @@ def set_training(model: nn.Module) -> None:
 
 
 def set_dropout(model: nn.Module, probability: float) -> None:
-    """Set the dropout before the classifier; a model that was not built here keeps its own."""
+    """Set the dropout before the classifier; a model not built here keeps its own."""
     if not hasattr(model, "head_dropouts"):
         return
     model.drop_rate = probability  # read at every forward pass where timm applies it as a function
@@ -364,14 +364,14 @@ def save_model(
 ) -> None:
     """Write ``model.safetensors`` and timm's ``config.json``, each whole or not at all.
 
-    Your own model has its weights alone. `resolution` is the image side, in pixels, that it is
-    meant for.
+    For your own model, only weights are written. `resolution` is the image side, in pixels, that it
+    is meant for.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # Clone: the model's tensors are views into one vector, and safetensors refuses views.
     tensors = {n: t.detach().cpu().contiguous().clone() for n, t in model.state_dict().items()}
     weights = save(tensors, metadata={"format": "pt"})
-    # Not with save_file, whose errors do not tell a full disk from others.
+    # Not save_file: its errors do not distinguish a full disk from others.
     write_weights = partial(write_bytes, folder / f"{name}.safetensors", weights)
     if not hasattr(model, "created_with"):
         write_weights()
@@ -425,14 +425,14 @@ def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> 
 
 
 def read_model_config(folder: str | Path) -> dict[str, Any]:
-    """Return what timm knows of the model in a folder: architecture, classes, preprocessing."""
+    """Return timm's config of the model in a folder: architecture, classes, preprocessing."""
     path = Path(folder) / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         _, _, classes = config["architecture"], config["pretrained_cfg"], config["num_classes"]
         if len(config["label_names"]) != classes:
             raise ValueError(f"{path} must have label_names for its {classes} classes")
-    except (OSError, ValueError, TypeError, KeyError) as error:  # of another program
+    except (OSError, ValueError, TypeError, KeyError) as error:  # another program's
         text = f"folder must hold config.json, got {folder} ({words_of(error)})"
         raise SettingError(text) from None
     return config

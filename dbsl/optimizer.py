@@ -1,4 +1,4 @@
-"""timm optimizers for a run: checked before it begins, built, clipped, loaded again."""
+"""timm optimizers for a run: checked before it begins, built, clipped and reloaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ optim = lazy_import("timm.optim")
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 Clip = Callable[[torch.optim.Optimizer], object]
 
-# Settings of groups of parameters, besides what the optimizer's class takes. All else is state.
+# Settings of parameter groups, besides the arguments of the optimizer's class. All else is state.
 _SETTINGS = {"lr", "momentum", "weight_decay", "lr_scale", "eps", "betas"}
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # on the CPU and on CUDA
 
@@ -33,12 +33,12 @@ def check_optimizer(
     momentum: float = 0.9,
     weight_decay: float = 1e-4,
 ) -> None:
-    """Refuse an optimizer that timm does not have, or that takes no step with its settings."""
+    """Refuse an optimizer that timm does not have, or that cannot step with its settings."""
     known = optim.list_optimizers()
     text = f"optimizer must be a name that timm.optim.list_optimizers() knows{such_as(name, known)}"
     require(name in known, text, repr(name))
     try:
-        if settings:  # timm would leave some out, and not say so
+        if settings:  # timm would silently ignore some
             known = arguments(optim.create_optimizer_v2, optimizer_class(name))
             also = {"layer_decay"} - settings.keys()  # without it, its scale would have no effect
             check_names("opt_kwargs", settings, known - {f"{name}_min_scale" for name in also})
@@ -49,7 +49,7 @@ def check_optimizer(
         optimizer = create_optimizer(name, model, 1e-3, momentum, weight_decay, **settings)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        if not name.startswith(("bnb", "fused")):  # these step on CUDA alone
+        if not name.startswith(("bnb", "fused")):  # these step only on CUDA
             optimizer.step()
     except SettingError:
         raise
@@ -61,16 +61,16 @@ def check_optimizer(
 
 
 def optimizer_class(name: str) -> type | None:
-    """Return the class behind one of timm's names; None: it is the name of another."""
+    """Return the class behind a timm name; None: timm does not have the name."""
     known = name in optim.list_optimizers()
     return optim.get_optimizer_class(name, bind_defaults=False) if known else None
 
 
 def default_learning_rate(optimizer: str) -> float:
-    """Return the learning rate of an optimizer where none is given.
+    """Return the learning rate of an optimizer if none is given.
 
-    0.1 for SGD in all its forms, for images from scratch; of others their own in torch or timm
-    (AdamW 0.001, Lion 0.0001), or 0.001 where they state none.
+    0.1 for SGD in all its forms, for images from scratch; for others their default in torch or timm
+    (AdamW 0.001, Lion 0.0001), or 0.001 if they have none.
     """
     kind = optimizer_class(optimizer)
     if kind.__name__ in ("SGD", "SGDW", "SGDP"):
@@ -82,11 +82,11 @@ def default_learning_rate(optimizer: str) -> float:
 def create_optimizer(
     name: str, model: nn.Module, lr: float, momentum: float, weight_decay: float, **settings: Any
 ) -> torch.optim.Optimizer:
-    """Return a timm optimizer; biases and norms are left out of weight decay, as timm does.
+    """Return a timm optimizer; biases and norms get no weight decay, as in timm.
 
-    It updates all parameters in one operation where torch has that for it ("fused"). With
-    ``layer_decay`` each group of parameters has an ``lr_scale``, which `take_step` multiplies the
-    learning rate by.
+    It updates all parameters in one operation if torch has one for it ("fused"). With
+    ``layer_decay`` each parameter group has an ``lr_scale``, by which `take_step` multiplies the
+    learning rate.
     """
     if name in ("sgd", "nesterov") and momentum == 0:
         name = "momentum"  # without momentum Nesterov's form is not defined
@@ -105,14 +105,14 @@ def keep_whole(optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_clip(model: nn.Module, bound: float | None) -> Clip:
-    """Return what bounds the norm of a model's gradients right before its optimizer steps."""
+    """Return a function that clips a model's gradients by norm right before its optimizer steps."""
     if bound is None:
         return keep_whole
     parameters = list(model.parameters())
 
     def clip(optimizer: torch.optim.Optimizer) -> None:
         scaler = getattr(optimizer, "scaler", None)
-        if scaler is not None:  # fp16: the bound is that of the gradients themselves
+        if scaler is not None:  # fp16: the bound applies to unscaled gradients
             scaler.unscale_(optimizer.optimizer)
         nn.utils.clip_grad_norm_(parameters, bound)
 
@@ -134,7 +134,7 @@ class JoinedOptimizer(torch.optim.Optimizer):
             one.step()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned; each optimizer gets its groups of parameters."""
+        """Restore what `state_dict` returned; each optimizer receives its parameter groups."""
         super().load_state_dict(state_dict)
         groups = iter(self.param_groups)
         for one in self.optimizers:
@@ -145,7 +145,7 @@ class JoinedOptimizer(torch.optim.Optimizer):
 def join_optimizers(
     built: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
 ) -> torch.optim.Optimizer:
-    """Return one optimizer of what a function has built: one, or several."""
+    """Return one optimizer from the one or several that a function built."""
     if isinstance(built, torch.optim.Optimizer):
         return built
     right = isinstance(built, Sequence) and built
@@ -159,7 +159,7 @@ def join_optimizers(
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, name: str) -> None:
-    """Refuse an optimizer without parameters, or without one of those that are trained."""
+    """Refuse an optimizer if all parameters are frozen or it lacks a trained one."""
     frozen = not any(p.requires_grad for p in model.parameters())
     text = "optimizer must leave parameters that are trained"
     require(not frozen, text, f"all frozen by {name}")
@@ -170,14 +170,14 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, name: s
 
 
 def keep_ratios(optimizer: torch.optim.Optimizer, lr: float) -> torch.optim.Optimizer:
-    """Have each group of parameters keep its proportion to the run's rate: timm's ``lr_scale``."""
+    """Keep each parameter group's proportion to the run's learning rate: timm's ``lr_scale``."""
     for group in optimizer.param_groups:
         group["lr_scale"] = group["lr"] / lr * group.get("lr_scale", 1.0)
     return optimizer
 
 
 def first_state(optimizer: torch.optim.Optimizer) -> dict[Tensor, Any]:
-    """Return a copy of the state that an optimizer is built with, which most have none of."""
+    """Return a copy of the state that an optimizer is built with; for most it is empty."""
     return {
         parameter: deepcopy(values)
         for parameter, values in optimizer.state.items()
@@ -186,7 +186,7 @@ def first_state(optimizer: torch.optim.Optimizer) -> dict[Tensor, Any]:
 
 
 def begin_again(optimizer: torch.optim.Optimizer, first: Mapping[Tensor, Any]) -> None:
-    """Give an optimizer its `first_state` back."""
+    """Restore an optimizer's `first_state`."""
     optimizer.state.clear()
     optimizer.state.update({parameter: deepcopy(values) for parameter, values in first.items()})
     for group in optimizer.param_groups:
@@ -194,7 +194,7 @@ def begin_again(optimizer: torch.optim.Optimizer, first: Mapping[Tensor, Any]) -
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load an optimizer's state, but not the settings that a run's config has."""
+    """Load an optimizer's state, but not the settings in a run's config."""
     current, number = optimizer.state_dict()["param_groups"], len(saved["param_groups"])
     text = f"optimizer must have {len(current)} groups of parameters"
     require(len(current) == number, text, number)
@@ -210,7 +210,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
-                # In the parameter's own memory order, or other kernels would round otherwise.
+                # In the parameter's own memory order, or other kernels would round differently.
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
             else:  # several workers may begin with the state of one
                 state[name] = tree_map_only(Tensor, torch.clone, value)

@@ -1,1 +1,1 @@
-"""Uneven batches in other libraries' training loops; each module needs the library of its name."""
+"""Uneven batches in other libraries' training loops; each module needs the library it names."""

@@ -1,4 +1,4 @@
-"""A batch size for each process in Accelerate's scripts: `prepare` with the sizes."""
+"""A batch size for each process in Accelerate's scripts: `prepare` takes the sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dbsl.library.loader import UnevenLoader, uneven
 
 
 class PreparedLoader(UnevenLoader):
-    """An uneven loader whose batches are on the accelerator's device.
+    """An uneven loader with its batches on the accelerator's device.
 
     `scale` also makes up for `backward`, which divides by the accumulation steps.
     """
@@ -31,7 +31,7 @@ class PreparedLoader(UnevenLoader):
 
     def _pass(self, first: int) -> Any:
         state = self.accelerator.gradient_state
-        state._add_dataloader(self)  # it ends a window of batches where the epoch ends
+        state._add_dataloader(self)  # so a window of batches ends with the epoch
         try:
             for number, batch in enumerate(super()._pass(first), first + 1):
                 self.end_of_dataloader = number == len(self)
@@ -50,7 +50,7 @@ def prepare(
     resume: str = "skip",
     **options: Any,
 ) -> tuple[Any, ...]:
-    """Return what ``accelerator.prepare`` does, with a loader of `dbsl.uneven`.
+    """Return what ``accelerator.prepare`` does, with a loader from `dbsl.uneven`.
 
     ::
 
@@ -60,9 +60,9 @@ def prepare(
         ...
         accelerator.backward(loss * loader.scale(len(labels)))
 
-    `resume`: "skip", the script itself leaves out the batches that are done, by Accelerate's
-    `skip_first_batches`, and the loader counts them. "state": the loader is registered, goes on by
-    itself after `load_state`, and refuses that the script skips, too. `options` are those of
+    With `resume` "skip", the script skips finished batches by Accelerate's `skip_first_batches`,
+    and the loader counts them. With "state", the loader is registered, continues by itself after
+    `load_state`, and raises an error if the script skips too. `options` are those of
     `dbsl.uneven`; `accumulate` is the accelerator's.
     """
     require(resume in ("skip", "state"), "resume must be skip or state", resume)

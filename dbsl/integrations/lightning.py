@@ -1,4 +1,4 @@
-"""A batch size for each process in Lightning: `backward` multiplies, the logged loss stays."""
+"""A batch size for each process in Lightning: `backward` scales, the logged loss is unscaled."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dbsl.library.loader import UnevenLoader
 
 
 class Uneven:
-    """Stands before LightningModule among the base classes.
+    """Goes before LightningModule in the base classes.
 
-    `train_dataloader`, the module's or a data module's, returns a loader of `dbsl.uneven`, with
-    `accumulate` where the trainer has `accumulate_grad_batches`.
+    `train_dataloader`, the module's or a data module's, returns a loader from `dbsl.uneven`, with
+    `accumulate` if the trainer has `accumulate_grad_batches`.
     """
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-        """Note how many samples the batch has."""
+        """Record the number of samples."""
         self._samples = extract_batch_size(batch)
         return super().on_train_batch_start(batch, batch_idx)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Go backward from the loss times its scale; Lightning has divided it by the batches."""
+        """Run backward on the loss times its scale; Lightning has divided it by the batches."""
         loader = self.trainer.train_dataloader
         if not isinstance(loader, UnevenLoader):
             raise TypeError(f"train_dataloader must return dbsl.uneven(...), got {type(loader)}")

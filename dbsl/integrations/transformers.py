@@ -1,12 +1,12 @@
-"""A batch size for each process in transformers' `Trainer`, and in those that are built on it.
+"""A batch size for each process in transformers' `Trainer`, and in trainers built on it.
 
     class UnevenTrainer(UnevenTrainerMixin, Trainer):
         local_batch_sizes = [1, 7]
 
-Everything else stays Trainer's own: its sampler (`group_by_length`), unused columns, workers, the
-way it resumes. Losses that a model divides by the tokens of all processes are right as they are.
+Everything else remains Trainer's: its sampler (`group_by_length`), unused columns, workers and
+resuming. Losses that a model divides by the tokens of all processes are right as they are.
 Others, such as a classifier's, are means over a process's own samples; they are multiplied by the
-scale. Stock Trainer (5.23) multiplies those by n, with equal batches too.
+scale. Stock Trainer (5.23) multiplies those by n, even with equal batches.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _IN_BATCH += ("BatchAll", "BatchSemiHard", "DenoisingAutoEncoder", "Symmetric")
 
 
 class UnevenTrainerMixin:
-    """Stands before Trainer, SFTTrainer or another among the base classes.
+    """Goes before Trainer, SFTTrainer or another trainer in the base classes.
 
-    `local_batch_sizes` are samples of a batch of each process, by rank. With `balance` "dynamic"
-    they follow the measured speed. The others are as in `dbsl.uneven`. Where a subclass has its own
-    `compute_loss`, that counts as a mean over samples unless it divides by `num_items_in_batch`.
+    `local_batch_sizes` are the samples in each process's batch, by rank. With `balance` "dynamic"
+    they follow the measured speed. The others are as in `dbsl.uneven`. A subclass's own
+    `compute_loss` is taken as a mean over samples unless it divides by `num_items_in_batch`.
     """
 
     local_batch_sizes: Sequence[int] | None = None
@@ -81,7 +81,7 @@ class UnevenTrainerMixin:
             limits=self.limits,
         )
         self.uneven_loader.sampler.expects_scale = False  # a language model's loss needs none
-        self.loss_is_scaled_for_ga = True  # the scale has the whole window
+        self.loss_is_scaled_for_ga = True  # the scale covers the whole window
         return self.uneven_loader
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
@@ -115,7 +115,7 @@ class UnevenTrainerMixin:
     def _model_divides(
         self, own_loss: Callable[..., Any], model: nn.Module, inputs: Any, items: Any
     ) -> bool:
-        """Return whether the loss is divided by the items of a batch: tried with twice as many."""
+        """Return whether the loss is divided by a batch's items: the test doubles them."""
         if items is None:
             return False
         with torch.no_grad(), torch.random.fork_rng(), kept_modes(model):
@@ -126,6 +126,6 @@ class UnevenTrainerMixin:
         return bool(torch.isclose(losses[0], 2 * losses[1], rtol=1e-3))
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        # Else the loss that was not logged yet is that of one process.
+        # Else the loss not yet logged is that of one process.
         self._tr_loss = gather(self._tr_loss.reshape(1)).mean()
         return super()._finalize_training(*args, **kwargs)

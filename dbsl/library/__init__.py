@@ -1,1 +1,1 @@
-"""What other people's training loops use of this project: import it as ``import dbsl``."""
+"""The part of this project for your own training loop: use ``import dbsl``."""

@@ -1,4 +1,4 @@
-"""Whether a loop's averaged gradient is that of the joint batch, and what is wrong where not."""
+"""Check whether a loop's averaged gradient is the joint batch's, and name the fault if not."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from dbsl.library.uneven import UnevenBatchSampler
 from dbsl.library.watch import alone, refuse_sharded
 
 _EQUAL = "equal"
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; of shorter formats 5 %
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; 5 % for shorter formats
 
 
 def check(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], loader: Any) -> str:
-    """Return whether processes together have the gradient of the joint batch, in one line.
+    """Return one line on whether the averaged gradient is that of the joint batch.
 
-    Call it once, on every process. Each takes its part of a joint batch, and process 0 the whole
-    one; then once more with another joint batch in other proportions, so that nothing is right or
-    wrong by chance. `loss_fn(model, batch)` returns what the loop calls `backward` on, scale and
-    all; of what waits for other processes it may call `mean_scale` alone. `loader` comes from
-    `uneven`, or has an `UnevenBatchSampler`. Dropout is off meanwhile. Gradients, weights and
-    statistics are as before afterwards.
+    Call it once, on every process. Each process takes its part of a joint batch, and process 0 also
+    takes the whole. A second joint batch in other proportions rules out a result by chance.
+    `loss_fn(model, batch)` returns what the loop calls `backward` on, including the scale. Of
+    functions that wait for other processes, it may call only `mean_scale`. `loader` comes from
+    `uneven`, or has an `UnevenBatchSampler`. Dropout is off during the check. Gradients, weights
+    and statistics are restored afterwards.
 
-    The line says "equal", with the relative difference. Or it says that the loss is off by n,
-    divided by the accumulation twice, scaled twice, not at all or by fixed numbers; that it is a
-    sum, or a mean over something else than samples; or that the loss of a sample depends on the
-    others (contrastive losses, batch norm), which no scale can make right.
+    The line says "equal", with the relative difference. Otherwise it says that the loss is off by
+    n, divided by the accumulation twice, scaled twice, not at all or by fixed numbers; that it is a
+    sum, or a mean over something other than samples; or that the loss of a sample depends on the
+    others (contrastive losses, batch norm), which no scale can correct.
     """
     sampler = sampler_of(loader)
     refuse_sharded(model)
@@ -50,7 +50,7 @@ def check(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], loader:
     source, errors, free = getattr(loader, "fetcher", loader), {}, 0.0
     must = "loader must be of dbsl.uneven, or a DataLoader: give the one that it wraps"
     require(isinstance(source, DataLoader), must, type(source).__name__)
-    factors: list[list[tuple[float, float]]] = []  # of each trial, by rank
+    factors: list[list[tuple[float, float]]] = []  # for each trial, by rank
     with _put_back(model, sampler, norms):
         for parts in (sampler.parts(0), other):
             found = _trial(model, loss_fn, source, sampler, parts)
@@ -82,13 +82,13 @@ def check(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], loader:
 def _trial(
     model: nn.Module, loss_fn: Any, source: Any, sampler: UnevenBatchSampler, parts: list[list[int]]
 ) -> str | tuple[dict[str, float], float, list[tuple[float, float]]]:
-    """Compare a joint batch's gradient with those of its parts, alike on every process.
+    """Compare a joint batch's gradient with those of its parts; all processes return the same.
 
-    Returned are how far off each hypothesis is, how far the best weights are, and what processes
-    have multiplied and divided their losses by; or what is wrong with what `scale` was given.
+    Return the error of each hypothesis, that of the best weights, and the numbers by which
+    processes multiplied and divided their losses; or what is wrong with the count for `scale`.
     """
     sizes, n, rank = [len(part) for part in parts], sampler.num_replicas, sampler.rank
-    counts: list[int] = []  # that scale was called with
+    counts: list[int] = []  # passed to scale
     factors: list[tuple[float, float]] = []
 
     def gradient_of(indices: list[Any], scale: float) -> list[Tensor]:
@@ -96,7 +96,7 @@ def _trial(
             counts.append(int(count))
             return scale
 
-        sampler.scale = scaled  # stands before the class's own
+        sampler.scale = scaled  # shadows the class's method
         model.zero_grad()
         loss = loss_fn(model, source.collate_fn([_sample(source, i) for i in indices]))
         times, over = _factors(loss)
@@ -128,7 +128,7 @@ def _sample(source: Any, index: Any) -> Any:
 
 
 def _hypotheses(sizes: list[int]) -> dict[str, list[float]]:
-    """Return by what each process's gradient must be weighted to be right, if this happened."""
+    """Return, for each hypothesis, the weights that would make processes' gradients right."""
     n, total = len(sizes), sum(sizes)
     scales = [n * size / total for size in sizes]
     a_sum = "the loss is a sum over samples: multiply it by n, and leave scale out"
@@ -142,8 +142,8 @@ def _hypotheses(sizes: list[int]) -> dict[str, list[float]]:
 
 
 def _constant(factors: set[tuple[float, float]], sampler: UnevenBatchSampler) -> str:
-    """Return what is wrong if the loss is always multiplied or divided by a number of the loop."""
-    if len(factors) > 1:  # a mean that is taken by hand has another one for each part
+    """Return the fault if the loop always multiplies or divides the loss by the same number."""
+    if len(factors) > 1:  # a mean taken by hand has a different factor for each part
         return ""
     ((times, over),) = factors
     n, accumulate = float(sampler.num_replicas), float(sampler.accumulate)
@@ -158,7 +158,7 @@ def _constant(factors: set[tuple[float, float]], sampler: UnevenBatchSampler) ->
 
 
 def _factors(loss: Tensor) -> tuple[float, float]:
-    """Return the products of the numbers that a loss was multiplied with last, and divided by."""
+    """Return the products of a loss's last multipliers and of its last divisors."""
     found, node = {"MulBackward0": 1.0, "DivBackward0": 1.0}, loss.grad_fn
     while (kind := type(node).__name__) in found:
         number = node._saved_other
@@ -172,7 +172,7 @@ def _factors(loss: Tensor) -> tuple[float, float]:
 def _compare(
     mine: list[Tensor], joint: list[Tensor], weights: dict[str, list[float]], processes: int
 ) -> tuple[list[float], float]:
-    """Return the relative error of each weighting, and of the best weights there are."""
+    """Return the relative error of each weighting, and that of the best possible weights."""
     rows = torch.tensor([*weights.values()], dtype=torch.float64)
     errors, gram = torch.zeros(len(rows), dtype=torch.float64), 0.0
     for own, target in zip(mine, joint, strict=True):
@@ -196,7 +196,7 @@ def _compare(
 def _put_back(
     model: nn.Module, sampler: UnevenBatchSampler, norms: list[nn.Module]
 ) -> Iterator[None]:
-    """Have no dropout and no exchange between processes inside; leave everything as it was."""
+    """Switch off dropout and exchange between processes inside; restore everything afterwards."""
     gradients = [p.grad for p in model.parameters()]
     buffers = [b.clone() for b in model.buffers()]
     with torch.random.fork_rng(), global_streams(), alone(model), kept_modes(model):

@@ -1,7 +1,7 @@
-"""A loader that somebody else built, with batches of another size on every process.
+"""A loader built elsewhere, with its own batch size on every process.
 
-The order is that of the loader's own sampler, or the batches of its own batch sampler (buckets).
-Every process draws the same joint batches, and fetches its own part of each.
+Samples keep the order of the loader's sampler, or the batches of its batch sampler (buckets).
+Every process draws the same joint batches and fetches its own part of each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KEPT = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor"),
     *("multiprocessing_context", "generator", "persistent_workers", "pin_memory_device"),
 )
-_BUILT = itertools.count()  # loaders of this process: each has a name of its own
+_BUILT = itertools.count()  # numbers this process's loaders, to name each
 
 
 def uneven(  # noqa: D417 (UnevenBatchSampler describes the others)
@@ -46,23 +46,23 @@ def uneven(  # noqa: D417 (UnevenBatchSampler describes the others)
     least: int = 1,
     limits: Sequence[int] | None = None,
 ) -> UnevenLoader:
-    """Return a loader of the same data whose batches have another size on each process.
+    """Return a loader of the same data with its own batch size on each process.
 
     It keeps the loader's sampler (random, weighted, grouped by length), its `drop_last`, collate
-    function, workers and pinning. With `batch_size` the joint batches are cut from what the sampler
-    yields, n times as large unless sizes are given. A `batch_sampler` that was given yields joint
-    batches itself, and `local_batch_sizes` are the proportions in which each is split.
+    function, workers and pinning. If the loader has a `batch_size`, joint batches are cut from the
+    sampler's order; unless sizes are given, they are n times as large. A `batch_sampler` of yours
+    yields joint batches itself, each split in the proportions of `local_batch_sizes`.
 
-    Call it on every process, after the process group and instead of anything that splits the loader
-    over processes.
+    Call it on every process, after creating the process group and instead of anything that splits
+    the loader over processes.
 
     Args:
         loader: A torch DataLoader of a dataset with numbered samples.
         local_batch_sizes: Samples of a joint batch that each process takes, by rank; None: equal.
         global_batch_size: Samples of a joint batch, over all processes.
-        lengths: Tokens, pixels or another cost of each sample of the dataset. A joint batch is then
-            dealt so that samples times the longest of them, over the speed, is alike on all
-            processes; a speed is the process's share of `local_batch_sizes`.
+        lengths: Tokens, pixels or another cost of each sample in the dataset. A joint batch is then
+            split so that samples times the longest length, over the speed, is about equal on all
+            processes. A process's speed is its share of `local_batch_sizes`.
 
     The other arguments are those of `UnevenBatchSampler`.
 
@@ -74,10 +74,10 @@ def uneven(  # noqa: D417 (UnevenBatchSampler describes the others)
 
 
 def share(samples: int, local_batch_sizes: Sequence[int], rank: int) -> tuple[int, int]:
-    """Return where a process's part of a joint batch of so many samples begins and ends."""
+    """Return where a process's part of a joint batch of `samples` begins and ends."""
     sizes = tuple(plain(local_batch_sizes))
     require_whole("local_batch_sizes", sizes, 1)
-    there = int(os.environ.get("WORLD_SIZE", len(sizes)))  # of a launcher; loader workers have it
+    there = int(os.environ.get("WORLD_SIZE", len(sizes)))  # from a launcher; loader workers have it
     must = f"local_batch_sizes must have a size for each of {there} processes"
     require(there % len(sizes) == 0, must, str(sizes))
     fits = isinstance(rank, Integral) and 0 <= rank < len(sizes)
@@ -88,10 +88,10 @@ def share(samples: int, local_batch_sizes: Sequence[int], rank: int) -> tuple[in
 
 
 def steps_of(loader: Any, epochs: float, prepared: bool = False) -> int:
-    """Return the optimizer steps of so many epochs, for a schedule's total or its warm-up.
+    """Return the optimizer steps of `epochs` epochs, for a schedule's total or its warm-up.
 
-    `loader` is one of `uneven`, an `UnevenBatchSampler`, or a DataLoader that has one. A scheduler
-    that went through Accelerate's `prepare` advances n times a step: say so by `prepared`.
+    `loader` comes from `uneven`, or is an `UnevenBatchSampler` or a DataLoader with one. Set
+    `prepared` for a scheduler from Accelerate's `prepare`, which advances n times a step.
     """
     sampler = sampler_of(loader)
     steps = math.ceil(epochs * math.ceil(sampler.batches_per_epoch / sampler.accumulate))
@@ -99,18 +99,18 @@ def steps_of(loader: Any, epochs: float, prepared: bool = False) -> int:
 
 
 class UnevenLoader:
-    """A loader's batches, cut by the sizes of the processes; `uneven` builds it.
+    """A loader's batches, cut to the sizes of the processes; `uneven` builds it.
 
     It has the methods of its `sampler`, an `UnevenBatchSampler`: `scale`, `set_epoch`, `watch`,
     `state_dict`, `load_state_dict`.
 
-    It is no torch DataLoader: a framework would split it once more. One that rebuilds a loader
-    from its parts (Accelerate's `skip_first_batches`) gets a `batch_sampler` of numbers and a
-    `dataset` that has the batch of a number; so batches that it skips are known.
+    It is not a torch DataLoader, which a framework would split again. A framework that rebuilds a
+    loader from its parts (Accelerate's `skip_first_batches`) gets a `batch_sampler` of batch
+    numbers and a `dataset` that maps a number to a batch, so skipped batches are known.
     """
 
-    num_workers, prefetch_factor = 0, None  # of a loader that is rebuilt so
-    collate_fn = staticmethod(lambda batch: batch)  # which `dataset` has made
+    num_workers, prefetch_factor = 0, None  # for a loader rebuilt in this way
+    collate_fn = staticmethod(lambda batch: batch)  # `dataset` has collated it
 
     def __init__(self, loader: DataLoader, sampler: UnevenBatchSampler) -> None:
         kept = {name: getattr(loader, name) for name in _KEPT}
@@ -119,15 +119,15 @@ class UnevenLoader:
 
     @property
     def dataset(self) -> _Batches:
-        """The batch of a number, for what rebuilds a loader; made anew, and no part of this one.
+        """A map from number to batch, for code that rebuilds a loader; a new object, not kept here.
 
-        In a circle of references a loader's workers are waited for when it goes, 5 s each.
+        In a reference cycle, a loader's deletion waits 5 s for each worker.
         """
         return _Batches(self)
 
     @property
     def batch_sampler(self) -> BatchSampler:
-        """Numbers of the batches, for what rebuilds a loader from its parts."""
+        """Batch numbers, for code that rebuilds a loader from its parts."""
         numbers = BatchSampler(SequentialSampler(self.sampler), 1, drop_last=False)
         numbers.set_epoch = self.sampler.set_epoch  # timm's loop calls it
         return numbers
@@ -139,43 +139,43 @@ class UnevenLoader:
         return sorted({*super().__dir__(), *dir(self.sampler)})
 
     def __len__(self) -> int:
-        """Return the batches of the epoch that comes or is under way."""
+        """Return the number of batches in the current or next epoch."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this process's batches of an epoch, or of what is left of it."""
+        """Yield this process's batches of an epoch, or the remaining ones."""
         return self._pass(0)
 
     def _pass(self, first: int) -> Iterator[Any]:
-        """Yield the batches from a number on; those before it were skipped."""
+        """Yield the batches from number `first` on; those before it were skipped."""
         self.sampler.skip(first)
         epoch, number = None, 0
         for number, batch in enumerate(self.fetcher, 1):
-            if epoch is None:  # one batch alone may be a look
+            if epoch is None:  # a single batch may be a preview
                 epoch = self.sampler._iterator
             else:
                 self.sampler.count(epoch, number)
             yield batch
         if epoch is not None:
             self.sampler.count(epoch, number)
-            self.sampler.let_go()  # a loader whose workers stay keeps its iterator
+            self.sampler.let_go()  # a loader with persistent workers keeps its iterator
 
     def share(self, samples: int) -> tuple[int, int]:
-        """Return where this process's part of a joint batch of so many samples begins and ends."""
+        """Return where this process's part of a joint batch of `samples` begins and ends."""
         return share(samples, self.sampler.local_batch_sizes, self.sampler.rank)
 
 
 class _Joint(UnevenBatchSampler):
-    """Joint batches in a loader's own order, which is drawn alike on every process."""
+    """Joint batches in a loader's own order, which every process draws identically."""
 
     _draws_skipped = False
 
     def __init__(self, loader: DataLoader, lengths: Sequence[int] | None, **options: Any) -> None:
         self._order = order = _order_of(loader)
-        self._joins = order is loader.sampler  # else its batches are joint ones
+        self._joins = order is loader.sampler  # else its batches are joint batches
         total, sizes = options["global_batch_size"], options["local_batch_sizes"]
         if total is None and sizes is None:
-            total = getattr(loader.batch_sampler, "batch_size", None)  # None: it does not say
+            total = getattr(loader.batch_sampler, "batch_size", None)  # None: not stated
             of_each = options["num_replicas"] or world_size() if self._joins else 1
             options["global_batch_size"] = total and total * of_each
         samples = len(order) if self._joins else len(loader.dataset)
@@ -199,7 +199,7 @@ class _Joint(UnevenBatchSampler):
         self._epoch: tuple[int | None, list[Any], list[int]] = (None, [], [])
 
     def _drawn_order(self, epoch: int) -> tuple[list[Any], list[int]]:
-        """Return the samples of an epoch, in order, and where batches that are joint ones end."""
+        """Return an epoch's samples, in order, and where a batch sampler's joint batches end."""
         if epoch != self._epoch[0]:
             seed = stream_seed(self._seed, "joint batches", epoch)
             before = [generator.get_state() for generator in self._generators]
@@ -244,18 +244,18 @@ class _Joint(UnevenBatchSampler):
         batch = self._samples(epoch, begin, end)
         lengths = self._lengths[batch]
         places = deal(lengths, sizes, self._bounds[1])[rank]
-        # In samples of usual length, so that sizes and speeds keep their unit.
+        # In samples of mean length, so that sizes and speeds keep their unit.
         cost = len(places) * float(lengths[places].max() / self._lengths.mean())
         return [batch[place] for place in places], cost
 
 
 class _Batches:
-    """The dataset that others see; of a number it returns the batch."""
+    """The dataset that other code sees; it returns a batch by its number."""
 
     def __init__(self, loader: UnevenLoader) -> None:
         self._loader, self._dataset = loader, loader.fetcher.dataset
         self._batches: Iterator[Any] = iter(())
-        self._at: int | None = None  # number of the batch that comes
+        self._at: int | None = None  # number of the next batch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_dataset"], name)
@@ -268,17 +268,17 @@ class _Batches:
 
     def __getitems__(self, numbers: list[int]) -> Any:
         (number,) = numbers
-        if number != self._at:  # the first of a pass, which may be a later one
+        if number != self._at:  # a pass begins, perhaps after the first batch
             self._batches = self._loader._pass(number)
         batch, self._at = next(self._batches), number + 1
         if self._at == len(self._loader):
-            next(self._batches, None)  # the epoch is over, and knows it
+            next(self._batches, None)  # run the end of the epoch
             self._at = None
         return batch
 
 
 def sampler_of(loader: Any) -> UnevenBatchSampler:
-    """Return the sampler of a loader of `uneven`, of a DataLoader that has one, or itself."""
+    """Return the `UnevenBatchSampler` of a loader, or the argument if it is one."""
     found = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
     for sampler in found:
         if isinstance(sampler, UnevenBatchSampler):
@@ -287,9 +287,9 @@ def sampler_of(loader: Any) -> UnevenBatchSampler:
 
 
 def _order_of(loader: Any) -> Any:
-    """Return a loader's sampler, or its batch sampler if that is of another kind.
+    """Return a loader's sampler, or the batch sampler that was passed to it.
 
-    Refused is what has no numbered samples, deals them out already or repeats them.
+    Refuse loaders without numbered samples, and samplers that split or repeat them.
     """
     kind = type(loader).__name__
     require(isinstance(loader, DataLoader), "loader must be a torch DataLoader", kind)
@@ -300,7 +300,7 @@ def _order_of(loader: Any) -> Any:
             f"loader must give batches of numbered samples, got {what}: give each process's loader "
             "its own batch size, and multiply the loss by dbsl.mean_scale(samples)"
         )
-    # torch builds one itself of batch_size; one that was given yields joint batches.
+    # torch builds one from batch_size; a batch sampler that was passed yields joint batches.
     order = loader.batch_sampler if loader.batch_size is None else loader.sampler
     inner = getattr(order, "sampler", None)
     for each, place in ((order, ""), (inner, f" as the sampler of {type(order).__name__}")):

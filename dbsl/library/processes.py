@@ -1,4 +1,4 @@
-"""The processes that train together: how many there are, what each says, and what each counts."""
+"""The processes that train together: their number, what they exchange, and their counts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch import Tensor
 from dbsl.base.errors import SettingError, require
 from dbsl.cluster.wire import gather_texts
 
-USED: set[str] = set()  # what loops of this process have called
+USED: set[str] = set()  # what this process's loops have called
 _AHEAD: dict[dist.ProcessGroup | None, tuple[int, Tensor, dist.Work]] = {}
-_by_itself = False  # whether `mean_scale` counts this process alone
+_by_itself = False  # whether `mean_scale` counts only this process
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Return the number of processes; without a process group there must be one alone."""
+    """Return the number of processes; without a process group there must be only one."""
     if dist.is_initialized():
         return dist.get_world_size(group)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -35,7 +35,7 @@ def world_size(group: dist.ProcessGroup | None = None) -> int:
 
 
 def exchange_device(group: dist.ProcessGroup | None = None) -> str:
-    """Return the device that small tensors of a group's processes travel on."""
+    """Return the device on which a group's processes exchange small tensors."""
     backend = dist.get_backend(group) if dist.is_initialized() else ""
     return "cuda" if "nccl" in backend else "xpu" if "xccl" in backend else "cpu"
 
@@ -43,7 +43,7 @@ def exchange_device(group: dist.ProcessGroup | None = None) -> str:
 def gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return what every process passes, by rank: plain numbers, texts, lists and dicts.
 
-    They travel as JSON. Pickles of other processes are not read.
+    Values travel as JSON. Pickles from other processes are not read.
     """
     if world_size(group) == 1:
         return [mine]
@@ -54,7 +54,7 @@ def gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 def compare(
     mine: Mapping[str, Any], problem: str = "", group: dist.ProcessGroup | None = None
 ) -> None:
-    """Refuse on every process what is not alike on all; before that, the first one's problem."""
+    """Raise on every process the first process's problem, or else name a value that differs."""
     rows = gather([problem, {name: str(value) for name, value in mine.items()}], group)
     if found := [said for said, _ in rows if said]:
         raise SettingError(found[0])
@@ -66,7 +66,7 @@ def compare(
 
 
 def agreed(name: str, value: str) -> str:
-    """Return the value that a process was the first to give a name; nobody waits."""
+    """Return the first value that any process gave a name, without waiting."""
     if world_size() == 1:
         return value
     store = dist.distributed_c10d._get_default_store()
@@ -74,13 +74,13 @@ def agreed(name: str, value: str) -> str:
 
 
 def digest(what: Any) -> str:
-    """Return a short text that tells whether things are the same."""
+    """Return a short hash, to compare things by."""
     return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
 @contextmanager
 def by_itself() -> Iterator[None]:
-    """Have `mean_scale` inside count this process alone, where the others do not call it."""
+    """Have `mean_scale` count only this process inside, where the others do not call it."""
     global _by_itself
     _by_itself = True
     try:
@@ -95,17 +95,17 @@ def mean_scale(
     *,
     ahead: int | Sequence[int] | None = None,
 ) -> Any:
-    """Return n * count / sum of counts: the scale of a loop whose sampler is not this library's.
+    """Return n * count / sum of counts: the loss scale for a loop without this library's sampler.
 
-    The loss of a process is a mean over `count` samples, tokens or pixels, at least 1. The sum is
-    taken over the processes of `group` by an all-reduce of two numbers, which every process calls.
-    Where several batches make a step, pass the counts of all of them before the first one's
-    backward pass. Returned is the scale of each, which has the whole window: do not divide by the
-    number of batches as well.
+    The loss of a process is a mean over `count` samples, tokens or pixels, at least 1. Every
+    process must call this: an all-reduce of two numbers sums over the processes of `group`.
+    If several batches make a step, pass the counts of all of them before the first one's
+    backward pass. The result is a scale for each batch; it covers the whole window, so do not
+    also divide by the number of batches.
 
-    `ahead` are the counts of the next call, whose all-reduce begins now: that call returns at once.
-    `group` are the data-parallel processes; None: all. It is a `SettingError` on every process if a
-    count is below 1, and where it is not the one that `ahead` announced.
+    `ahead` has the counts of the next call, which returns at once: its all-reduce begins now.
+    `group` has the data-parallel processes; None: all. A count below 1 raises `SettingError` on
+    every process. A count other than the one `ahead` announced raises it on that process.
     """
     USED.add("mean_scale")
     known = None if _by_itself else _AHEAD.pop(group, None)

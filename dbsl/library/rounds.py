@@ -1,4 +1,4 @@
-"""Local steps and weighted merges in any loop: what ``train.py --sync bsp`` does, in two lines."""
+"""Local SGD with weighted averaging in any loop: ``train.py --sync bsp`` in two lines."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ from dbsl.optimizer import begin_again, first_state
 class Rounds:
     """Every process trains on its own for some steps; then all take the weighted mean.
 
-    Enter it around the loop and call `step` after each step of the optimizer. On entering, all take
-    the weights of process 0, unless a state was loaded, inside whose round each has its own. On
-    leaving, what is left of a round is merged. Parameters that train and floating-point buffers
-    beside them (batch norm's statistics) are merged; what no process trains or has changed keeps
-    its bits. Weights that do not train are compared on entering, and never sent. The optimizer's
-    state stays each process's own. Gradients of a model in DDP are not averaged inside.
+    Enter it around the loop and call `step` after each optimizer step. On entering, all take
+    the weights of process 0, unless a state was loaded: inside its round each has its own. On
+    leaving, an unfinished round is merged. Parameters that train and floating-point buffers
+    beside them (batch norm's statistics) are merged; tensors that no process trains or has changed
+    keep their bits. Weights that do not train are compared on entering, and never sent. Each
+    process keeps its own optimizer state. Inside, DDP does not average gradients.
 
-    Weights that are not finite do not count, and that process's optimizer begins afresh from what
-    the others have merged.
+    Weights that are not finite are left out of the mean. That process takes what the others
+    merged, and its optimizer is reset.
 
     Args:
         model: On its device, as the loop calls it: DDP's wrapper, not its module. It keeps its
-            tensors, which hold the mean after a merge; means and changes are at least of float32.
-        optimizer: This process's.
-        every: Steps of a round, at least 1; the same on every process. None: rounds end where
-            `merge` is called, after as many steps as each process likes, as in dual-batch plans.
+            tensors, which hold the mean after a merge; means and changes are at least float32.
+        optimizer: This process's optimizer.
+        every: Steps in a round, at least 1; the same on every process. None: a round ends when
+            `merge` is called, after any number of steps on each process, as in dual-batch plans.
         weight: This process's weight in the mean, at least 0, or a function that returns it at each
             merge; None: the same for all. In train.py it is the share of the samples.
-        outer: Learning rate and Nesterov momentum of a step that takes the place of the mean, as in
+        outer: Learning rate and Nesterov momentum of an outer step that replaces the mean, as in
             DiLoCo (arXiv 2311.08105); None: the mean.
         params: What is merged: "trainable", "all", or the parameters themselves.
-        wire: What matrices travel as: float32, bf16, int8, int4 or int2. Less than float32 sends
-            their change since the last merge; what rounding leaves of it counts in the next round.
+        wire: Format of matrices sent: float32, bf16, int8, int4 or int2. Shorter formats send the
+            change since the last merge, and the rounding error is added in the next round.
         group: The processes; None: all.
 
     Raises:
@@ -93,7 +93,7 @@ class Rounds:
         self.merges = 0
         self._model, self._optimizer = model, optimizer
         bare = getattr(optimizer, "optimizer", optimizer)  # without Accelerate's wrapping
-        # Momentum says not whether it was loaded; torch's SGD is built without.
+        # Momentum does not show whether it was loaded; torch's SGD is built without.
         self._first = {} if isinstance(bare, torch.optim.SGD) else first_state(optimizer)
         self._weight, self._group, self._processes = weight, group, world_size(group)
         names = _merged_names(model, params)
@@ -107,7 +107,7 @@ class Rounds:
         self._loaded = False
 
     def __enter__(self) -> Rounds:
-        """Take the weights of process 0, or go on from a state."""
+        """Take the weights of process 0, or continue from a state."""
         if self._inside is not None:
             raise SettingError("Rounds must be left before it is entered again")
         now = world_size(self._group)
@@ -128,7 +128,7 @@ class Rounds:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Merge what is left of a round, unless an error ends the loop."""
+        """Merge an unfinished round, unless an error ends the loop."""
         self._inside.close()
         try:
             if kind is None and any(row[1] for row in self._meet(True)):
@@ -137,7 +137,7 @@ class Rounds:
             self._inside = None
 
     def step(self) -> bool:
-        """Count a step of the optimizer; return whether the round is over and was merged."""
+        """Count an optimizer step; return whether the round is over and was merged."""
         self._check_inside()
         self.steps += 1
         if self.every is None or self.steps < self.every:
@@ -147,7 +147,7 @@ class Rounds:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """End the round now, which every process does at the same step unless `every` is None."""
+        """End the round now: on every process at the same step, unless `every` is None."""
         self._check_inside()
         own, merged = self._weights.read(), self._weights.vector
         late = self._weights.trained_besides()
@@ -157,7 +157,7 @@ class Rounds:
         try:
             weight = 1.0 if weight is None else float(weight)
         except (TypeError, ValueError):
-            weight = math.nan  # all processes are to hear of it
+            weight = math.nan  # all processes must learn of it
         same = own == self._weights.rounded()  # a constant may be infinite, such as a mask
         finite = bool((same | own.isfinite()).all())
         rows = self._meet(False, weight, finite, self._weights.may_change(same).tolist())
@@ -183,7 +183,7 @@ class Rounds:
         changed = torch.tensor([*map(any, zip(*changes, strict=True))], device=part.device)
         changed = self._weights.spread(changed)
         part = part.where(changed, merged)
-        if self._outer is not None:  # its momentum may move what is frozen since
+        if self._outer is not None:  # its momentum may move what was frozen since
             part = self._outer(merged, part[None], torch.ones(1)).where(changed, merged)
         self._weights.load(part)
         if not finite:
@@ -195,7 +195,7 @@ class Rounds:
         self.steps, self.merges = 0, self.merges + 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the round is; model and optimizer are saved as ever, by each process."""
+        """Return the round's state; each process saves model and optimizer as usual."""
         return {
             "steps": self.steps,
             "merges": self.merges,
@@ -206,10 +206,10 @@ class Rounds:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned; model and optimizer have theirs already.
+        """Continue from what `state_dict` returned; model and optimizer have theirs already.
 
-        Every process loads its own. `wire` may be another; float32 drops what rounding has left.
-        At the end of a round other numbers of processes may load it, which drop that, too.
+        Every process loads its own. `wire` may differ; float32 drops the rounding error. A state
+        saved at the end of a round fits any number of processes; another number drops it too.
         """
         require(self._inside is None, "a state must be loaded before `with`", "inside it")
         if (self._outer is None) != (state["outer"] is None):
@@ -219,7 +219,7 @@ class Rounds:
         left = state["rounded"] if all_of_it == self._processes else None
         must = f"a state must be that of process {self._place()[0]} of {self._processes}"
         moved = all_of_it != self._processes and state["steps"] == 0
-        # Accelerate's register_for_checkpointing saves that of process 0 alone: all refuse it.
+        # Accelerate's register_for_checkpointing saves only that of process 0: all refuse it.
         others = (own, all_of_it) != self._place() and not moved
         compare({}, f"{must}, got that of process {own} of {all_of_it}" * others, self._group)
         saved = len(state["merged"])
@@ -232,7 +232,7 @@ class Rounds:
         self._loaded = True
 
     def save(self, folder: str | Path) -> None:
-        """Write the merged part of the model, the optimizer and the round, a file a process."""
+        """Write the merged part of the model, the optimizer and the round, one file per process."""
         state = {"model": self._weights.tensors_by_name(), "rounds": self.state_dict()}
         state["optimizer"] = self._optimizer.state_dict()
         path = self._file(folder)
@@ -241,7 +241,7 @@ class Rounds:
 
     @torch.no_grad()
     def load(self, folder: str | Path) -> None:
-        """Go on from what `save` wrote; every process reads its own file, before `with`."""
+        """Continue from what `save` wrote; every process reads its own file, before `with`."""
         path = self._file(folder)
         require(path.is_file(), f"{path} must be there, as save writes it", "no such file")
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -255,7 +255,7 @@ class Rounds:
 
     @property
     def bytes_per_merge(self) -> int:
-        """Bytes of what a process adds to a merge."""
+        """Bytes that a process adds to a merge."""
         matrices, rest = map(len, self._weights.split(self._weights.vector))
         return message_bytes(self._wire, matrices, rest, self._weights.vector.itemsize)
 
@@ -264,7 +264,7 @@ class Rounds:
             raise SettingError("step and merge must be called inside `with Rounds(...)`")
 
     def _place(self) -> tuple[int, int]:
-        """Return this process's number in the group, and how many there are."""
+        """Return this process's rank in the group, and the group's size."""
         rank = dist.get_rank(self._group) if self._processes > 1 else 0
         return rank, self._processes
 
@@ -272,7 +272,7 @@ class Rounds:
         return Path(folder) / f"rounds-{self._place()[0]}.pt"
 
     def _meet(self, leaving: bool, *told: Any) -> list[list[Any]]:
-        """Return every process's row; all must be at the same place of the loop."""
+        """Return every process's row; all must be at the same place in the loop."""
         rows = gather([leaving, self.steps, *told], self._group)
         places = [(left, steps) for left, steps, *_ in rows]
         compared = places if self.every else [left for left, _ in places]
@@ -285,7 +285,7 @@ class Rounds:
 
 
 def _merged_names(model: nn.Module, params: str | Iterable[nn.Parameter]) -> set[str] | None:
-    """Return the names of what is merged; None: all."""
+    """Return the names of tensors to merge; None: all."""
     if isinstance(params, str):
         require(params in ("trainable", "all"), "params must be trainable or all", params)
         if params == "all":

@@ -1,8 +1,8 @@
-"""Batches of another size on every process, and the weight that makes their gradients right.
+"""A batch size for each process, and the scale that corrects the averaged gradient.
 
-Data-parallel training averages gradients over n processes. With b_i samples on process i and B on
-all, the mean over the joint batch needs the loss of process i times n * b_i / B (Ye, Zhou, Shi,
-Sun, Lv, arXiv 2007.11831). The sampler knows every b_i beforehand, so that no exchange is needed.
+Data-parallel training averages gradients over n processes. With b_i samples on process i and B in
+total, the mean over the joint batch needs the loss of process i times n * b_i / B (Ye, Zhou, Shi,
+Sun, Lv, arXiv 2007.11831). The sampler knows every b_i in advance, so no exchange is needed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dbsl.plan.types import TimeModel
 
 _MOST_AHEAD = 1024  # batches that a loader may draw before training begins
 _WARM_UP = 2  # first steps of a run, which allocate and compile: not measured
-_INTERCEPT = 0.1  # share of the first measured step that is taken not to depend on the batch
-# What a loop that is refused may have missed.
+_INTERCEPT = 0.1  # share of the first measured step assumed not to depend on the batch
+# What a refused loop may have missed.
 _CALLS = (
     ": call scale for each batch, in order, and skip() for batches that the script leaves out; "
     "interleave must be True for a loader that goes through accelerator.prepare, else False; the "
@@ -41,17 +41,17 @@ _CALLS = (
 
 @dataclass(eq=False)
 class _Epoch:
-    """How far an epoch is drawn, and trained on."""
+    """How far drawing and training are in an epoch."""
 
     number: int
-    start: int  # samples of it that are left out: those before a loaded state
+    start: int  # samples left out: those before a loaded state
     cuts: np.ndarray  # where its joint batches begin and end, int64 [steps + 1]
     skipped: int  # batches that the script leaves out
-    sizes: list[tuple[int, list[int]]]  # from which step on they hold
-    taken: int  # batches that are trained on, or skipped
-    drawn: int  # steps of which a batch was drawn
+    sizes: list[tuple[int, list[int]]]  # first step, and sizes from there on
+    taken: int  # batches trained on or skipped
+    drawn: int  # steps with a drawn batch
     trains: bool  # whether gradients were on when it began; else it is an evaluation
-    # This process's batches that are drawn but not trained on: samples, their windows', cost.
+    # This process's batches drawn but not trained on: samples, all samples of the window, cost.
     ahead: deque[tuple[int, int, float]] = field(default_factory=deque)
 
     def __len__(self) -> int:
@@ -59,40 +59,40 @@ class _Epoch:
 
     @property
     def exhausted(self) -> bool:
-        """Whether a batch of each step was drawn."""
+        """Whether every step has a drawn batch."""
         return self.drawn == len(self)
 
 
 class UnevenBatchSampler:
-    """A batch sampler whose batches have another size on each process.
+    """A batch sampler with its own batch size on each process.
 
-    Pass it to a DataLoader as `batch_sampler`. Over all processes an epoch has each sample once;
-    all take equally many steps, and none has fewer than `least` samples. A joint batch has
-    `global_batch_size` samples, the last one what is left; where that is too little for all, the
-    last two share what they have. Which samples it has does not depend on how it is split.
+    Pass it to a DataLoader as `batch_sampler`. Over all processes, an epoch has each sample once;
+    all take the same number of steps, each with at least `least` samples. A joint batch has
+    `global_batch_size` samples, and the last has the rest; if that is too few for all processes,
+    the last two share their samples. The split does not change which samples a joint batch has.
 
-    It is built on every process alike, after the process group: processes compare what they got,
-    but not where `rank` is given.
+    Build it with the same arguments on every process, after the process group. Processes compare
+    them, unless `rank` is given.
 
     Args:
-        num_samples: Samples of the dataset, at least one for each process.
+        num_samples: Samples in the dataset, at least one for each process.
         global_batch_size: Samples of a joint batch, over all processes, at least one for each.
         local_batch_sizes: Samples of a joint batch that each process takes, by rank; None: equal.
         balance: "dynamic": sizes follow the measured speed of the processes, at a constant global
-            batch size. It needs `watch`, and meets the other processes in `scale`.
-        balance_every: Batches between two such moves; None: they happen between epochs alone.
-        accumulate: Batches of each process that make an optimizer step.
+            batch size. It needs `watch`; `scale` then communicates with the other processes.
+        balance_every: Batches between two changes of the sizes; None: only between epochs.
+        accumulate: Batches per optimizer step on each process.
         drop_last: Leave out the samples that do not fill a joint batch.
         shuffle: Draw another order each epoch, from `seed` and the epoch.
-        seed: Of the order, at least 0.
-        rank: This process's place among the replicas; None: that of torch.distributed.
+        seed: Seed of the order, at least 0.
+        rank: This process's rank among the replicas; None: that of torch.distributed.
         num_replicas: n, processes with batches of their own. Tensor- and context-parallel
             processes share one. None: the world size.
-        least: Samples that each process has at least in a step, such as 2 for batch norm.
-        limits: Samples of a joint batch that each process can hold, by rank; None: any number. The
-            last step of an epoch may exceed them where else a process would have less than `least`.
-        interleave: Yield the batches of all processes in turn, for a loader that gives every n-th
-            batch to a process: Accelerate's ``prepare`` and transformers' ``Trainer``.
+        least: Minimum samples of each process in a step, such as 2 for batch norm.
+        limits: Most samples of a joint batch that each process can hold, by rank; None: any number.
+            An epoch's last step may exceed them if a process would otherwise have under `least`.
+        interleave: Yield the batches of all processes in turn, for a loader that gives each process
+            every n-th batch: Accelerate's ``prepare`` and transformers' ``Trainer``.
 
     Raises:
         SettingError: Names the argument, its bound and its value, on every process.
@@ -143,18 +143,18 @@ class UnevenBatchSampler:
         self.num_samples, self.interleave = asked["num_samples"], interleave
         self._drop_last, self._seed = drop_last, asked["seed"] if shuffle else None
         self.epoch = 0
-        self.expects_scale = self.num_replicas > 1  # whether a loop that does not call it is warned
+        self.expects_scale = self.num_replicas > 1  # whether to warn a loop that does not call it
         self._scaled = 0  # calls of `scale`
-        self._start = 0  # samples of the epoch that are trained on
-        self._iterator: _Epoch | None = None  # which drew last
-        self._trained: _Epoch | None = None  # of which scale was called last
-        # Whether set_epoch chose the epoch that comes next; None: it is the first, or a state's.
+        self._start = 0  # samples of the epoch already trained on
+        self._iterator: _Epoch | None = None  # drawn from last
+        self._trained: _Epoch | None = None  # scale was last called for it
+        # Whether set_epoch chose the next epoch; None: it is the first, or a state's.
         self._chosen: bool | None = None
-        self._skips = 0  # batches that are drawn next, and not trained on
+        self._skips = 0  # next batches, drawn but not trained on
         self._watch: Watch | None = None
-        self._warm = 0  # steps that were measured so far
+        self._warm = 0  # steps measured so far
         self._estimates = [SpeedEstimate() for _ in range(self.num_replicas)]
-        self._usual: TimeModel | None = None  # which each estimate is relative to
+        self._usual: TimeModel | None = None  # reference of each estimate
 
     @property
     def sampler(self) -> UnevenBatchSampler:
@@ -167,24 +167,24 @@ class UnevenBatchSampler:
         return len(self._cuts(0)) - 1
 
     def __len__(self) -> int:
-        """Return the batches of an epoch; of one that began with a loaded state, those left.
+        """Return the batches in an epoch, or those left if it began with a loaded state.
 
         They are this process's, or all with `interleave`.
         """
         epoch = self._iterator
         under_way = epoch is not None and epoch.number == self.epoch
-        begun = self._start if self._chosen else 0  # before set_epoch: those of a whole epoch
+        begun = self._start if self._chosen else 0  # before set_epoch: a whole epoch
         steps = len(epoch) if under_way else len(self._cuts(begun)) - 1
         return steps * self.num_replicas if self.interleave else steps
 
     def parts(self, number: int) -> list[list[int]]:
-        """Return the samples of each process in a joint batch; after the last the first follows."""
+        """Return the samples of each process in a joint batch; numbers wrap around."""
         sizes, number = self.local_batch_sizes, number % self.batches_per_epoch
         ends = self._cuts(0)[number : number + 2].tolist()
         return [self._part(self.epoch, *ends, sizes, rank)[0] for rank in range(len(sizes))]
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Begin an epoch, or go on in the one whose state was loaded."""
+        """Begin an epoch, or continue the one of a loaded state."""
         now = self.num_replicas if self._alone else world_size()
         must = f"the sampler must be built after the process group, which has {now} processes"
         require(now == self.num_replicas, must, self.num_replicas)
@@ -194,9 +194,9 @@ class UnevenBatchSampler:
         return batches
 
     def _batches(self, skipped: int) -> Iterator[list[int]]:
-        """Yield an epoch's batches; until the first is drawn, `set_epoch` may come.
+        """Yield an epoch's batches; until the first is drawn, `set_epoch` may be called.
 
-        Loaders ask for more iterators than they draw from.
+        Loaders create iterators that they never draw from.
         """
         must = "skip must be left out inside the epoch of a loaded state, else both skip"
         whole = f"skip must be a multiple of accumulate ({self.accumulate})"
@@ -211,18 +211,18 @@ class UnevenBatchSampler:
         turns = [*range(self.num_replicas)] if self.interleave else [self.rank]
         for number in range(epoch.drawn, len(epoch)):
             for rank in turns:
-                self._iterator = epoch  # again, where another one was drawn from meanwhile
+                self._iterator = epoch  # again, if another was drawn from meanwhile
                 yield self._drawn(epoch, number, rank)
 
     def _end(self, before: _Epoch) -> None:
-        """Find out what the epoch was that was drawn from last, now that another one begins."""
+        """Classify the epoch last drawn from, now that another begins."""
         same, begun = before.number == self.epoch, before.taken > before.skipped
         if same and self._looked_at(before) and len(before):
             self._start, self._chosen = before.start, True
         elif before.exhausted and len(before):
             self._warn_of_no_scale(before)
             missed = self._scaled and before.trains and before.taken < len(before)
-            if missed and before is not self._trained:  # else it is a look
+            if missed and before is not self._trained:  # else it is a preview
                 calls = f"{before.taken} calls for the {len(before)} batches of an epoch"
                 raise SettingError(f"scale must be called for each batch, got {calls}{_CALLS}")
         left_early = begun and before.taken < len(before)
@@ -230,14 +230,14 @@ class UnevenBatchSampler:
             warn("balance_every must be given where epochs are left early: no sizes have moved")
         if self._chosen is False and same:
             if before.exhausted and begun:
-                # A loader that iterates for ever asks for it while batches of this one are left.
+                # An endless loader asks for the next while batches of this one are left.
                 self.epoch, self._start = self.epoch + 1, 0
             else:
                 warn(f"set_epoch was not called: epoch {self.epoch} comes in the same order again")
 
     def _drawn(self, epoch: _Epoch, number: int, rank: int) -> list[int]:
-        """Return a process's batch of a step; note one that is this process's own."""
-        cut = epoch.cuts.item  # a number of Python's, and soon
+        """Return a process's batch of a step; record it if it is this process's own."""
+        cut = epoch.cuts.item  # returns a Python number, quickly
         begin, end = cut(number), cut(number + 1)
         sizes = next(sizes for first, sizes in reversed(epoch.sizes) if first <= number)
         part, cost = self._part(epoch.number, begin, end, sizes, rank)
@@ -251,18 +251,18 @@ class UnevenBatchSampler:
         return part
 
     def _looked_at(self, epoch: _Epoch) -> bool:
-        """Whether batches were drawn and not trained on, as for a summary or in an evaluation."""
+        """Whether batches were drawn but not trained on, as for a summary or an evaluation."""
         if self._scaled or not epoch.trains:
             return epoch.taken == epoch.skipped
         return epoch.taken < len(epoch) and (bool(epoch.start) or not epoch.exhausted)
 
     def count(self, epoch: _Epoch, batches: int) -> None:
-        """Count the batches of an epoch that a loop has got, unless it calls `scale`."""
+        """Count the batches of an epoch that a loop received, unless it calls `scale`."""
         if epoch.trains and not self._scaled:
             epoch.taken, self._trained = epoch.skipped + batches, epoch
 
     def let_go(self) -> None:
-        """Warn of an epoch without `scale` when the loop over it has ended."""
+        """Warn of an epoch without `scale` once its loop has ended."""
         epoch = self._iterator  # the loop may have fetched a window and one batch more
         if epoch is not None and epoch.exhausted and len(epoch) > self.accumulate + 1:
             self._warn_of_no_scale(epoch)
@@ -276,10 +276,10 @@ class UnevenBatchSampler:
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next.
+        """Choose the next epoch, and with it the order.
 
-        It begins at its first sample, unless the state that was loaded is inside it. Call it after
-        `scale` of the last batch before: what draws batches ahead must not draw the next epoch's.
+        It begins at its first sample, unless a loaded state is inside it. Call it after `scale` of
+        the last batch before: a loader that draws ahead must not yet draw the next epoch's.
         """
         require_whole("epoch", epoch, 0)
         trained = self._trained
@@ -295,17 +295,17 @@ class UnevenBatchSampler:
         self.epoch, self._chosen = int(epoch), not ahead
 
     def scale(self, count: int) -> float:
-        """Return n * count / B, by which the mean loss of this process's next batch is multiplied.
+        """Return n * count / B, the factor for the mean loss of this process's next batch.
 
-        Call it once for each batch, in their order. B are the samples of all processes in this
-        step, or in the `accumulate` steps of this window: do not divide by `accumulate` as well. It
-        is a `SettingError` if `count`, the batch's samples, is not what is planned, or if no batch
-        is left that was drawn.
+        Call it once for each batch, in order. B has the samples of all processes in this step,
+        or in the `accumulate` steps of this window: do not divide by `accumulate` as well. It
+        raises `SettingError` if `count`, the batch's samples, is not as planned, or if no drawn
+        batch is left.
         """
         epoch, before = self._iterator, self._trained if self._scaled else None
         other = before is not None and before is not epoch
         if other and before.exhausted and before.ahead and self._looked_at(epoch):
-            epoch = before  # it draws no more: the other one was a look
+            epoch = before  # it draws no more: the other was a preview
         if epoch is None or not epoch.ahead:
             calls = f"another call after {epoch.taken if epoch else 0} batches"
             raise SettingError(f"scale must be called once for each batch, got {calls}{_CALLS}")
@@ -316,7 +316,7 @@ class UnevenBatchSampler:
         if self.balance and self._watch is None:
             raise SettingError("balance must be None without watch(model), got 'dynamic'")
         if not self._scaled:
-            epoch.taken = epoch.skipped  # from here on this counts, not what was fetched
+            epoch.taken = epoch.skipped  # from here on, count calls, not fetched batches
         epoch.ahead.popleft()
         epoch.taken += 1
         self._scaled += 1
@@ -329,20 +329,20 @@ class UnevenBatchSampler:
         return self.num_replicas * planned / window
 
     def skip(self, batches: int) -> None:
-        """Count batches of the next iterator that the script itself leaves out.
+        """Count batches of the next iterator that the script itself skips.
 
-        Call it beside Accelerate's `skip_first_batches`, which draws them: `scale` is not called
+        Call it alongside Accelerate's `skip_first_batches`, which draws them: `scale` is not called
         for them.
         """
         require_whole("batches", batches, 0)
         self._skips = int(batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far training is, alike on every process.
+        """Return the position of training, the same on every process.
 
-        A batch counts once `scale` was called for it, and for all others of its window of
-        `accumulate` batches. Where it is never called, a loader of `uneven` counts what the loop
-        has got: save after a batch's step. A sampler alone then knows whole epochs.
+        A batch is done once `scale` was called for every batch of its window of `accumulate`
+        batches. If it is never called, a loader from `uneven` counts the batches that the loop
+        received: save after a batch's step. A sampler by itself then knows only whole epochs.
         """
         number, start, epoch = self.epoch, self._start, self._iterator
         if epoch is not None and self._looked_at(epoch):
@@ -363,9 +363,9 @@ class UnevenBatchSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at the next sample not yet trained on; the loop begins at `epoch`.
+        """Continue at the next sample not yet trained on; the loop begins at `epoch`.
 
-        The number of processes and their batch sizes may be others than when it was saved.
+        The number of processes and their batch sizes may differ from the saved ones.
         """
         for name, mine in (("num_samples", self.num_samples), ("seed", self._seed)):
             require(
@@ -383,7 +383,7 @@ class UnevenBatchSampler:
             )
         self.epoch, self._start = state["epoch"], state["samples"]
         self._iterator, self._trained, self._chosen = None, None, None
-        # Sizes that follow the machines are taken over if they suit processes and bounds.
+        # Dynamic sizes are restored if they fit the processes and bounds.
         sizes, speeds, limits = state["local_batch_sizes"], state["speeds"], self._bounds[0]
         alike = len(sizes) == self.num_replicas and sum(sizes) == self.global_batch_size
         if self.balance and alike and ((limits >= sizes) & (least <= np.array(sizes))).all():
@@ -395,7 +395,7 @@ class UnevenBatchSampler:
     def watch(self, model: nn.Module) -> None:
         """Measure the compute time of this process's steps, for ``balance="dynamic"``.
 
-        What it waits for others is left out. `model` may be wrapped in DDP or compiled. FSDP2 is
+        Waiting for other processes is excluded. `model` may be wrapped in DDP or compiled. FSDP2 is
         refused: it waits inside both passes. Without `balance` nothing is measured.
         """
         require(self._watch is None, "watch must be called once", "another call")
@@ -403,9 +403,9 @@ class UnevenBatchSampler:
             self._watch = Watch(model)
 
     def _move(self, drawn: int) -> tuple[int, list[int]]:
-        """Return the first step that no process has drawn, and its sizes: all are done together.
+        """Return the first step no process has drawn, and sizes with which all finish together.
 
-        Every process calls it at the same step, with how many it has `drawn`.
+        Every process calls it at the same step, with the number of steps `drawn`.
         """
         steps = self._watch.read()
         steps, self._warm = steps[max(0, _WARM_UP - self._warm) :], self._warm + len(steps)
@@ -422,7 +422,7 @@ class UnevenBatchSampler:
                     )
                     estimate.observe(self._usual, samples, seconds)
             if all(samples for samples, *_ in rows):
-                # Rank 0's result: another processor may round otherwise.
+                # Rank 0's result: another processor may round differently.
                 model = TimeModel.of([e.model(self._usual) for e in self._estimates], len(rows))
                 sizes = balanced_sizes(sum(self.local_batch_sizes), model, *self._bounds)
                 self.local_batch_sizes = gather(sizes.tolist())[0]
@@ -437,7 +437,7 @@ class UnevenBatchSampler:
         return part, len(part)
 
     def _samples(self, epoch: int, begin: int, end: int) -> list[Any]:
-        """Return what stands at these places of an epoch's order."""
+        """Return the samples at these places of an epoch's order."""
         return ordered(self.num_samples, self._seed, None, epoch, begin, end).tolist()
 
     def _cuts(self, start: int) -> np.ndarray:
@@ -447,19 +447,19 @@ class UnevenBatchSampler:
 
 
 def plain(value: Any) -> Any:
-    """Return numbers of numpy and torch as those of Python: they compare alike, and are saved."""
+    """Return numbers of numpy and torch as Python's, which can be compared and saved."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [*map(plain, value)]
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def warn(message: str) -> None:
-    """Warn whoever called the caller."""
+    """Warn the caller of the caller."""
     warnings.warn(message, stacklevel=3)
 
 
 def _check(asked: Mapping[str, Any], rank: Any, num_replicas: Any, replicas: Any) -> None:
-    """Refuse a sampler's arguments: name, bound and value."""
+    """Refuse bad sampler arguments: name, bound and value."""
     mine = 0 if rank is None else rank
     whole = isinstance(mine, Integral) and isinstance(replicas, Integral)
     fits = (rank is None) == (num_replicas is None) and whole and 0 <= mine < replicas

@@ -1,8 +1,8 @@
-"""Compute time of a training step in any loop, without what it waits for other processes.
+"""Compute time of a training step in any loop, excluding waits for other processes.
 
-The clock runs from the model's forward pass to the end of its backward pass, where a callback of
-the autograd engine stops it: before DDP's own, which waits for the gradients of the others. It
-takes no communication hook.
+The clock runs from the model's forward pass to the end of its backward pass. A callback of the
+autograd engine stops it before DDP's own callback, which waits for the others' gradients. No
+communication hook is used.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ CPU = torch.device("cpu")
 
 
 class Watch:
-    """Measures every pass of a model for which gradients are on, several forward passes as one."""
+    """Measures each pass of a model with gradients on, several forward passes as one."""
 
     def __init__(self, model: nn.Module) -> None:
-        # DDP's own module, also where it is compiled or wrapped once more.
+        # DDP's own module, even if it is compiled or wrapped again.
         wrapped = [m.module for m in model.modules() if isinstance(m, DistributedDataParallel)]
         inner = wrapped[0] if len(wrapped) == 1 else model
         refuse_sharded(model, "; it waits in both passes: set local_batch_sizes instead")
-        self.samples = 0  # of the batch under way; set by whoever knows them
+        self.samples = 0  # of the current batch; the caller sets them
         parameters = inner.parameters()
         device = next((p.device for p in parameters if p.device.type != "cpu"), CPU)
         self._now = partial(moment, device)
         self._began: Any = None
         self._ending = False
-        self._pauses: list[tuple[Any, Any]] = []  # of the step under way
+        self._pauses: list[tuple[Any, Any]] = []  # of the current step
         self._finished: deque[tuple[int, list[tuple[Any, Any]]]] = deque(maxlen=4096)
         inner.register_forward_pre_hook(self._begin)
         inner.register_forward_hook(self._catch_backward)
@@ -58,7 +58,7 @@ class Watch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what a step that is under way waits inside."""
+        """Exclude time spent inside from the current step."""
         began = self._now()
         yield
         if self._began is not None:
@@ -66,7 +66,7 @@ class Watch:
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:
         if self._ending and torch._C._current_graph_task_id() < 0:
-            self._began, self._ending = None, False  # an error has ended the last backward pass
+            self._began, self._ending = None, False  # an error ended the last backward pass
         if torch.is_grad_enabled() and self._began is None:
             self._began, self._pauses = self._now(), []
 
@@ -86,7 +86,7 @@ class Watch:
 
 
 def _tensors(output: Any, inside: tuple[int, ...] = ()) -> Iterator[Tensor]:
-    """Yield an output's tensors, also those in objects that torch does not know as containers."""
+    """Yield an output's tensors, including those in objects that are not torch's containers."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -101,18 +101,18 @@ def _tensors(output: Any, inside: tuple[int, ...] = ()) -> Iterator[Tensor]:
 
 
 def refuse_sharded(model: nn.Module, why: str = "") -> None:
-    """Refuse a model whose parameters FSDP shards."""
+    """Refuse a model with parameters that FSDP shards."""
     sharded = any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in model.modules())
     require(not sharded, "model must have its parameters whole", f"one that FSDP shards{why}")
 
 
 def alone(model: nn.Module) -> ExitStack:
-    """Return what keeps every DDP of a model from exchanging gradients and buffers."""
+    """Keep each DDP in a model from exchanging gradients and buffers until the result is closed."""
     inside = ExitStack()
     for ddp in model.modules():
         if isinstance(ddp, DistributedDataParallel):
             inside.enter_context(ddp.no_sync())
-            # Else it gives all the buffers of process 0 before the first forward pass.
+            # Else it broadcasts process 0's buffers before the first forward pass.
             sync = ddp.require_forward_param_sync
             inside.callback(setattr, ddp, "require_forward_param_sync", sync)
             ddp.require_forward_param_sync = False

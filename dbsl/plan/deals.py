@@ -1,4 +1,4 @@
-"""A joint batch dealt to processes that are not alike: by how many samples, or by their lengths."""
+"""A joint batch split over unequal processes, by number of samples or by their lengths."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dbsl.plan.types import TimeModel
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """A joint batch split over processes so that all take as long.
+    """A joint batch split over processes so that all take equally long.
 
-    `times_s` are predicted seconds of each process's part, `equal_time_s` those of the slowest
-    process, were all parts equal.
+    `times_s` are predicted seconds of each process's part; `equal_time_s` is the slowest process's
+    time with equal parts.
     """
 
     local_batch_sizes: tuple[int, ...]
@@ -32,10 +32,10 @@ def split_batch(
     limits: Sequence[int] | None = None,
     least: int = 1,
 ) -> BatchSplit:
-    """Split a joint batch over processes with these step times so that all are done together.
+    """Split a joint batch over processes with these step times so that all finish together.
 
-    The times are as `measure_step` fits them. `limits` are samples that each process can hold at
-    most (None: no limit), and `least` those that it gets at least.
+    `measure_step` fits such times. `limits` are the most samples that each process can hold (None:
+    no limit), and `least` is the fewest that each gets.
     """
     right = isinstance(time_models, Sequence) and all(
         isinstance(model, TimeModel) and model.slope > 0 and model.intercept >= 0
@@ -61,12 +61,12 @@ def split_batch(
 
 
 def deal(lengths: np.ndarray, speeds: Sequence[float], least: int = 1) -> list[np.ndarray]:
-    """Return the places of a joint batch that each process gets, ascending, int64.
+    """Return the places in a joint batch that each process gets, ascending, int64.
 
-    A batch is padded to its longest sample, so its cost is samples times that length. Where parts
-    of a joint batch have sorted lengths side by side, no part can be made cheaper by an exchange.
-    The largest padded cost over speed is the least that parts side by side allow, with the longest
-    samples at the fastest process or at the slowest. Each has `least` samples.
+    A batch is padded to its longest sample, so its cost is samples times that length. If parts
+    are contiguous in the sorted lengths, no exchange makes a part cheaper. The largest padded cost
+    over speed is the least that contiguous parts allow, with the longest samples on the fastest
+    process or on the slowest. Each gets at least `least` samples.
     """
     order = np.argsort(-np.asarray(lengths), kind="stable")
     descending = np.asarray(lengths)[order].tolist()
@@ -81,14 +81,14 @@ def deal(lengths: np.ndarray, speeds: Sequence[float], least: int = 1) -> list[n
 
 
 def _soonest(lengths: list[float], speeds: list[float], least: int) -> tuple[float, list[int]]:
-    """Return when the sorted samples can be done at the soonest, and how many each then takes."""
+    """Return the earliest time to finish the sorted samples, and how many each then takes."""
     latest = 2 * lengths[0] * len(lengths) / min(speeds)
     time = zero_of(lambda t: len(_taken(lengths, speeds, least, t)) - 0.5, 0.0, latest)
     return time, _taken(lengths, speeds, least, time)
 
 
 def _taken(lengths: list[float], speeds: list[float], least: int, time: float) -> list[int]:
-    """Return how many each takes within a time, in order; empty if some are left."""
+    """Return how many samples each takes within a time, in order; empty if some are left."""
     counts, first = [], 0
     for number, speed in enumerate(speeds):
         rest = len(lengths) - first - least * (len(speeds) - number - 1)

@@ -1,8 +1,8 @@
-"""What workers can do: speeds that are measured, and shares that fit them.
+"""Measured speeds of workers, and shares that fit them.
 
 Pure functions on arrays, one entry per worker, so that 100,000 workers cost milliseconds. The
-global batch of joint steps, and with it the learning rate and the number of steps, does not depend
-on how it is split: dynamic batch sizes of Ye, Zhou, Shi, Sun, Lv (arXiv 2007.11831).
+global batch of joint steps does not depend on its split, nor do the learning rate and the
+number of steps: dynamic batch sizes of Ye, Zhou, Shi, Sun, Lv (arXiv 2007.11831).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class WorkerProfiles:
 
 
 def zero_of(rising: Callable[[float], float], low: float, high: float) -> float:
-    """Return where a function that rises comes to 0, to the last bit: `low` if it is not below."""
+    """Return where a rising function reaches 0, to the last bit; `low` if it is not below 0."""
     if rising(low) >= 0:
         return low
     while low < (middle := (low + high) / 2) < high:
@@ -50,7 +50,7 @@ def zero_of(rising: Callable[[float], float], low: float, high: float) -> float:
 
 
 def steps_in_shares(shares: np.ndarray, sizes: np.ndarray, rounds: int) -> np.ndarray:
-    """Return the steps of shares that are cut into rounds, each into batches, int64 [n]."""
+    """Return the steps of shares that are cut into rounds and then into batches, int64 [n]."""
     bounds = [shares * r // rounds for r in range(rounds + 1)]
     return sum(-(-(bounds[r + 1] - bounds[r]) // sizes) for r in range(rounds))
 
@@ -62,7 +62,7 @@ def largest_remainder(weights: Sequence[float] | np.ndarray, total: int) -> np.n
     """
     weights = np.asarray(weights, dtype=np.float64)
     quotas = weights / weights.sum() * total
-    # A quota meant to be whole may come out a hair below it: that is no remainder of almost 1.
+    # A quota meant to be whole may end up a hair below it: that is no remainder of almost 1.
     hair = np.minimum(1e-9 * np.maximum(quotas, 1.0), min(1e-3, 0.5 / len(weights)))
     parts = np.floor(quotas + hair).astype(np.int64)
     order = np.argsort(parts - quotas, kind="stable")
@@ -75,18 +75,18 @@ class SpeedEstimate:
     """How much slower a worker is than its planned time model: a Kalman filter on two factors.
 
     A step of x samples takes ``u*a*x + v*b`` seconds with the planned a and b of its resolution,
-    so that what is learnt at one resolution holds at the next; where the floor f holds, ``v*f``.
-    Measurements at one batch size move their common level alone; a second size tells u from v.
+    or ``v*f`` where the floor f applies. An estimate thus carries over to the next resolution.
+    Measurements at one batch size move only their common level; a second size separates u and v.
     """
 
     def __init__(self) -> None:
         self.factors = np.ones(2)  # u, v
         self.covariance = np.eye(2) * _PRIOR**2
-        self.measured = 0  # before the first measurement all is plan
+        self.measured = 0  # at 0, the estimate is the plan
         self.outlier = 0.0  # the last measurement's deviation, if it was set aside
 
     def observe(self, planned: TimeModel, local_batch_size: float, step_time_s: float) -> None:
-        """Take in the measured time of a step."""
+        """Update with the measured time of a step."""
         parts = np.array([planned.slope * local_batch_size, max(planned.intercept, 0.0)])
         if planned.floor and planned.floor * self.factors[1] > parts @ self.factors:
             parts = np.array([0.0, planned.floor])
@@ -102,9 +102,9 @@ class SpeedEstimate:
         self.measured += 1
         if abs(deviation) > _OUTLIER:
             if self.measured > 1 and abs(deviation) < _JUMP and before * deviation <= 0:
-                self.outlier = deviation  # wait for the next to tell
+                self.outlier = deviation  # wait for the next measurement
                 return
-            # The time has changed, beyond noise: forget how sure the estimate was.
+            # The time changed by more than noise: forget how sure the estimate was.
             self.covariance += np.eye(2) * error**2 / float(direction @ direction)
             variance = float(direction @ self.covariance @ direction) + noise
         gain = self.covariance @ direction / variance
@@ -116,11 +116,11 @@ class SpeedEstimate:
         return {name: np.asarray(value).tolist() for name, value in vars(self).items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.__dict__ |= {k: np.array(v) if isinstance(v, list) else v for k, v in state.items()}
 
     def model(self, planned: TimeModel) -> TimeModel:
-        """Return the time model as estimated, for a resolution with this planned one."""
+        """Return the estimated time model for a resolution with this planned one."""
         u, v = self.factors
         return TimeModel(
             slope=float(u * planned.slope),
@@ -132,9 +132,9 @@ class SpeedEstimate:
 def split_batch(samples: int, sizes: Sequence[int] | np.ndarray, least: int = 1) -> np.ndarray:
     """Split the samples of a joint step in proportion to its parts' `sizes`, int64 [n].
 
-    Each part has at least `least` samples (or its size, if that is less) or none at all: of too few
-    samples the largest parts get some. A part exceeds its size only where the rest would be fewer
-    than `least` (three samples for two parts of 2 become 3 and 0), and where there are more samples
+    Each part has at least `least` samples (or its size, if that is less) or none at all: if samples
+    are too few, the largest parts get some. A part exceeds its size only if the rest would be below
+    `least` (three samples for two parts of 2 become 3 and 0), or if there are more samples
     than all sizes.
     """
     sizes = np.array(sizes, dtype=np.int64)
@@ -156,9 +156,8 @@ def bounded_split(
 ) -> np.ndarray:
     """Split `total` in proportion to `weights`, each part within its bounds, int64 [n].
 
-    Bounds are one for all parts or one for each. Parts that meet a bound stay there and the others
-    share the rest. If even the lowest bounds are more than the total, the first part alone takes
-    it.
+    A bound is one for all parts or one for each. Parts that meet a bound stay there and the others
+    share the rest. If the lowest bounds sum to more than the total, the first part takes it all.
     """
     lowest, highest = (np.broadcast_to(bound, len(weights)) for bound in (lowest, highest))
     parts, free, left = np.zeros(len(weights), dtype=np.int64), np.ones(len(weights), bool), total
@@ -184,11 +183,11 @@ def bounded_split(
 def balanced_sizes(
     global_batch_size: int, model: TimeModel, limits: np.ndarray, least: int = 1
 ) -> np.ndarray:
-    """Return the batch sizes, int64 [n], with which a joint step is soonest over.
+    """Return the batch sizes, int64 [n], with which a joint step ends soonest.
 
     They sum to the global batch and lie in [least, limit]. All workers take a_i*x + b_i <= T, with
-    the lowest T for which that is enough. Floors change nothing: every worker takes part, so that
-    T is at least the highest of them with any sizes.
+    the lowest T for which that is enough. Floors change nothing: every worker takes part, so
+    T is at least the highest floor with any sizes.
     """
     slopes, intercepts = model.slope, model.intercept
     check_global_batch(global_batch_size, limits, least)
@@ -201,8 +200,8 @@ def balanced_sizes(
     soonest = float((slopes * least + intercepts).min())
     time_s = zero_of(lambda t: held(t).sum() - global_batch_size, soonest, latest)
     sizes = np.maximum(np.floor(held(time_s) + 1e-6), least).astype(np.int64)
-    # Samples that rounding left go to the worker that is done soonest with one more; samples that
-    # it gave too many are taken from the slowest.
+    # Samples that rounding left go to the worker that finishes first with one more; excess
+    # samples are taken from the slowest.
     while sizes.sum() > global_batch_size:
         times = np.where(sizes > least, slopes * sizes + intercepts, -np.inf)
         sizes[int(times.argmax())] -= 1

@@ -1,9 +1,9 @@
 """Which samples each worker takes, step by step; over all workers an epoch covers each one once.
 
-Pure. An epoch is one seeded permutation, or one that an `Order` draws. Where a round or a joint
-step begins is known without the ones before it, so a sampler's state is three integers (seed,
-epoch, position), shares may change between rounds, and a process holds one permutation however many
-workers live in it.
+Pure. An epoch is one seeded permutation, or one that an `Order` draws. The start of a round or
+joint step is known without the ones before it. A sampler's state is thus three integers (seed,
+epoch, position), shares may change between rounds, and a process holds one permutation for any
+number of workers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from dbsl.base.seeds import generator
 from dbsl.plan.machines import split_batch
 
-_EVALUATED = 256  # samples at once, where many are not faster
+_EVALUATED = 256  # samples at once, where more are not faster
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Step:
 
     parts: tuple[Part, ...]
     progress: float  # share of the epoch that is over when the step begins, in [0, 1)
-    odd: bool = False  # a joint step of which some worker has no sample
-    reweighted: bool = False  # a joint step whose parts may weigh otherwise than those before
+    odd: bool = False  # a joint step in which some worker has no sample
+    reweighted: bool = False  # a joint step with part weights that may differ from before
     batches: tuple[Part, ...] = ()  # what is computed at once: parts, or their micro-batches
 
 
@@ -61,9 +61,9 @@ def _permutation(samples: int, seed: int, blocks: Order | None, epoch: int) -> n
 def ordered(
     samples: int, seed: int | None, blocks: Order | None, epoch: int, begin: int, end: int
 ) -> np.ndarray:
-    """Return the samples of an epoch's order from `begin` up to `end`; without a seed as they lie.
+    """Return the samples of an epoch's order from `begin` up to `end`; without a seed, unshuffled.
 
-    A copy, which does not hold the whole order in memory.
+    It is a copy, which does not hold the whole order in memory.
     """
     if seed is None:
         return np.arange(begin, end)
@@ -73,13 +73,13 @@ def ordered(
 class EpochSampler:
     """Index batches of every worker, round by round, for shares that sum to the number of samples.
 
-    A round of s samples in batches of at most b takes ceil(s/b) steps, whose sizes differ by at
-    most one: a leftover batch of a sample or two, on which batch norm and the learning rate would
-    be wrong, does not occur, and nothing is dropped.
+    A round of s samples in batches of at most b takes ceil(s/b) steps, with sizes that differ by at
+    most one. Nothing is dropped, and there is no leftover batch of a sample or two, on which batch
+    norm and the learning rate would be wrong.
 
-    `shares` are samples per worker and epoch, and `least` is a batch's fewest samples. Of an epoch
-    that has begun, its `first_round` rounds have taken the first `start` samples of its order;
-    `shares` and `rounds` are those that are left.
+    `shares` are samples per worker and epoch, and `least` is a batch's fewest samples. In an epoch
+    that has begun, the first `first_round` rounds took the first `start` samples of its order;
+    `shares` and `rounds` are those left.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class EpochSampler:
     def steps(self, worker: int, epoch: int, round_: int, local_batch_size: int) -> list[Step]:
         """Return a worker's steps of one round, each one part of at most `local_batch_size`.
 
-        There are none where a remainder has too few samples for all workers and rounds.
+        There are none if a remainder has too few samples for all workers and rounds.
         """
         indices = self.indices(worker, epoch, round_)
         batches = split_evenly(indices, local_batch_size, self._least)
@@ -138,8 +138,8 @@ class EpochSampler:
 class StepSampler:
     """Index batches of joint steps: global batches of at most B samples, cut into workers' parts.
 
-    Steps are those of `cuts_of_epoch`; a part has at least `least` samples, unless it is empty.
-    Which samples a global batch has does not depend on the sizes of the parts, which may change
+    `cuts_of_epoch` gives the steps; a part has at least `least` samples, unless it is empty.
+    The samples of a global batch do not depend on the sizes of the parts, which may change
     from step to step.
     """
 
@@ -180,12 +180,12 @@ class StepSampler:
 def cuts_of_epoch(
     samples: int, global_batch_size: int, least: int = 1, drop_last: bool = False
 ) -> np.ndarray:
-    """Return where the fewest joint steps of at most B samples begin and end, within one alike.
+    """Return where the fewest joint steps of at most B samples begin and end, sizes within one.
 
-    Whole batches and a leftover would be worse: of 5,000 samples in batches of 128 the last has 8,
-    two for each of four workers, on which batch norm and the learning rate are wrong. Where a step
-    would have fewer than `least` samples, there are fewer steps. With `drop_last` steps have B
-    samples each, and the leftover of an epoch is not trained on.
+    Whole batches and a leftover would be worse: of 5,000 samples in batches of 128, the last has 8,
+    two for each of four workers, on which batch norm and the learning rate are wrong. If a step
+    would have fewer than `least` samples, there are fewer steps. With `drop_last`, each step has B
+    samples, and the leftover of an epoch is not trained on.
     """
     steps, rest = divmod(samples, global_batch_size)
     if drop_last:
@@ -202,8 +202,8 @@ def whole_steps(
 ) -> np.ndarray:
     """Return where steps of one size begin and end, as torch's `BatchSampler` cuts them.
 
-    The last one is what is left from the sample `start` on; where that is less than `fewest`
-    samples, the last two steps share what they have.
+    Steps begin at sample `start`, and the last has the rest. If that is less than `fewest`
+    samples, the last two steps share theirs.
     """
     cuts = np.arange(start, samples + 1, size)
     rest = samples - int(cuts[-1])
@@ -215,7 +215,7 @@ def whole_steps(
     return np.append(cuts, samples)
 
 
-@lru_cache(maxsize=64)  # an epoch's steps have two sizes, and each is split alike
+@lru_cache(maxsize=64)  # an epoch's steps have two sizes, each split the same way
 def ends_of_parts(samples: int, sizes: tuple[int, ...], least: int) -> tuple[int, ...]:
     """Return where each part of a joint step ends, after a 0 where the first begins."""
     return (0, *np.cumsum(split_batch(samples, sizes, least)).tolist())
@@ -224,9 +224,9 @@ def ends_of_parts(samples: int, sizes: tuple[int, ...], least: int) -> tuple[int
 def parts_of(
     batch: np.ndarray, sizes: Sequence[int], places: Mapping[int, int], least: int
 ) -> tuple[tuple[Part, ...], bool]:
-    """Return parts of a joint batch in proportion to `sizes`, and whether one of all is empty.
+    """Return parts of a joint batch in proportion to `sizes`, and whether any is empty.
 
-    `places` has the worker at each place that a part is made of.
+    `places` maps each place for which a part is made to its worker.
     """
     ends = ends_of_parts(len(batch), tuple(sizes), least)
     parts = (
@@ -237,7 +237,7 @@ def parts_of(
 
 
 def micro_parts(part: Part, most: int | None, least: int = 1) -> list[Part]:
-    """Return a part as micro-batches whose weighted losses sum to its own.
+    """Return a part as micro-batches with weighted losses that sum to its own.
 
     Each has `least` to `most` samples; None: the part stays whole.
     """
@@ -275,8 +275,8 @@ def split_evenly(indices: np.ndarray, local_batch_size: int, least: int = 1) -> 
 def evaluation_batch_size(given: int | None, device_type: str, largest: int) -> int:
     """Return the samples per step of evaluation: as given, or what suits the device.
 
-    CUDA is fast with many. Without gradients few activations are kept, so that four times the
-    `largest` batch of training fits where that does.
+    CUDA is fast with many. Without gradients few activations are kept, so four times the
+    `largest` training batch fits where that batch does.
     """
     if given is not None:
         return given

@@ -1,10 +1,10 @@
-"""Who trains on how much, in which batches: plans from a model of step time.
+"""Plans from a model of step time: each worker's samples and batch size.
 
 Dual-batch plans are those of Lu, Liu, Hong and Wu, "Dual Batch Size Learning"
 (COMPSAC 2022, doi 10.1109/COMPSAC54236.2022.00110) and of its journal version (arXiv 2509.26092);
 equation numbers below are theirs. Unequal workers are planned by the same balance. The small
 workers come first. In joint steps a worker's weight is its part of the global batch, b_i/B, so that
-the weighted gradients sum to that of the joined batch (Ye, Zhou, Shi, Sun, Lv, arXiv 2007.11831).
+the weighted gradients sum to that of the joint batch (Ye, Zhou, Shi, Sun, Lv, arXiv 2007.11831).
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ NEARLY_LARGE = 0.75
 
 
 def round_half_up(value: float) -> int:
-    """Return the nearest integer, a half upwards, as the journal rounds."""
+    """Return the nearest integer, halves rounded up, as in the journal."""
     return math.floor(value + 0.5)
 
 
 @dataclass(frozen=True)
 class PlanRules:
-    """What a plan keeps to. At most one of its first two is given; neither: k is 1.05."""
+    """Rules of a plan. At most one of the first two is given; with neither, k is 1.05."""
 
-    time_ratio: Annotated[float | None, Within(1, open_low=True)] = None  # k, over all-large
+    time_ratio: Annotated[float | None, Within(1, open_low=True)] = None  # k, relative to all-large
     small_batch_size: int | None = None  # B_S
     min_batch_size: Count = 1  # smallest B_S that may be solved for
     rounds: Count = 1  # rounds per epoch; a batch must fit into a worker's samples of one round
     factor: UpdateFactor = "data"  # rule of the model-update factor
     rounding: Rounding = "round"  # as in the journal's tables; truncate: as in the conference's
-    clamp: bool = True  # raise a solved B_S below `min_batch_size` to it; else it is no plan
-    least: Count = 1  # samples that each worker has in a round, or a step, at least
-    drop_last: bool = False  # joint steps have whole global batches alone
+    clamp: bool = True  # raise a solved B_S below `min_batch_size` to it; else no plan exists
+    least: Count = 1  # minimum samples of each worker in a round or step
+    drop_last: bool = False  # joint steps have only whole global batches
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -66,11 +66,11 @@ class PlanRules:
         return int(value) if self.rounding == "truncate" else round_half_up(value)
 
     def lowest(self, global_batch_size: int, workers: int) -> int:
-        """Return the least samples of a joint step that a worker gets where shares move."""
+        """Return the fewest samples that a worker gets in a joint step where shares move."""
         return max(self.least, min(self.min_batch_size, global_batch_size // workers))
 
     def lowest_shares(self, samples: int, limits: np.ndarray) -> np.ndarray:
-        """Return the least samples of an epoch in rounds that workers of such limits get."""
+        """Return the fewest samples that workers with these limits get in an epoch in rounds."""
         of_round = self.lowest(samples // self.rounds, len(limits))
         return self.rounds * np.minimum(of_round, np.maximum(limits, self.least))
 
@@ -88,17 +88,17 @@ def plan_dual_batch(
 ) -> Plan:
     """Plan one epoch in which some workers take small batches and all finish together.
 
-    Equal workers: large ones get d_L = k*d/n samples (eq. 4), small ones the rest (eq. 6) in
+    Equal workers: large ones get d_L = k*d/n samples (eq. 4). Small ones get the rest (eq. 6) in
     batches of B_S = b / (t/d_S - a) (eq. 8), where t = k * (a + b/B_L) * d/n is everyone's time. As
-    in the published tables, d_L is rounded, d_S is what that leaves, rounded, and B_S follows from
-    the exact t and that d_S and is rounded once. Unequal workers keep the same balance, each with
-    its own a, b and B_L: in the common time T worker i takes T / (a_i + b_i/B_i) samples, and B_S,
-    the same for all small workers, is the one with which these come to d. Where steps have a floor
-    f, a + b/x is max(a + b/x, f/x).
+    in the published tables, d_L is rounded, and d_S is the remainder, rounded. B_S follows from
+    the exact t and that d_S, and is rounded once. Unequal workers keep the same balance, each with
+    its own a, b and B_L: in the common time T worker i takes T / (a_i + b_i/B_i) samples. B_S, the
+    same for all small workers, makes these sum to d. If steps have a floor f, a + b/x becomes
+    max(a + b/x, f/x).
 
-    A batch size that meets a bound stays there, and samples move so that all still finish together;
-    `Plan.notes` says so. Of the n workers the first `small_workers`, n_S, are small. B_L, which no
-    small batch exceeds, and the time model are one for all or one for each.
+    A batch size that meets a bound stays there; samples move so that all still finish together, and
+    `Plan.notes` says so. The first `small_workers`, n_S, of the n workers are small. B_L, which no
+    small batch exceeds, and the time model are given once for all or once for each.
     """
     require(isinstance(rules, PlanRules), "rules must be PlanRules", rules)
     models = [time_model] if isinstance(time_model, TimeModel) else time_model
@@ -137,7 +137,7 @@ def plan_dual_batch(
 
 @dataclass(frozen=True)
 class _DualBatch:
-    """An epoch to be planned, and what is to be said of its plan."""
+    """An epoch to plan, and the notes on its plan."""
 
     model: TimeModel  # slope, intercept and floor are arrays [n]
     limits: np.ndarray  # B_L of each, the largest batch it may take, int64 [n]
@@ -177,7 +177,7 @@ class _DualBatch:
             samples=samples,
             time_ratio=float(ratio) if published else time_s / all_large_s,
             all_large_time_s=self._epoch_time(self._speeds(limits), limits),
-            # As a launcher plans that knows a single batch size.
+            # As planned by a launcher that knows one batch size.
             equal_batch_time_s=self._epoch_time(np.ones(len(sizes)), limits.min()),
             workers=rows_of(sizes, shares, steps, weights, times, shares / speeds, self._is_small),
             notes=tuple(self.notes),
@@ -216,7 +216,7 @@ class _DualBatch:
         return float(self.model.time(shares, steps).max())
 
     def _wanted_ratio(self) -> float:
-        """Return k as given, within its bounds."""
+        """Return k; refuse one out of bounds."""
         model = self.model
         fixed = np.maximum(model.intercept, model.floor)[: self.small_workers]
         if (fixed <= 0).all():
@@ -235,7 +235,7 @@ class _DualBatch:
         return ratio
 
     def _small_batch(self, ratio: float) -> tuple[int, tuple[int, int] | None]:
-        """Return B_S; for equal workers also the whole d_L, and the d_S that it leaves.
+        """Return B_S; for equal workers also the integers d_L and d_S.
 
         The line and the floor of a step's time both bound B_S from below: the larger bound holds.
         """
@@ -271,9 +271,9 @@ class _DualBatch:
         return batch, published
 
     def _common_batch(self, time_s: float) -> float:
-        """Return B with which small workers do in `time_s` seconds what large ones leave of it.
+        """Return B with which small workers do in `time_s` seconds the samples large ones leave.
 
-        Each takes min(B, its limit); B is at most the highest limit, and 0 where even the smallest
+        Each takes min(B, its limit); B is at most the highest limit, and 0 if even the smallest
         batches would do more than that.
         """
         small = self.small_workers
@@ -321,7 +321,7 @@ class _DualBatch:
         return np.where(self._is_small, factor or 1.0, 1.0), terms
 
     def _check_fits(self, batch: int | None, shares: np.ndarray) -> None:
-        """Refuse batches above what a worker has in a round; a solved one is then no plan."""
+        """Refuse batches above a worker's samples in a round; a solved one then gives no plan."""
         small, rounds = self.small_workers, self.rules.rounds
         solved = NoPlanError if self.rules.small_batch_size is None else SettingError
         for name, size, of_kind, error in (
@@ -335,7 +335,7 @@ class _DualBatch:
                 )
 
     def _fit_rounds(self, shares: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Lower batch sizes that exceed a round of their worker's share; shares follow.
+        """Lower batch sizes that exceed their worker's samples in a round; shares follow.
 
         A worker so slow that it would have fewer than `rules.lowest_shares` gets that many.
         """
@@ -387,7 +387,7 @@ def _nearly_large(model: TimeModel, batch: int, largest: int) -> str:
 def merge_weights(parts: np.ndarray, rule: UpdateFactor) -> np.ndarray:
     """Return the weights of updates, f, float64 [n]: d_S/d_L, its square root, or 1.
 
-    `parts` are the workers' samples over those of the largest share, in (0, 1].
+    `parts` are the workers' samples relative to the largest share, in (0, 1].
     """
     return {"data": parts, "sqrt": np.sqrt(parts), "none": np.ones_like(parts)}[rule]
 
@@ -407,7 +407,7 @@ def plan_steps(
     """Plan an epoch of joint steps in which worker i takes `sizes[i]` samples of each, b_i >= 1.
 
     Their sum is the global batch B. All workers take the same number of steps (see `StepSampler`),
-    split in the same proportions. Of the rules `least` and `drop_last` count here.
+    split in the same proportions. Only the rules `least` and `drop_last` apply here.
     """
     least, sizes = rules.least, np.asarray(sizes, dtype=np.int64)
     global_batch_size, smallest = int(sizes.sum()), sizes.min()

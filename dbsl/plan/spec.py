@@ -1,7 +1,7 @@
-"""From what a run asks for, and its workers' step times, to the plan of a resolution.
+"""Plan a resolution from a run's settings and its workers' step times.
 
 A batch size is *asked* for in a `PlanSpec`, *planned* in a `Plan`, and *drawn* in the batches of a
-turn (`dbsl.plan.batches`), of which the last of a round have a sample more or less.
+turn (`dbsl.plan.batches`), where the last batches of a round have a sample more or less.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _NO_PART = WorkerPlan(0, 0, 0, 0.0, 0.0, 0.0, small=False)
 
 @dataclass(frozen=True)
 class PlanSpec:
-    """What is asked of the plans of one resolution, and what its workers can hold."""
+    """What a run asks of one resolution's plans, and what its workers can hold."""
 
     samples: int  # of an epoch
-    limits: tuple[int, ...]  # most samples of each worker's step; in rounds large batches have them
+    limits: tuple[int, ...]  # most samples of each worker's step; in rounds, its large batch
     rules: PlanRules
     small_workers: int = 0
     global_batch_size: int | None = None  # B of joint steps; None: workers have rounds
     by_hand: tuple[int, ...] = ()  # each worker's part of the joint steps
-    measured: bool = False  # step times are: they may admit no plan where there has to be one
+    measured: bool = False  # step times were measured: they may admit no plan, but one is needed
 
     def lowest(self, limits: np.ndarray) -> int:
-        """Return the fewest samples of a worker in a joint step, which no limit is below."""
+        """Return the fewest samples of a worker in a joint step; no limit is lower."""
         lowest = self.rules.lowest(self.global_batch_size, len(limits))
         return max(self.rules.least, min(lowest, int(limits.min())))
 
@@ -49,7 +49,7 @@ def specs_of(
 ) -> dict[int, PlanSpec]:
     """Return what a run asks of its plans, by resolution.
 
-    `least` is the least that a worker takes in a step, unless it takes nothing.
+    `least` is the fewest samples a worker takes in a step, unless it takes none.
     """
     small, by_hand = config.small_batch_size or (None,), config.local_batch_sizes or ()
     workers = config.workers
@@ -85,7 +85,7 @@ def specs_of(
             config.small_workers,
             total,
             own if total else (),
-            # Of a run that repeats another they are given, as that one has measured them.
+            # A run that repeats another is given the times that the other measured.
             measured=known.measured or "slope" in config.found,
         )
     return specs
@@ -94,7 +94,7 @@ def specs_of(
 def make_plan(spec: PlanSpec, models: TimeModel, active: Collection[int] | None = None) -> Plan:
     """Plan an epoch with these step times of all workers, arrays [n].
 
-    Of all workers, or of those that are `active`: others get nothing.
+    It is for all workers, or the `active` ones: others get nothing.
     """
     active = sorted(range(len(spec.limits)) if active is None else active)
     models, limits = models[active], np.array(spec.limits)[active]
@@ -108,10 +108,10 @@ def make_plan(spec: PlanSpec, models: TimeModel, active: Collection[int] | None 
 def resize_plan(
     spec: PlanSpec, plan: Plan, models: TimeModel, proportions: np.ndarray, active: Sequence[int]
 ) -> Plan:
-    """Return a plan with other `proportions` of its active workers' parts, [a].
+    """Return a plan with new `proportions` of its active workers' parts, [a].
 
-    They are parts of the global batch, within the workers' limits, or of the epoch: they sum to it
-    exactly. In a plan of rounds each worker keeps its planned batch size, unless it has fewer
+    Parts are of the global batch, within the workers' limits, or of the epoch, and sum to it
+    exactly. In a plan of rounds, each worker keeps its planned batch size, unless it has fewer
     samples in a round; merge weights follow the shares.
     """
     rules, samples, models = spec.rules, spec.samples, models[active]
@@ -142,7 +142,7 @@ def _plan_rounds(
 ) -> Plan:
     """Return a plan of rounds.
 
-    Noise may leave a measurement without a small batch. B_S is then max(min_batch_size, B_L/8),
+    Noisy measurements may admit no small batch. B_S is then max(min_batch_size, B_L/8),
     and the workers' samples still balance the measured times.
     """
     small_workers = sum(worker < spec.small_workers for worker in active)
@@ -150,7 +150,7 @@ def _plan_rounds(
     try:
         return plan_dual_batch(*counts, replace(spec.rules, clamp=not spec.measured))
     except SettingError as error:
-        # Settings are of all workers: what is left of them may not reach the goal.
+        # Settings are for all workers: those left may not reach the goal.
         everyone = len(active) == len(spec.limits)
         if not spec.measured or (everyone and not isinstance(error, NoPlanError)):
             raise

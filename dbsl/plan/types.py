@@ -1,4 +1,4 @@
-"""Plans, and what workers report of their rounds: plain values that every room knows."""
+"""Plans, and workers' reports on their rounds: plain values that every room knows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from dbsl.base.errors import SettingError, require
 from dbsl.config.fields import Within
 
-Numbers = float | np.ndarray  # one, or one for each of n workers
+Numbers = float | np.ndarray  # one number, or one for each of n workers
 _BOUNDS = {"slope": Within(0, open_low=True), "intercept": Within(), "floor": Within(0)}
 
 
@@ -27,12 +27,12 @@ class TimeModel:
     """Time of one training step with x samples, ``slope * x + intercept`` seconds (eq. 2).
 
     A fast device waits for its host in steps with few samples. Such a step takes `floor` seconds,
-    whatever its batch. Of one worker, or of n: then each coefficient is an array [n].
+    whatever its batch. It models one worker, or n with arrays [n] as coefficients.
     """
 
     slope: Numbers  # a, seconds per sample
     intercept: Numbers  # b, seconds per step
-    floor: Numbers = 0.0  # the least that a step takes, seconds
+    floor: Numbers = 0.0  # least time of a step, seconds
 
     def __post_init__(self) -> None:
         for name, values in vars(self).items():
@@ -40,7 +40,7 @@ class TimeModel:
             must = f"{name} must be a number of seconds, or an array of them"
             require(kind and kind in "iuf", must, repr(values))
             _BOUNDS[name].check(name, tuple(np.ravel(values).tolist()))
-            if kind in "iu" and not isinstance(values, int):  # small types of numpy's overflow
+            if kind in "iu" and not isinstance(values, int):  # small numpy types overflow
                 object.__setattr__(self, name, values.astype(float))
         sizes = {np.size(values) for values in vars(self).values()}
         must = "slope, intercept and floor must have one value, or as many as each other"
@@ -76,7 +76,7 @@ class TimeModel:
     def time(self, samples: Numbers, steps: Numbers = 1) -> Numbers:
         """Return the seconds that `steps` steps over `samples` samples take together.
 
-        A last, smaller batch counts as if all were of one size, which is wrong by less than a step.
+        A smaller last batch is treated as if all were equal; the error is less than a step.
         """
         return self._bounded(self.slope * samples + self.intercept * steps, self.floor * steps)
 
@@ -94,7 +94,7 @@ class WorkerPlan:
     samples: int  # its share of the epoch
     steps: int
     merge_weight: float  # the model-update factor f, in (0, 1]
-    predicted_time_s: float  # every begun step counted whole
+    predicted_time_s: float  # each started step counted whole
     simplified_time_s: float  # (a + b/x) * samples, eq. 3: steps counted in fractions
     small: bool
 
@@ -103,15 +103,15 @@ class WorkerPlan:
 class Plan:
     """A plan of one epoch: what was solved for, and each worker's part, small workers first.
 
-    Their samples sum to `samples` exactly. `large_samples` and `small_samples` are the solved
-    shares, from which a worker's own may differ by one. Where workers differ in speed or in their
+    Workers' samples sum to `samples` exactly. `large_samples` and `small_samples` are the solved
+    shares; a worker's own may differ by one. If workers differ in speed or in their
     largest batch, these two, the update factor and `large_batch_size` are None.
     """
 
     samples: int
-    time_ratio: float  # k: time over that of an all-large plan
-    all_large_time_s: float  # predicted, were all batches large and the shares balanced
-    equal_batch_time_s: float  # predicted, had all the smallest large batch and equal shares
+    time_ratio: float  # k: time relative to an all-large plan
+    all_large_time_s: float  # predicted, if all batches were large and shares balanced
+    equal_batch_time_s: float  # predicted for equal shares, all in the smallest large batch
     workers: tuple[WorkerPlan, ...]
     notes: tuple[str, ...] = ()  # bounds that were met, and what was done
     large_batch_size: int | None = None
@@ -120,12 +120,12 @@ class Plan:
     small_samples: int | None = None
     update_factor: float | None = None
     global_batch_size: int | None = None  # B that all workers share; None: each has its own batch
-    first_round: int = 0  # of an epoch, from which the plan is in force
-    taken: int = 0  # samples of that epoch that its earlier rounds took
+    first_round: int = 0  # of an epoch, from which the plan applies
+    taken: int = 0  # samples of that epoch in earlier rounds
 
     @property
     def time_s(self) -> float:
-        """Predicted seconds of an epoch, those of the slowest worker."""
+        """Predicted seconds of an epoch for the slowest worker."""
         return max(w.predicted_time_s for w in self.workers)
 
     @property
@@ -141,7 +141,7 @@ class Plan:
 
 
 def plan_from_plain(plan: Mapping[str, Any]) -> Plan:
-    """Return the plan that `asdict` was given."""
+    """Return the plan that `asdict` converted."""
     workers = tuple(WorkerPlan(**worker) for worker in plan["workers"])
     return Plan(**{**plan, "notes": tuple(plan["notes"]), "workers": workers})
 
@@ -153,21 +153,21 @@ def plan_of_epochs(plan: Plan) -> dict[str, Any]:
 
 
 class StepLine(NamedTuple):
-    """A worker's figures, reported every so many of its optimizer steps."""
+    """A worker's figures, reported at intervals of its optimizer steps."""
 
     worker: int
     epoch: int
     round: int
     step: int  # steps that the worker has taken in the run
     progress: float  # share of the epoch that was over when the step began, in [0, 1)
-    loss: float  # mean over the samples since the line before
+    loss: float  # mean over the samples since the previous line
     learning_rate: float
-    # Norm of the mean gradient of the step's batch; with sync step of the global batch; with
-    # gradients:STEPS of the mean over all batches summed since the last push.
+    # Norm of the mean gradient of the step's batch; with sync step, of the global batch; with
+    # gradients:STEPS, of the mean over all batches summed since the last push.
     gradient_norm: float
-    images_per_s: float  # since the line before, time between the worker's rounds left out
+    images_per_s: float  # since the previous line, without time between the worker's rounds
     memory_gib: float  # see `dbsl.profile.memory.memory_in_use`
-    figures: Mapping[str, float] = {}  # the loss function's own, as the loss
+    figures: Mapping[str, float] = {}  # the loss function's own, like the loss
 
 
 NO_FAULT, BAD_LOSS, BAD_WEIGHTS = 0, 1, 2  # why a report is refused
@@ -184,32 +184,32 @@ class RoundReport:
     local_batch_size: int
     samples: int
     steps: int
-    time_s: float  # compute alone: no pull, push or waiting
+    time_s: float  # compute only: no pull, push or waiting
     loss: float  # mean over the round's samples
     merge_weight: float
     staleness: int = 0
     learning_rate: float = 0.0  # in the round's last step
     predicted_time_s: float = 0.0  # compute time by the plan
-    # On the cluster's clock, which is virtual where the cluster is simulated: the round's compute,
-    # and the time since the worker's last round, spent waiting for others and in transfers; of
-    # joint steps of real processes all but computing.
+    # On the cluster's clock, which is virtual in simulation: the round's compute time, and the time
+    # since the worker's last round spent waiting for others and in transfers; for joint steps of
+    # real processes, all time but computing.
     compute_time_s: float = 0.0
     wait_time_s: float = 0.0
     refused: bool = False  # loss or weights were not finite: the round was not merged
-    # What was not finite: NO_FAULT, BAD_LOSS, BAD_WEIGHTS, or that and 1 more than the number of
-    # the first such tensor, of parameters and then of buffers.
+    # What was not finite: NO_FAULT, BAD_LOSS, BAD_WEIGHTS, or BAD_WEIGHTS + 1 + the number of
+    # the first such tensor, parameters before buffers.
     fault: int = NO_FAULT
     # Squared norms of the gradients of a batch and of a part of it, at the round's first step; a
-    # batch of 0 where they were not measured (see dbsl.extras.noise).
+    # batch of 0 if they were not measured (see dbsl.extras.noise).
     micro_batch: int = 0
     micro_square: float = 0.0
     gradient_batch: int = 0
     gradient_square: float = 0.0
-    lines: tuple[StepLine, ...] = ()  # that the main process lacks
+    lines: tuple[StepLine, ...] = ()  # not yet in the main process
     figures: Mapping[str, float] = field(default_factory=dict)  # the loss function's own
 
 
-# Names in rows of metrics.jsonl and in charts, next to which a figure's own name stands.
+# Names in rows of metrics.jsonl and in charts, which a figure of yours must not have.
 RESERVED = {
     *("event", "virtual_time_s", "share", "idle_time_share"),
     *("first_epoch", "from_epoch", "end_epoch", "last_epoch"),
@@ -221,13 +221,13 @@ RESERVED = {
 
 
 def report_from_plain(values: Mapping[str, Any]) -> RoundReport:
-    """Return the report that `asdict` was given, also where it has been a checkpoint since."""
+    """Return the report that `asdict` converted, even if it was in a checkpoint since."""
     lines = tuple(StepLine(*line) for line in values.get("lines", ()))
     return RoundReport(**{**values, "lines": lines})
 
 
 def join_reports(reports: Sequence[RoundReport]) -> list[RoundReport]:
-    """Return a report of each worker, from those of its processes, which follow each other."""
+    """Return one report per worker, from those of its processes, which are adjacent."""
     several = (list(own) for _, own in groupby(reports, key=lambda report: report.worker))
     return [_join(own) if len(own) > 1 else own[0] for own in several]
 
@@ -239,8 +239,8 @@ def _join(reports: Sequence[RoundReport]) -> RoundReport:
         weighted = [v * n for v, n in zip(values, samples, strict=True) if n]
         return sum(weighted) / max(sum(samples), 1)
 
-    # Their slowest process is how long they compute; it waits the least for other workers. All
-    # make lines of the same steps, and know of a gradient that is not finite: a loss says more.
+    # The slowest process sets the compute time; it waits least for other workers. All processes
+    # log the same steps, and know of a gradient that is not finite: a bad loss says more.
     lines = zip(*(report.lines for report in reports), strict=False)
     return replace(
         first,
@@ -269,7 +269,7 @@ def _join(reports: Sequence[RoundReport]) -> RoundReport:
 class Turn:
     """Workers of this process train on their parts of one round, from a pull to a push.
 
-    It is one worker's turn, or, where all take joint steps, that of every worker in the process.
+    It is one worker's turn or, in joint steps, that of every worker in the process.
     """
 
     ends_epoch: ClassVar[bool] = False
@@ -290,17 +290,17 @@ class EpochEnd:
 
 @dataclass(frozen=True)
 class LostWorker:
-    """A worker that the others go on without."""
+    """A lost worker; the others continue without it."""
 
     rank: int
     worker: int
-    rounds: int  # rounds that it had pushed
-    samples: int  # its samples of epochs under way; nobody trains on them any more
+    rounds: int  # rounds that it pushed
+    samples: int  # its samples of current epochs; nobody trains on them any more
     reason: str
 
 
 class Action(IntEnum):
-    """What a process wants to do after a step; the strongest wish of all processes counts."""
+    """What a process wants to do after a step; the highest value of all processes wins."""
 
     GO_ON = 0
     SAVE = 1

@@ -15,9 +15,9 @@ import torch
 from dbsl.base.errors import require
 from dbsl.plan.types import TimeModel
 
-TOLERANCE = 0.10  # relative error of a prediction up to which the line is said to hold
+TOLERANCE = 0.10  # relative error of a prediction up to which the line is accepted
 _SURE_ENOUGH = 0.02  # standard error of a median time, relative to it
-_TURNS = 4  # fewer may lie close to each other by chance
+_TURNS = 4  # fewer may agree by chance
 _SIZES_FOR_A_FLOOR = 4  # a line and a floor are three numbers
 
 
@@ -40,9 +40,9 @@ def measure_step(
     """Measure ``step(batch_size)``: a forward and backward pass and the optimizer's step.
 
     Processes that train together measure at the same time, each by itself: `step` must not wait
-    for another. The device is synchronised. Sizes ascend; two or more tell a fixed part from the
-    rest. It ends when every median is known to 2 % or when about `seconds` are up, after two turns
-    at least.
+    for another. The device is synchronised. Sizes ascend; two or more separate a fixed part from
+    the rest. Measuring ends when every median is known to 2 % or about `seconds` have passed, but
+    after at least two turns.
     """
     sizes = np.asarray(batch_sizes).tolist()
     whole = isinstance(sizes, list) and sizes and all(isinstance(size, int) for size in sizes)
@@ -60,9 +60,9 @@ def measure_step_times(
 ) -> tuple[list[float], list[float]]:
     """Return the median seconds of ``step(batch_size)`` for each size, and their relative errors.
 
-    Sizes take turns, so that a slow spell of the machine falls on all of them: steps for about a
-    quarter of the longest step's time, of which the device is waited for once. It ends when the
-    standard error of every median is small enough, or when time is up, after 2 turns at least.
+    Sizes take turns, so that a slow spell of the machine affects all. A turn has steps for about a
+    quarter of the longest step's time, and waits for the device once. Measuring ends when the
+    standard error of every median is small enough or time is up, but after at least 2 turns.
     """
     began = time.perf_counter()
     for size in reversed(batch_sizes):  # the first one compiles, or tries cuDNN's algorithms
@@ -81,13 +81,13 @@ def measure_step_times(
 
 
 def shortest_step(step: Callable[[int], object], batch_size: int) -> float:
-    """Return the least seconds of three ``step(batch_size)``, after one that warms up."""
+    """Return the least seconds of three ``step(batch_size)`` calls, after a warm-up."""
     step(batch_size)
     return min(_seconds_a_step(step, batch_size, 0.0) for _ in range(3))
 
 
 def _seconds_a_step(step: Callable[[int], object], batch_size: int, at_least_s: float) -> float:
-    """Return the mean seconds of steps that follow each other, for so long and one at least."""
+    """Return the mean seconds of consecutive steps over `at_least_s`, with at least one step."""
     began = now = _clock()
     steps = 0
     while not steps or now - began < at_least_s:
@@ -97,7 +97,7 @@ def _seconds_a_step(step: Callable[[int], object], batch_size: int, at_least_s: 
 
 
 def _clock() -> float:
-    if torch.accelerator.is_available():  # torch's own timer does not know all of them
+    if torch.accelerator.is_available():  # torch's own timer does not support all
         torch.accelerator.synchronize()
     return time.perf_counter()
 
@@ -105,8 +105,8 @@ def _clock() -> float:
 def _median_error(times_s: Sequence[float]) -> float:
     """Return the standard error of the median over the median.
 
-    Half the distance of the order statistics around it: a few steps that a machine held up leave
-    the median where it is, and would make a standard deviation large.
+    It is half the distance of the order statistics around the median. A few delayed steps do not
+    move the median, but would inflate a standard deviation.
     """
     count = len(times_s)
     low, median, high = np.quantile(times_s, 0.5 + np.array([-0.5, 0, 0.5]) / count**0.5)
@@ -118,12 +118,12 @@ def fit_time_model(
 ) -> TimeModel:
     """Fit step time against batch size by least squares on the *relative* error (weights 1/t).
 
-    A line whose intercept comes out below zero is no model of a step; the slope alone is then
-    fitted, through the origin.
+    A line with an intercept below zero does not model a step; then only the slope is fitted,
+    through the origin.
 
-    Noise is not to make a floor. There is one only where the line alone is off by more than
-    `TOLERANCE` and by more than four standard errors, and a floor below at least two of four or
-    more sizes brings the largest error below a third of the line's.
+    Noise must not create a floor. There is one only if the line is off by more than
+    `TOLERANCE` and by more than four standard errors, and a floor under at least two of four or
+    more sizes cuts the largest error below a third of the line's.
 
     `batch_sizes` ascend; `errors` are standard errors of the times, relative to them.
     """
@@ -144,7 +144,7 @@ def fit_time_model(
 
 
 def _fit_line(x: np.ndarray, t: np.ndarray) -> TimeModel:
-    """Return the line alone."""
+    """Return the line, without a floor."""
     slope, intercept = np.polyfit(x, t, 1, w=1 / t) if len(x) > 1 else (t[0] / x[0], 0.0)
     if intercept <= 0 or slope <= 0:
         ratio = x / t
