@@ -77,7 +77,7 @@ class Charts(Extra):
     @contextmanager
     def report(self, folder: Path, rows: Sequence[Row]) -> Iterator[Callable[[Row], object]]:
         """Send rows to each tracker; draw a run that has ended."""
-        for row in rows:  # before trackers start: nothing twice
+        for row in rows:  # no trackers yet: nothing is sent twice
             self._row(row)
         settings = {name: _plain(value) for name, value in settings_in(folder).items()}
         try:
