@@ -139,7 +139,7 @@ class StreamLoader(ImageLoader):
         return super().batches(index_batches, transform, epoch)
 
     def described(self, seed: int) -> str:
-        """Return a line with the cache's size, its row groups and the blocks."""
+        """Return a line with the cache's size and the numbers of row groups and blocks."""
         groups, blocks = len(self.blocks.sizes), self.blocks.count
         return (
             f"{plural(groups, 'row group')} through a cache of "
