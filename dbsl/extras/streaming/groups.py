@@ -2,7 +2,7 @@
 
 Removing a file costs only time. A file has its name once it is complete, an open file remains
 readable, and a process that misses one writes it again. Its time shows other processes whether it
-is in use: a needed file's time is far in the future, and another's is when it was released.
+is in use: a needed file's time is far in the future, and another's is that of its release.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GroupCache:
     def __init__(self, folder: Path, limit: int, processes: int = 1) -> None:
         self.folder, self.limit, self.processes = folder, limit, processes
         self.share = limit // processes  # bytes that this process may need at a time
-        self._told = False  # that it needs more than that
+        self._told = False  # whether it said that it needs more
         self._known = set[str]()
         folder.mkdir(parents=True, exist_ok=True)
         self._make_room(0)
@@ -72,7 +72,7 @@ class GroupCache:
                     os.utime(path, (time.time() + _AHEAD_S,) * 2)
                 return path
             except Exception as error:  # libraries that read from anywhere raise anything
-                refused = isinstance(error, SettingError)  # not ValueError, which pyarrow raises, too
+                refused = isinstance(error, SettingError)  # not ValueError: pyarrow raises it
                 if refused or (isinstance(error, OSError) and error.errno in _DISK):
                     raise
                 if pause is None:
