@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/own_loop/dual_batch.py               # merges each epoch
     torchrun --nproc-per-node 4 examples/own_loop/dual_batch.py --sync step   # joint steps
 
-Each process is a worker. Three of four train on small batches, in the time of a large-batch one.
+Each process is a worker. Three of four train on small batches, in the time of a large-batch worker.
 """
 
 import argparse
