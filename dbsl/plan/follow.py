@@ -3,8 +3,8 @@
 `dbs` is the rule of Ye, Zhou, Shi, Sun, Lv (arXiv 2007.11831): parts in proportion to part over
 time. `dynamic` estimates both coefficients of a*x + b for each worker (`SpeedEstimate`), and
 changes plans only if the predicted gain exceeds a dead band. A noisy first measurement may have
-made a plan wrong by less than that. Each doubling of the measurements therefore allows one change
-within a narrower band.
+made a plan wrong by less than that. Each doubling of the measurements therefore gives one chance
+with a narrow band.
 """
 
 from __future__ import annotations
