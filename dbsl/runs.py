@@ -1,4 +1,4 @@
-"""A run from its settings to its summary: the processes that take part, and its folder."""
+"""A run from its settings to its summary: its processes and its folder."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ Metrics = Mapping[str, Any] | None
 
 
 def start_accelerator(given: RunConfig) -> Accelerator:
-    """Meet the other processes; refuse settings and code that are not rank 0's (a collective)."""
+    """Connect the processes; refuse settings and code unlike rank 0's (a collective)."""
     check_installed()
     config = with_found(given)
     check_optimizer(given.optimizer, given.optimizer_settings, given.momentum, given.weight_decay)
-    torch.set_num_threads(config.cpu_threads or threads_of_process())  # the bits depend on them
+    torch.set_num_threads(config.cpu_threads or threads_of_process())  # results' bits depend on it
     config = _with_rate(replace(config, cpu_threads=torch.get_num_threads()))
     check = partial(check_alike, config, read_code())
     return processes.start_accelerator(config.mixed_precision, config.worker_timeout, check)
 
 
 def load_images(config: RunConfig, accelerator: Accelerator) -> Data:
-    """Return the images that the settings name: samples by number, on the device."""
+    """Return the images that the settings name, as samples by number, on the device."""
     with processes.first_on_node(accelerator):  # one process decodes, the others read its cache
         return load_data(config, config.seed, accelerator.device)
 
@@ -61,13 +61,13 @@ def _with_rate(config: RunConfig) -> RunConfig:
 
 
 class RunFolder(PlainFolder, AbstractContextManager):
-    """A run's folder: what it was given, what it leaves, and what it goes on from.
+    """A run's folder: its settings, its results, and the checkpoint that it resumes.
 
-    All is checked and read before anything is written, by `begin`. `config` are the settings with
+    Everything is read and checked before `begin` writes anything. `config` has the settings with
     all that this launch decides: workers, precision, learning rate.
     """
 
-    is_finished = False  # nothing is to be trained
+    is_finished = False  # nothing is left to train
 
     def __init__(self, given: RunConfig, accelerator: Accelerator) -> None:
         self._began = time.perf_counter()
@@ -82,9 +82,9 @@ class RunFolder(PlainFolder, AbstractContextManager):
         return self
 
     def _open(self, exits: ExitStack) -> None:
-        """Settle what was left open, take the folder, and find what is gone on from."""
+        """Fill in open settings, lock the folder, and find the checkpoint to resume."""
         given, accelerator = self._given, self._accelerator
-        # Left open are auto, and threads, of which unlike nodes have their own.
+        # Open settings are auto, and threads, where unlike nodes have their own.
         count, nodes = accelerator.num_processes, processes.nodes_of(accelerator)
         threads = processes.common_threads(accelerator)
         found_out = {"mixed_precision": accelerator.mixed_precision, "cpu_threads": threads}
@@ -94,7 +94,7 @@ class RunFolder(PlainFolder, AbstractContextManager):
             before = None  # auto's first start
         self.folder = before or Path(config.output_dir or default_folder(config))
         if not config.plan_only:
-            # First of all: nobody likes to measure and decode for a folder that cannot be written.
+            # First, so that no time is spent on measuring if the folder cannot be written.
             how = {"new": before is None, "named": bool(before or config.output_dir)}
             self._locked = exits.enter_context(LockedFolder(self.folder, accelerator, **how))
             self.folder = self._locked.path
@@ -113,22 +113,22 @@ class RunFolder(PlainFolder, AbstractContextManager):
         self._given = replace(given, **said)
         self._unset = self._given.workers is None and count == 1
         self.config = count_workers(settle_islands(now, count, nodes), count)
-        Extras.of(self.config).first(Extra.machine, self.config, accelerator)  # it refuses early
+        Extras.of(self.config).first(Extra.machine, self.config, accelerator)  # to refuse early
 
     def tell(self, plans: Plans, data: TrainingData, model: nn.Module) -> None:
-        """Print what a run would do: the plan of each resolution, with timelines."""
+        """Print what the run would do: the plan of each resolution, with timelines."""
         print_run(plans, data, model, self._accelerator, unset=self._unset)
 
     def begin(self, workers: Workers, checkpoint: Checkpoint) -> None:
-        """Write what the run was given and has found, or take over what is in the folder.
+        """Write the given and found settings, and take over the folder if the run resumes.
 
-        All has been read, and fits: from here on the folder is written.
+        Everything has been read and fits; from here on, the folder is written.
         """
         self.workers, self._checkpoint, found = workers, checkpoint, self.found
         accelerator, plans, resumed = self._accelerator, workers.plans, checkpoint.resumed
         stopping = Stopping(self._deadline, on_signal=workers.cluster.interrupt)
         self._stopping = self._exits.enter_context(stopping)
-        # First of all: a folder without settings cannot be resumed.
+        # First, because a folder without settings cannot be resumed.
         found_out = self.complete(plans.config).found
         self._locked.write_settings(self._given, found_out, plans.first)
         self._locked.keep_script(self._code)
@@ -147,43 +147,43 @@ class RunFolder(PlainFolder, AbstractContextManager):
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run is to stop, or None."""
+        """Why the run must stop, or None."""
         return self._stopping and self._stopping.reason
 
     def complete(self, config: RunConfig) -> RunConfig:
-        """Return a run's settings with what was found out, by name, beside what was given."""
+        """Return the settings with the found values, by name, beside the given ones."""
         processes = self._accelerator.num_processes
         return replace(config, found=found_by(self._given, config, processes))
 
     def plan(self, turn: WorkerTurn) -> None:
-        """Record the plan of a turn, if it is another than before."""
+        """Record the plan of a turn if it has changed."""
         refuse_order(self.log is None, "call run.begin before its first turn", "none")
         self.log.plan(turn.epoch, turn.plan)
 
     def log_rounds(self) -> None:
-        """Record what workers say of their rounds, and which of them were lost."""
+        """Record the workers' reports of their rounds, and lost workers."""
         self.log.hear(self.workers.cluster)
 
     def epoch(self, end: EpochEnd, metrics: Metrics) -> None:
-        """Record the end of an epoch; print a line."""
+        """Record the end of an epoch, and print a line."""
         workers = self.workers
         result = None if metrics is None else evaluation_row(metrics, workers.side)
         clocks = {"train_time_s": workers.train_time_s, "virtual_time_s": workers.cluster.time_s}
         self.log.epoch_end(end.epoch, result, **clocks)
 
     def is_best(self, metrics: Mapping[str, Any]) -> bool:
-        """Whether metrics that are not recorded yet have the best accuracy so far."""
+        """Return whether metrics not yet recorded have the best accuracy so far."""
         found = evaluation_row(metrics, self.workers.side)
         return self.log.is_best(found["accuracy"], found["loss"])
 
     def evaluate_more(
         self, end: EpochEnd, metrics: Metrics, evaluate: Callable[[], Mapping[str, Any]]
     ) -> Metrics:
-        """Return metrics with what extras add; the merged weights are in the model."""
+        """Return metrics with extras' additions; the model has the merged weights."""
         return self.workers.plans.extras.evaluated(self, end, metrics, evaluate)
 
     def save_model(self, name: str) -> None:
-        """Write the model's weights as they are now, on the main process."""
+        """Write the model's current weights, on the main process."""
         workers = self.workers
         if self._accelerator.is_main_process:
             save_model(workers.raw_model, self.folder, workers.side, workers.data, name=name)
@@ -194,7 +194,7 @@ class RunFolder(PlainFolder, AbstractContextManager):
             self._checkpoint.clean_up()
 
     def __exit__(self, *error: Any) -> None:
-        """Sum the run up, unless something has ended it; let go of the folder."""
+        """Summarize the run unless an exception ended it, and unlock the folder."""
         self._exits.__exit__(*error)
         if error[0] is None:
             self._accelerator.end_training()

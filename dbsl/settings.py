@@ -1,4 +1,4 @@
-"""The flags of a training script: those of the core and of all extras."""
+"""The flags of a training script: those of the core and all extras."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Settings(*settings_of_extras(), RunConfig):
 
     @classmethod
     def from_flags(cls) -> Settings:
-        """Return the settings that the command line gives, or a file or run that it names."""
+        """Return the settings from the command line, or from a file or run that it names."""
         return parse_config(cls)
 
     def stream(self, purpose: str) -> int:
-        """Return the seed of a random stream of its own."""
+        """Return the seed of a random stream for one purpose."""
         return stream_seed(self.seed, purpose)

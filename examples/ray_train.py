@@ -4,9 +4,9 @@
     python -m examples.ray_train --output-dir runs/ray --ray-workers 2 --small-ratio 0.5
     python -m examples.ray_train --output-dir runs/ray --ray-workers 1-4 --gpu --sync step
 
-All other flags are train.py's. `1-4` takes as many workers as the cluster has room for. When a
-worker dies, Ray starts all anew, and they go on from the newest checkpoint in the run folder: with
-the same number of workers, or with another one. All nodes must see that folder, and this one.
+All other flags are train.py's. `1-4` uses as many workers as the cluster has room for. When a
+worker dies, Ray restarts all, and they resume from the newest checkpoint in the run folder, with
+the same number of workers or another. All nodes must see that folder, and this one.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ ROOT = Path(train.__file__).resolve().parent
 
 
 def train_worker(settings: dict[str, Any]) -> str | None:
-    """Train on one worker, in the process group that Ray has made; say why it was stopped."""
+    """Train on one worker, in Ray's process group; return why it was stopped."""
     os.chdir(settings["folder"])  # Ray's workers have folders of their own
     try:
         train.main(parse_config(train.Config, settings["flags"]))
-    except RunStopped as stopped:  # --max-minutes: no failure, so that Ray does not start it again
+    except RunStopped as stopped:  # --max-minutes: not a failure, so Ray does not restart it
         return str(stopped)
     return None
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Return the number of workers, or the least and the most."""
+    """Return the number of workers, or the minimum and maximum."""
     numbers = tuple(int(n) if n.isdigit() else 0 for n in text.split("-"))
     if len(numbers) > 2 or min(numbers) < 1 or numbers != tuple(sorted(numbers)):
         raise argparse.ArgumentTypeError(f"must be a number of workers, or as in 1-4, got {text}")
@@ -46,7 +46,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def main() -> None:
-    """Train on Ray's workers; exit with status 75 where the run was stopped, to be run again."""
+    """Train on Ray's workers; exit with status 75 if the run was stopped, to be resumed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--output-dir", required=True, help="run folder, which all nodes see")
     parser.add_argument(
@@ -60,7 +60,7 @@ def main() -> None:
     flags = ["--resume", "auto", "--output-dir", str(folder), *others]
     with one_line_errors():  # a wrong flag ends it here, not in each worker's restarts
         parse_config(train.Config, flags)
-    # Where the workers find train.py; and their lines once, although a tracker wraps stdout.
+    # Workers find train.py here, and print lines once although a tracker wraps stdout.
     environment = {"PYTHONPATH": str(ROOT), "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
     ray.init(runtime_env={"env_vars": environment}, ignore_reinit_error=True)
     trainer = TorchTrainer(

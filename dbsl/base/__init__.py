@@ -1,1 +1,1 @@
-"""Ground that every room stands on: errors, files, flags, seeds."""
+"""Foundations of every package: errors, files, the machine, seeds."""

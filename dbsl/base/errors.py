@@ -1,4 +1,4 @@
-"""Errors of this project's own, how a process ends on them, and the words of messages."""
+"""This project's errors, how a process ends on them, and the words of messages."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, NoReturn
 
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}  # nobody's code's fault
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}  # not the code's fault
 
-_GLOO = re.compile(r"^\[\S+\.(?:cc|cpp|h|hpp):\d+\] ")  # how its errors and c10d's begin
-# Words of torch's about exchanges that failed.
+_GLOO = re.compile(r"^\[\S+\.(?:cc|cpp|h|hpp):\d+\] ")  # how gloo's and c10d's errors begin
+# Words in torch's errors about failed exchanges.
 _EXCHANGE = ("peer", "timed out", "timeout", "gloo", "nccl", "connection", "socket", "broken pipe")
 
 
 EXIT_REFUSED = 2
 EXIT_DIVERGED = 3
-EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: not finished, to be run again
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: unfinished, to be run again
 EXIT_INTERRUPTED = 130  # shells use 128 plus the number of SIGINT
 EXIT_UNREAD = 141  # the same with SIGPIPE: the output went to `head`, say
 
 
 class SettingError(ValueError):
-    """What was given cannot be used; the message names the setting, its bound and its value.
+    """A given value cannot be used; the message names the setting, its bound and its value.
 
     It ends a process with that one line. Any other `ValueError` is a fault and shows its traceback.
     """
 
 
 class BadRoundsError(SettingError):
-    """More rounds were refused than may be: the run diverges."""
+    """More rounds were refused than allowed: the run diverges."""
 
 
 class SyncError(RuntimeError):
@@ -50,7 +50,7 @@ class SyncError(RuntimeError):
 
 
 class NothingLeft(Exception):
-    """The run has no round left for this process's worker, which leaves it or never came in."""
+    """The run has no round left for this process's worker, which leaves it or never joined it."""
 
 
 class SaveError(RuntimeError):
@@ -62,25 +62,25 @@ class ReadError(RuntimeError):
 
 
 class DivergedError(RuntimeError):
-    """The run came to its end, but its weights are of no use."""
+    """The run finished, but its weights are useless."""
 
 
 _OWN = (SettingError, SyncError, SaveError, ReadError, DivergedError)
 
 
 class RunStopped(Exception):
-    """The run is to stop: its checkpoint saves, and then the message says how to go on."""
+    """The run must stop: it saves a checkpoint, and then the message says how to continue."""
 
 
 def quiet_interrupts() -> None:
     """Have Ctrl-C end the process without a traceback until `one_line_errors` is entered."""
-    _open_outputs()  # before other files get their numbers
+    _open_outputs()  # before other files take their numbers
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job ignores it
         signal.signal(signal.SIGINT, _end_at_once)
 
 
 def _open_outputs() -> None:
-    """Give a process without outputs (`>&-`) such that drop what is written."""
+    """Give a process without outputs (`>&-`) ones that discard what is written."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
@@ -95,11 +95,11 @@ def one_line_errors() -> Iterator[None]:
     """End the process with one line and a status for the errors that this module defines.
 
     Status 2: a setting was refused (`SettingError`), a process was lost, data could not be read, or
-    a checkpoint could not be written. Status 3: the run diverged (`BadRoundsError`, too). Status
-    75: the run was asked to stop, and can be resumed. Status 130: Ctrl-C outside of training, or
-    twice in it. Status 141: nobody reads the output any longer. Any other error is a fault: it
-    keeps its traceback, and the status is 1. A process among several ends at once either way. On
-    its way out it would otherwise wait for the others, and they for it.
+    a checkpoint could not be written. Status 3: the run diverged (also `BadRoundsError`). Status
+    75: the run was asked to stop, and can be resumed. Status 130: Ctrl-C outside training, or twice
+    during it. Status 141: nobody reads the output any longer. Any other error is a fault: it keeps
+    its traceback, and the status is 1. One of several processes ends at once either way. Otherwise
+    it would wait for the others at exit, and they for it.
     """
     _open_outputs()
     if signal.getsignal(signal.SIGINT) is _end_at_once:
@@ -116,7 +116,7 @@ def one_line_errors() -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in _DISK:
             error = SaveError(f"{error.strerror}: {error.filename or 'the run folder'}")
         elif one_of_several() and is_lost_peer(error) and _raised_in(error, "torch.distributed"):
-            # While a run starts nobody watches the others; from then on the cluster names the rank.
+            # While a run starts, nothing watches the others; afterwards the cluster names the rank.
             error = SyncError(f"another process died or fell silent: {reason_of(error)}")
         elif not isinstance(error, _OWN):
             if one_of_several():
@@ -124,8 +124,8 @@ def one_line_errors() -> Iterator[None]:
                 os.write(2, f"rank {os.environ.get('RANK')}:\n{traceback.format_exc()}".encode())
                 os._exit(1)
             raise
-        # Every rank meets the same bad input, so one per machine reports it. A lost peer or a full
-        # disk is reported by each rank.
+        # Every rank meets the same bad input, so one per machine reports it. Each rank reports a
+        # lost peer or a full disk.
         printed = not isinstance(error, SettingError) or _first_on_machine()
         diverged = isinstance(error, (DivergedError, BadRoundsError))
         status = EXIT_DIVERGED if diverged else EXIT_REFUSED
@@ -149,7 +149,7 @@ def run_tool(name: str) -> None:
 
 
 def _end(text: str, status: int, *, printed: bool) -> NoReturn:
-    """Say why the process ends, to torchrun too, and end it."""
+    """Say why the process ends, also to torchrun, and end it."""
     told = _tell_launcher(text)
     if printed:
         print(text, file=sys.stderr, flush=True)
@@ -163,7 +163,7 @@ def _end(text: str, status: int, *, printed: bool) -> NoReturn:
 
 
 def _tell_launcher(text: str) -> bool:
-    """Have torchrun, if it is there, repeat this in its report, whose root cause fails first."""
+    """Have torchrun, if present, repeat this in its report; the first failure is the root cause."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         said = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": int(time.time())}}
         with suppress(OSError):
@@ -176,9 +176,9 @@ def _first_on_machine() -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what torch says of a failed exchange, in short.
+    """Return torch's message on a failed exchange, shortened.
 
-    That is without the place in torch's sources, and without its advice behind the first sentence.
+    It omits the place in torch's sources, and the advice after the first sentence.
     """
     return _GLOO.sub("", words_of(error, None)).split(". ")[0]
 
@@ -186,7 +186,7 @@ def reason_of(error: BaseException) -> str:
 def is_lost_peer(error: BaseException) -> bool:
     """Whether torch says that an exchange between processes failed.
 
-    Errors of a loop's own code and of data loaders may have the same words.
+    Errors in a loop's own code and in data loaders may have the same words.
     """
     if not isinstance(error, RuntimeError):
         return False
@@ -207,7 +207,7 @@ def _raised_in(error: BaseException, *packages: str) -> bool:
 
 
 def one_of_several() -> bool:
-    """Whether other processes train with this one; a launcher may also have started it alone."""
+    """Whether other processes train with this one; a launcher may also start only one."""
     dist = sys.modules.get("torch.distributed")  # plans and their command load no torch
     return dist is not None and dist.is_initialized() and dist.get_world_size() > 1
 
@@ -216,18 +216,18 @@ def one_of_several() -> bool:
 
 
 def words_of(error: BaseException, most: int | None = 200) -> str:
-    """Return what an error says in one line of at most so many characters, else its type."""
+    """Return an error's message in one line of at most `most` characters, else its type."""
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
 def such_as(name: str, known: Iterable[str]) -> str:
-    """Return ", such as" and what of the known is nearest to a name, if something is near."""
+    """Return ", such as" and the known name nearest to a name, if any is near."""
     near = difflib.get_close_matches(name, list(known), 1)
     return f", such as {near[0]}" if near else ""
 
 
 def in_line(error: BaseException) -> str:
-    """Return what an error and its cause say, in one line; of a missing library how to get it."""
+    """Return an error and its cause in one line; for a missing library, how to install it."""
     said = [error, error.__cause__] if error.__cause__ else [error]
     text = "; ".join(words_of(one, None) for one in said)
     missing = next((one.name for one in said if isinstance(one, ModuleNotFoundError)), None)
@@ -235,7 +235,7 @@ def in_line(error: BaseException) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in the unit in which it is easy to read."""
+    """Return a time in an easily read unit."""
     if seconds < 100:
         return f"{seconds:.3g} s"
     if seconds < 1000:
@@ -251,12 +251,12 @@ def short_loss(loss: float) -> str:
 
 
 def px(resolution: int, before: str = "", after: str = "") -> str:
-    """Return an image side in pixels with what stands around it; nothing where there is none, 0."""
+    """Return an image side in pixels with the text around it; empty if there is none, 0."""
     return f"{before}{resolution} px{after}" if resolution else ""
 
 
 def as_given(value: Any) -> str:
-    """Return a setting's value as a flag has it."""
+    """Return a setting's value as a flag takes it."""
     if value is None:
         return "unset"
     if isinstance(value, bool):
@@ -269,7 +269,7 @@ def as_given(value: Any) -> str:
 
 
 def steadier(lr: float, optimizer: str, precision: str, *, finite_loss: bool) -> str:
-    """Return what to try where loss or weights were not finite."""
+    """Return what to try if loss or weights were not finite."""
     text = f"lower lr ({lr:g} with {optimizer})"
     if precision != "no":
         return f"{text} or try --mixed-precision no instead of {precision}"
@@ -283,13 +283,13 @@ def require(ok: Any, must: str, got: Any) -> None:
         raise SettingError(f"{must}, got {shown}")
 
 
-# No setting is beyond it, unless its bound says so: a larger number is a slip, and the arithmetic
-# behind the settings would overflow. Whole numbers up to here are exact as floats, too.
+# No setting may exceed it, unless its bound says so: a larger number is a mistake, and would
+# overflow the arithmetic behind the settings. Floats hold whole numbers up to it exactly.
 LARGEST = 1e15
 
 
 def require_whole(name: str, given: Any, least: int, why: str = "") -> None:
-    """Raise ``SettingError`` unless this is an integer of at least `least`, or a list of such."""
+    """Raise ``SettingError`` unless this is an integer of at least `least`, or a list of them."""
     numbers = given if isinstance(given, list | tuple) else [given]
     fits = numbers and all(isinstance(n, Integral) and least <= n <= LARGEST for n in numbers)
     what = "integers" if numbers is given else "an integer"
@@ -297,5 +297,5 @@ def require_whole(name: str, given: Any, least: int, why: str = "") -> None:
 
 
 def plural(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural unless it is one."""
+    """Return a number with its noun, in the plural unless the number is one."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: a reader, or a crash, never meets half of one."""
+"""Files that are whole or absent: a reader, even after a crash, never finds half of one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 from dbsl.base.errors import require
 
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}  # some network disks, WSL
-_WINDOWS = os.name == "nt"  # where a folder cannot be opened, and what only reads not be synced
+_WINDOWS = os.name == "nt"  # where no folder can be opened, and no read-only file synced
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 def check_output(setting: str, path: Path) -> None:
-    """Raise ``SettingError`` unless a file can be written there; folders above it may be made."""
+    """Raise ``SettingError`` unless a file can be written there; missing folders are fine."""
     replaced = path.is_file() or not path.exists()  # no folder, device or pipe
     must = f"{setting} must be a file in a folder that can be written"
     require(path.name and replaced and can_write(path), must, path if path.name else "none")
@@ -36,7 +36,7 @@ def check_folder(setting: str, path: Path) -> None:
 
 
 def can_write(path: Path) -> bool:
-    """Return whether a new file can be written there; it tries in the nearest folder."""
+    """Return whether a new file can be written there; it tries the nearest folder."""
     folder = next(folder for folder in path.resolve().parents if folder.exists())
     try:
         with tempfile.TemporaryFile(dir=folder):
@@ -46,12 +46,12 @@ def can_write(path: Path) -> bool:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file in one go."""
+    """Write a text file atomically."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file in one go."""
+    """Write a file atomically."""
     write_with(path, lambda temporary: temporary.write_bytes(content))
 
 
@@ -62,7 +62,7 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_text(path.resolve(), text.getvalue())  # a link stays one
+    write_text(path.resolve(), text.getvalue())  # a link remains one
 
 
 def save_figure(figure: Figure, path: Path) -> None:
@@ -72,9 +72,9 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def write_with(path: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` write a file under a temporary name; it gets its own once it is on the disk.
+    """Have `write` write a temporary file, and rename it to `path` once it is on the disk.
 
-    A power cut after this has returned finds the file whole.
+    After this returns, a power cut leaves the file whole.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -85,14 +85,14 @@ def write_with(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Give a file that was written under a temporary name its own, once it is on the disk."""
+    """Rename a temporary file to its final name once it is on the disk."""
     sync_file(temporary)
     os.replace(temporary, path)
-    sync_file(path.parent)  # the name, too
+    sync_file(path.parent)  # also the name
 
 
 def sync_file(path: Path) -> None:
-    """Wait until what was written to a file or folder is on the disk, if its system can tell."""
+    """Wait until what was written to a file or folder is on the disk, if the system can tell."""
     if _WINDOWS and path.is_dir():
         return
     handle = os.open(path, os.O_RDWR if _WINDOWS else os.O_RDONLY)
@@ -106,9 +106,9 @@ def sync_file(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give a whole file a second name, in one go; where there are no links, copy it.
+    """Give a whole file a second name atomically; if links are not possible, copy it.
 
-    A file that is later replaced under one name stays what it was under the other.
+    Replacing the file under one name later does not change it under the other.
     """
 
     def give(temporary: Path) -> None:

@@ -1,6 +1,6 @@
-"""What a process finds where it runs: slow libraries, CPU cores, the hub, and its launcher.
+"""What a process finds on its machine: slow libraries, CPU cores, the hub and its launcher.
 
-torchrun and accelerate launch serve a store at MASTER_ADDR, which outlives the processes that they
+torchrun and accelerate launch serve a store at MASTER_ADDR. It outlives the processes that they
 restart.
 """
 
@@ -28,31 +28,31 @@ STOP_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal,
 _STORE_PATIENCE = timedelta(seconds=20)
 _THREADS = "OMP_NUM_THREADS"
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # set by torchrun, accelerate
-_ANSWER_S = 3.0  # for an answer of a server, of any kind
+_ANSWER_S = 3.0  # for any answer from a server
 _CONNECT_S = 6.0  # beyond the timeout, for a slow name server, which costs 5 s
 _LAZY: list[str] = []  # names of modules that are imported later
 
 
 class _LazyModule(ModuleType):
-    # Not importlib's LazyLoader, whose modules stand in sys.modules: `inspect` looks at all of
-    # those, and would load them in the middle of whatever torch is importing just then.
+    # Not importlib's LazyLoader, which puts modules into sys.modules: `inspect` looks at all of
+    # those, and would load them in the middle of an import by torch.
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module(self.__name__), name)
 
 
 def lazy_import(name: str) -> ModuleType:
-    """Return what stands for a module, and imports it when one of its attributes is first read.
+    """Return a stand-in for a module that imports it when an attribute is first read.
 
-    Together timm, datasets and scipy take seconds to import. A wrong flag is refused, ``--help``
-    printed and a stopped run found finished before that. The library for other loops does without
-    most of them; a run asks for all by `check_installed`.
+    Together, timm, datasets and scipy take seconds to import. Before that, a wrong flag is refused,
+    ``--help`` is printed, and a resumed run may prove finished. The library for other loops needs
+    few of them; a run checks all with `check_installed`.
     """
     _LAZY.append(name)
     return _LazyModule(name)
 
 
 def check_installed() -> None:
-    """Raise ``ModuleNotFoundError`` for a module that is missing, before a run needs it."""
+    """Raise ``ModuleNotFoundError`` for a missing module before a run needs it."""
     for name in _LAZY:
         if importlib.util.find_spec(name.partition(".")[0]) is None:  # a parent would be imported
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
@@ -64,10 +64,10 @@ cuda = lazy_import("torch.cuda")
 
 
 def moment(device: torch.device) -> Any:
-    """Return this moment of a device's work, for `seconds_between`.
+    """Return the current moment in a device's work, for `seconds_between`.
 
-    On CUDA it is an event in the stream, so that nothing waits until it is read. Elsewhere it is
-    that of time.perf_counter() once the device has done its work.
+    On CUDA it is an event in the stream, so nothing waits until it is read. Elsewhere it is
+    time.perf_counter() once the device has finished its work.
     """
     if device.type == "cuda":
         event = cuda.Event(enable_timing=True)
@@ -93,20 +93,20 @@ def local_processes() -> int:
 
 
 def cores_of_process() -> int:
-    """Return this process's part of the cores that the launch may run on, at least 1."""
+    """Return this process's share of the cores that the launch may use, at least 1."""
     can_tell = hasattr(os, "sched_getaffinity")  # Linux
     cores = len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
     return max(1, cores // local_processes())
 
 
 def threads_of_process(jobs: int = 1) -> int:
-    """Return how many threads torch is to use here: of this process's cores, shared by `jobs` runs.
+    """Return how many threads torch should use: this process's cores, divided among `jobs` runs.
 
     ``OMP_NUM_THREADS`` is an upper bound if the user has set it. torchrun and accelerate launch set
-    it to 1 themselves where it was not set; such a 1 does not count.
+    it to 1 themselves if it was not set; such a 1 is ignored.
     """
     threads = max(1, cores_of_process() // jobs)
-    first = os.environ.get(_THREADS, "").partition(",")[0].strip()  # the outer one of nested levels
+    first = os.environ.get(_THREADS, "").partition(",")[0].strip()  # the outermost of nested levels
     bound = int(first) if first.isdecimal() else 0
     if bound == 0 or (bound == 1 and _launcher_has_set_it()):
         return threads
@@ -114,22 +114,22 @@ def threads_of_process(jobs: int = 1) -> int:
 
 
 def _launcher_has_set_it() -> bool:
-    """Whether ``OMP_NUM_THREADS`` is a launcher's: it was itself started without."""
+    """Whether a launcher set ``OMP_NUM_THREADS``: it was itself started without."""
     if not any(name in os.environ for name in _LAUNCHERS):
         return False
-    import psutil  # the library for other loops does without
+    import psutil  # the library for other loops needs no psutil
 
     try:
         return _THREADS not in psutil.Process(os.getppid()).environ()
     except (psutil.Error, OSError):
-        return True  # another user's process, say: the launcher set it more often
+        return True  # such as another user's process: usually the launcher set it
 
 
 @contextmanager
 def hub_or_cache() -> Iterator[bool]:
-    """Inside, Hugging Face libraries read their caches alone unless the hub answers.
+    """Have Hugging Face libraries read only their caches unless the hub answers.
 
-    They would try again for a minute. Yields whether it does; with ``HF_HUB_OFFLINE`` set it is not
+    They would retry for a minute. Yields whether it answers; with ``HF_HUB_OFFLINE`` set, it is not
     asked.
     """
     settings = _, hub = datasets.config, huggingface_hub.constants  # the first imports the second
@@ -145,19 +145,19 @@ def hub_or_cache() -> Iterator[bool]:
 
 
 def answers(url: str) -> bool:
-    """Whether the server of a URL is there."""
+    """Whether a URL's server answers."""
     try:
         session = huggingface_hub.utils.get_session()  # has the user's proxies and certificates
         session.head(url, timeout=_ANSWER_S)
-    except Exception:  # no name, no route, no answer: each client library has types of its own
+    except Exception:  # no name, no route, no answer: each client library has its own types
         return False
     return True
 
 
 def launched_precision() -> Literal["bf16", "fp16"] | None:
-    """Return the precision that `accelerate launch` was asked for; None: it says nothing.
+    """Return the precision that `accelerate launch` was asked for; None: it does not say.
 
-    ``no`` is also what it sets where nobody has asked it.
+    The launcher sets ``no`` even if nobody asked for it.
     """
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower()
     return asked if asked in ("bf16", "fp16") else None
@@ -169,25 +169,25 @@ def restarts() -> int:
 
 
 def remember(key: str, value: str) -> str:
-    """Return what this launch remembers under a key: `value`, unless it was set before.
+    """Return this launch's value for a key: `value`, unless it was set before.
 
-    Where no launcher would restart the processes, that is `value`.
+    Without a launcher that restarts processes, it is `value`.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:  # srun, say: nothing serves a store yet
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # as with srun: nothing serves a store yet
         return value
     store = connect_store()
     return value if store is None else store.compare_set(key, "", value).decode()
 
 
 def recall(key: str) -> str | None:
-    """Return what this launch remembers under a key, if it was restarted."""
+    """Return this launch's value for a key, if it was restarted."""
     store = connect_store() if restarts() else None
     return store.get(key).decode() if store is not None and store.check([key]) else None
 
 
 def connect_store() -> Store | None:
     """Return a new connection to the launcher's store; None: there is no launcher."""
-    # torchrun itself serves the store, also where it has started one process.
+    # torchrun itself serves the store, even if it started one process.
     least = 1 if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 2
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not address or not port or int(os.environ.get("WORLD_SIZE", "1")) < least:
@@ -197,10 +197,10 @@ def connect_store() -> Store | None:
 
 
 def _connect(address: str, port: int) -> TCPStore:
-    """Return a connection with a store, or raise ``RuntimeError`` soon after the timeout.
+    """Return a connection to a store, or raise ``RuntimeError`` soon after the timeout.
 
-    torch (2.15) itself waits without end where a connection is taken and nobody answers on it, as
-    by a process that was stopped.
+    torch (2.15) itself waits forever if a connection is accepted but never answered, as by a
+    process that was stopped.
     """
     made: list[TCPStore | RuntimeError] = []
 

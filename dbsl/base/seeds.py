@@ -1,7 +1,7 @@
-"""Random streams: one per purpose, each a function of the run's seed and of what it is for.
+"""Random streams: one per purpose, each a function of the run's seed and its purpose.
 
-Nothing here depends on how many workers there are, on their timing or on the order of calls, so
-that a sample is augmented alike whichever worker trains on it.
+Nothing here depends on the number of workers, their timing or the order of calls, so a sample is
+augmented alike whichever worker trains on it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def stream_seed(seed: int, purpose: str, *keys: int) -> int:
 
     The run's seed and the keys are at least 0; different names give independent streams.
     """
-    # SeedSequence pads with zeros: without their number, keys (1,) and (1, 0) would be one stream.
+    # SeedSequence pads with zeros: without len(keys), (1,) and (1, 0) would be one stream.
     entropy = [seed, zlib.crc32(purpose.encode()), len(keys), *keys]
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
@@ -37,9 +37,9 @@ def sample_seeds(stream: int, samples: np.ndarray) -> np.ndarray:
 
 
 def sample_uniforms(stream: int, samples: np.ndarray, draws: int) -> np.ndarray:
-    """Return uniform numbers in [0, 1), float64 [B, draws]: row i depends on sample i alone.
+    """Return uniform numbers in [0, 1), float64 [B, draws]: row i depends only on sample i.
 
-    One vectorised call serves a whole batch, so that a stream per sample costs no loop.
+    One vectorised call serves a whole batch, so a stream per sample needs no loop.
     """
     seeds = sample_seeds(stream, samples)[:, None]
     counters = np.arange(1, draws + 1, dtype=np.uint64)[None, :] * _GOLDEN
@@ -55,10 +55,10 @@ def _mix(state: np.ndarray) -> np.ndarray:
 
 @contextmanager
 def global_streams(seed: int | None = None) -> Iterator[None]:
-    """Leave Python's, NumPy's and torch's own random numbers as they were; inside, seed them.
+    """Seed Python's, NumPy's and torch's global generators inside; restore them afterwards.
 
-    timm and torchvision draw from these. What they draw for a sample then depends on its seed
-    alone, not on the process or on what was drawn before. The generators of devices are left out.
+    timm and torchvision draw from these. Their draws for a sample then depend only on its seed, not
+    on the process or earlier draws. With None, it only restores. Device generators are left out.
     """
     import torch  # plans need none
 
@@ -75,7 +75,7 @@ def global_streams(seed: int | None = None) -> Iterator[None]:
 
 
 def seed_streams(seed: int) -> None:
-    """Start all of them from a seed in [0, 2**63)."""
+    """Seed all three generators from a seed in [0, 2**63)."""
     import torch
 
     random.seed(seed)

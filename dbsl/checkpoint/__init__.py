@@ -1,1 +1,1 @@
-"""Saving a run, and going on with it, also with other workers."""
+"""Saving and resuming a run, also with other workers."""

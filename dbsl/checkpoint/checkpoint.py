@@ -1,8 +1,8 @@
-"""Keeps a run from being lost: what is saved, when, and where a resumed run goes on.
+"""Checkpoints of a run: what is saved, when, and where a resumed run continues.
 
 State is copied to host memory after an optimizer step or at an epoch's end, and written at once:
-every process writes its own shard, and rank 0 the manifest once all are there. Where real workers
-wait for nobody, rank 0 writes the server's state alone.
+every process writes its own shard, then rank 0 writes the manifest. If real workers do not wait
+for each other, only rank 0 writes: the server's state.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from dbsl.run.workers import Workers
 
 T = TypeVar("T")
 _BEST_FILE = f"{BEST}.safetensors"
-_SEEN_S = 30.0  # that a shared disk may take to show rank 0 what another node has written
+_SEEN_S = 30.0  # time for a shared disk to show rank 0 another node's files
 
 
 def _wait_for(paths: Iterable[Path]) -> None:
-    """Wait until this process sees files that others have written, or raise."""
+    """Wait until this process sees files that others wrote, or raise."""
     deadline = time.monotonic() + _SEEN_S
     for path in paths:
         while not path.exists():
@@ -65,7 +65,7 @@ def _wait_for(paths: Iterable[Path]) -> None:
 
 
 def _tried(act: Callable[..., T], *given: Any) -> tuple[T | None, str]:
-    """Return what a function returns, or why it failed."""
+    """Call a function; return its result, or why it failed."""
     try:
         return act(*given), ""
     except Exception as error:
@@ -73,33 +73,30 @@ def _tried(act: Callable[..., T], *given: Any) -> tuple[T | None, str]:
 
 
 class PlainFolder:
-    """A folder that has nothing but checkpoints; the newest of them is gone on from.
+    """A folder with only checkpoints; a run resumes the newest. `dbsl.runs.RunFolder` has more."""
 
-    `dbsl.runs.RunFolder` has more in it.
-    """
-
-    found: Found | None  # what is to be resumed
+    found: Found | None  # checkpoint to resume
     log: Any = None  # None: there is none
-    stop_reason: str | None = None  # why the run is to stop now
+    stop_reason: str | None = None  # why the run must stop now
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.found = folder, newest(folder)
 
     def complete(self, config: RunConfig) -> RunConfig:
-        """Return the settings with what was found out, by name."""
+        """Return the settings with the values that were found, by name."""
         return config
 
     def log_rounds(self) -> None:
-        """Record what workers say of their rounds, and which of them were lost."""
+        """Record the workers' reports of their rounds, and lost workers."""
 
 
 class Checkpoint:
-    """Saves a run and brings it back; a context manager around its turns.
+    """Saves and restores a run; a context manager around its turns.
 
-    `run` is the run's folder, or the path of any folder. `states` are objects of yours by name,
-    which are saved and brought back, too: by `state_dict`, which returns tensors, numbers, texts,
-    lists and dicts of them, and `load_state_dict`. What is resumed is refused on every process if
-    it does not fit the run of any.
+    `run` is the run's folder, or the path of any folder. `states` are your own objects by name,
+    which are saved and restored, too: by `state_dict`, which returns tensors, numbers, strings,
+    and lists and dicts of them, and `load_state_dict`. If a checkpoint does not fit
+    the run of one process, every process refuses it.
     """
 
     def __init__(self, run: PlainFolder | Path, workers: Workers, **states: Any) -> None:
@@ -111,15 +108,15 @@ class Checkpoint:
         self._rank = workers.accelerator.process_index
         self._every, self._minutes = parse_interval(config.checkpoint_every)
         self.resumed = resumed = run.found and read_resumed(run.found, workers, config)
-        # Whether this process leaves saves, and the ends of epochs, to rank 0.
+        # Whether this process leaves saves and epochs' ends to rank 0.
         self._served = not workers.cluster.saves_workers and self._rank != SERVER_RANK
         manifest = resumed and resumed.found.manifest
         self._sequence = manifest.sequence if manifest else 0  # number of the last save
         self._epochs_done, self._is_asked = manifest.epoch if manifest else 0, False
-        self._end: EpochEnd | None = None  # the epoch that has just ended, until a step is taken
-        self._saved_epoch = -1  # the last whose end was saved
+        self._end: EpochEnd | None = None  # the epoch just ended, until the next step
+        self._saved_epoch = -1  # last epoch saved at its end
         self._saved_at = time.monotonic()
-        self._last_good = resumed and resumed.found.folder  # the last one that is whole
+        self._last_good = resumed and resumed.found.folder  # the last complete checkpoint
         if resumed:
             self._load_all(resumed)
         else:
@@ -129,7 +126,7 @@ class Checkpoint:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        """Save a run that is to stop, or has come to its end, or that nobody is left of."""
+        """Save a run that must stop, has finished, or has no workers left."""
         if kind is not None and issubclass(kind, RunStopped):
             self._stop()
         if over := kind is None or issubclass(kind, NothingLeft):
@@ -137,9 +134,9 @@ class Checkpoint:
         return over
 
     def after_step(self, turn: WorkerTurn) -> None:
-        """Save if it is time to; raise `RunStopped` if the run is to stop, which saves it."""
+        """Save if a save is due; raise `RunStopped`, which saves, if the run must stop."""
         self._is_asked = True
-        self._run.log_rounds()  # of others, too: at once, not at the end of a long round
+        self._run.log_rounds()  # others', too: at once, not at the end of a long round
         self._after_step(round_over=turn.is_over)
 
     def _after_step(self, *, round_over: bool) -> None:
@@ -152,9 +149,9 @@ class Checkpoint:
             raise RunStopped
 
     def after_epoch(self, end: EpochEnd) -> None:
-        """Save after this epoch if it is time to, and end the run with it if it is to finish.
+        """Save after this epoch if a save is due, and end the run if it is to finish.
 
-        All processes that meet there call it.
+        All processes that receive the epoch's end call it.
         """
         forgotten = self._workers.steps_taken and not self._is_asked
         refuse_order(forgotten, "call checkpoint.after_step(turn) after each step", "none")
@@ -167,7 +164,7 @@ class Checkpoint:
             self._save(end)
 
     def _finish(self) -> None:
-        """Have the last checkpoint: all of this process's turns are over."""
+        """Finish a run that ends early, after all turns of this process."""
         epochs = self._config.epochs
         over = self._cluster.is_over if self._served else self._epochs_done == epochs
         if not (over or self._cluster.finished_early):
@@ -179,12 +176,15 @@ class Checkpoint:
             self._finish_early()
 
     def clean_up(self) -> None:
-        """Remove the checkpoints of a run that is finished which are not to be kept."""
+        """Remove a finished run's checkpoints beyond those to keep."""
         if self._rank == SERVER_RANK:
             prune(self._run.folder, self._config.keep_checkpoints)
 
     def _finishes(self, wish: bool) -> bool:
-        """Whether any process wishes it and this epoch was evaluated; else the next is the last."""
+        """Return whether any process asked to end and this epoch was evaluated.
+
+        If one asked but this epoch was not evaluated, the next epoch is the last.
+        """
         log = self._run.log
         evaluated = log is None or log.evaluated_epoch == self._end.epoch
         wish, evaluated = self._cluster.highest(wish, evaluated)
@@ -213,26 +213,26 @@ class Checkpoint:
         if self._run.stop_reason:
             return Action.STOP
         due = self._minutes and time.monotonic() - self._saved_at >= 60 * self._minutes
-        wanted = due and self._rank == SERVER_RANK  # whose clock counts
+        wanted = due and self._rank == SERVER_RANK  # its clock decides
         return Action.SAVE if wanted else Action.GO_ON
 
     def _good(self) -> str:
-        """Return in words which checkpoint there is."""
+        """Return a text that names the last good checkpoint."""
         if self._last_good is None:
             return "there is no checkpoint"
         return f"the last good checkpoint is {self._last_good}"
 
     def _save(self, end: EpochEnd | None = None) -> None:
-        """Write this process's shard and, on rank 0, what makes it a checkpoint (a collective).
+        """Write this process's shard and, on rank 0, the manifest (a collective).
 
-        `SaveError`, in all processes that wait for each other, if it could not be written in any.
+        If any process cannot write, all processes that wait for each other raise `SaveError`.
         """
         self._sequence += 1
         name = f"save-{self._sequence:06d}" if end is None else f"epoch-{end.epoch + 1:04d}"
         target, control = self._run.folder / CHECKPOINTS / name, self._cluster.control
         manifest, packed = self._copy()
         files, failed = _tried(self._write_own, target, packed, end is not None)
-        if control is not None:  # what every process has written, once all have
+        if control is not None:  # gather what every process wrote, once all have
             written = map(json.loads, control.gather_texts(json.dumps([files, failed])))
             several, reasons = zip(*written, strict=True)
             files = {name: about for own in several for name, about in (own or {}).items()}
@@ -244,7 +244,7 @@ class Checkpoint:
                 remove(target)
             where = f"a checkpoint could not be written to {self._run.folder}"
             raise SaveError(f"{where} ({failed}); {self._good()}")
-        self._last_good = target  # it is whole: whatever fails from here on, it stays
+        self._last_good = target  # complete: it remains whatever fails from here on
         if self._rank == SERVER_RANK:
             prune(self._run.folder, max(1, self._config.keep_checkpoints))
         self._saved_at = time.monotonic()
@@ -254,7 +254,7 @@ class Checkpoint:
     def _write_own(
         self, target: Path, packed: tuple[Any, dict[str, Tensor]], with_model: bool
     ) -> dict[str, dict[str, Any]]:
-        """Write this process's files; return what the manifest says of them."""
+        """Write this process's files; return their entries in the manifest."""
         files, workers = write_shard(target, self._rank, *packed), self._workers
         if self._rank != SERVER_RANK:
             return files
@@ -267,14 +267,14 @@ class Checkpoint:
         return files | {path.name: describe(path) for path in paths if path.exists()}
 
     def _complete(self, target: Path, manifest: Manifest) -> None:
-        """Make the files of all processes a checkpoint, once they are there."""
+        """Write the manifest once the files of all processes exist."""
         _wait_for(target / name for name in manifest.files)
         if self._run.log is not None:  # metrics.jsonl is as long as the shard says
             sync_file(self._run.folder / "metrics.jsonl")
         write_manifest(target, manifest)
 
     def _stop(self) -> None:
-        """Save, and raise `RunStopped` with what there is to say."""
+        """Save, and raise `RunStopped` with the reason and how to resume."""
         why = self._run.stop_reason or "another process was asked to stop"
         resume = f"to go on: --resume {self._run.folder}"
         self._cluster.leave()
@@ -284,11 +284,11 @@ class Checkpoint:
         raise RunStopped(f"stopped ({why}) and saved as {self._last_good}; {resume}")
 
     def _copy(self) -> tuple[Manifest, tuple[Any, dict[str, Tensor]]]:
-        """Return a manifest without files, and the state of one moment in host memory."""
+        """Return a manifest without files, and the packed state of one moment in host memory."""
         workers, log, cluster = self._workers, self._run.log, self._cluster
         scaler = self._accelerator.scaler
-        with cluster.held():  # copied, too, in one moment: other threads push meanwhile
-            self._run.log_rounds()  # who was lost in that moment, and what was pushed until then
+        with cluster.held():  # also while copying: other threads push meanwhile
+            self._run.log_rounds()  # workers lost and rounds pushed until now
             if cluster.saves_workers:
                 counts = self._progress.steps or cluster.holds_weights
                 vector = cluster.weights.vector if counts else None
@@ -325,7 +325,7 @@ class Checkpoint:
         return manifest, packed
 
     def _of_workers(self) -> dict[str, Any]:
-        """Return what this process's workers have, to go on at their steps."""
+        """Return the state from which this process's workers continue at their steps."""
         progress, stepper = self._progress if self._progress.steps else None, self._workers.stepper
         return {
             "stepper": stepper.state_dict(),
@@ -335,7 +335,7 @@ class Checkpoint:
         }
 
     def _load_all(self, resumed: Resumed) -> None:
-        """Bring everything back in every process, or raise in every process."""
+        """Restore everything in every process, or raise in every process."""
         error = None
         try:
             with reading_checkpoint(resumed.found.folder):
@@ -349,7 +349,7 @@ class Checkpoint:
             )
 
     def _load(self, resumed: Resumed) -> None:
-        """Take back what `_copy` has packed."""
+        """Restore the state that `_copy` packed."""
         workers, weights, plans = self._workers, self._cluster.weights, self._workers.plans
         state = resumed.state
         self._cluster.load_state_dict(state["cluster"])
@@ -362,7 +362,7 @@ class Checkpoint:
         workers.meter.load_state_dict(state["meter"])
         if self._accelerator.scaler and state["scaler"]:
             self._accelerator.scaler.load_state_dict(state["scaler"])
-        if (vector := state["model"]["weights"]) is not None:  # else the next pull brings them
+        if (vector := state["model"]["weights"]) is not None:  # else the next pull loads them
             weights.load(vector)
         for counter, saved in zip(weights.counters, state["model"]["counters"], strict=True):
             counter.copy_(saved)

@@ -1,8 +1,8 @@
-"""Checkpoints on disk: a folder with shards of processes, and a manifest that is written last.
+"""Checkpoints on disk: a folder with a shard per process, and a manifest, written last.
 
-A shard is a JSON tree and a safetensors file; nothing is ever unpickled. Without its manifest a
-folder is no checkpoint. Every file is held against the manifest's checksum before a byte of it is
-used; what is wrong behind that is one `CheckpointError` (`reading_checkpoint`).
+A shard is a JSON tree and a safetensors file; nothing is ever unpickled. A folder without a
+manifest is no checkpoint. Every file is checked against the manifest's checksum before use;
+any error after that becomes a `CheckpointError` (`reading_checkpoint`).
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class CheckpointError(SettingError):
 
 @contextmanager
 def reading_checkpoint(folder: Path) -> Iterator[None]:
-    """Raise `CheckpointError` for any error inside, but those of a disk and of settings."""
+    """Raise `CheckpointError` for any error inside except those of the disk or settings."""
     try:
         yield
     except (SettingError, SaveError, OSError):
         raise
-    except Exception as error:  # its values may be anything
+    except Exception as error:  # the checkpoint's values may be anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise CheckpointError(f"{folder} does not fit this run ({reason[:300]})") from error
 
@@ -61,8 +61,8 @@ def reading_checkpoint(folder: Path) -> Iterator[None]:
 def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
     """Return a tree for JSON and the tensors it names, copied to host memory.
 
-    The copies are contiguous and in the order of the dimensions; equal tensors on equal memory
-    share one.
+    The copies are contiguous in dimension order; tensors that are the same view of the same memory
+    share one copy.
     """
     tensors: dict[str, Tensor] = {}
     names: dict[tuple, str] = {}
@@ -76,7 +76,7 @@ def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
             key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
             if not value.numel() or key not in names:
                 names[key] = str(len(tensors))
-                copy = torch.empty(value.shape, dtype=value.dtype)  # as safetensors wants it
+                copy = torch.empty(value.shape, dtype=value.dtype)  # as safetensors requires
                 tensors[names[key]] = copy.copy_(value.detach())
             return {_TENSOR: names[key]}
         if isinstance(value, torch.dtype):
@@ -95,7 +95,7 @@ def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the state that `pack` was given, its tensors in host memory."""
+    """Return the state that `pack` received, with tensors in host memory."""
     if isinstance(tree, list):
         return [unpack(item, tensors) for item in tree]
     if not isinstance(tree, dict):
@@ -103,7 +103,7 @@ def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if set(tree) == {_TENSOR}:
         return tensors[tree[_TENSOR]]
     if set(tree) == {_DTYPE}:
-        return torch.empty(0, dtype=getattr(torch, tree[_DTYPE])).dtype  # a TypeError if it is none
+        return torch.empty(0, dtype=getattr(torch, tree[_DTYPE])).dtype  # else TypeError
     if set(tree) == {_TUPLE}:
         return tuple(unpack(item, tensors) for item in tree[_TUPLE])
     if set(tree) == {_PAIRS}:
@@ -115,23 +115,23 @@ def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a checkpoint's bits may depend on."""
+    """Return the versions on which a checkpoint's bits may depend."""
     return {"python": sys.version.split()[0], "torch": torch.__version__}
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """A checkpoint's description of itself and its run."""
 
-    sequence: int  # its number in the run; a later one is newer
-    epoch: int  # epochs that were complete
-    processes: int  # that wrote it
+    sequence: int  # its number in the run; a higher one is newer
+    epoch: int  # complete epochs
+    processes: int  # of the run
     workers: int
     config: dict[str, Any]  # the run's settings
     files: dict[str, dict[str, Any]]  # length and SHA-256, by name
     classes: int  # in the data
     samples: int  # training images
-    data: str = ""  # what tells its training samples from others; empty: their settings do
+    data: str = ""  # identifies the training samples; empty: their settings do
     held_out: str = ""  # which images were not trained on; see `dbsl.data.dataset.Data`
     saved_at: str = field(
         default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -141,14 +141,14 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Make a checkpoint count: all its files are there and on the disk."""
+    """Write the manifest, which completes a checkpoint: all its files are on the disk."""
     body = asdict(replace(manifest, files=dict(sorted(manifest.files.items()))))
     content = {"manifest": body, "sha256": _digest(body)}
     write_text(folder / MANIFEST, json.dumps(content, indent=2) + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return a checkpoint's manifest; `CheckpointError` unless it is as it was written."""
+    """Return a checkpoint's manifest; raise `CheckpointError` if it has changed."""
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         body = content["manifest"]
@@ -159,11 +159,11 @@ def read_manifest(folder: Path) -> Manifest:
                 f"it must be of format {FORMAT}, which this version reads, got {body['format']}"
             )
         manifest = Manifest(**body)
-        for known in fields(Manifest):  # a stranger may have signed
+        for known in fields(Manifest):  # anyone can write a valid checksum
             value, kind = getattr(manifest, known.name), known.type.partition("[")[0]
             if type(value).__name__ != kind:
                 raise TypeError(f"{known.name} must be of type {kind}, got {value!r}")
-        # A path would lead out of the folder.
+        # A path could lead out of the folder.
         if strange := [name for name in manifest.files if not _FILE_NAME.fullmatch(name)]:
             raise ValueError(f"it must hold a checkpoint's files only, got {strange[0]!r}")
     except FileNotFoundError:
@@ -190,12 +190,12 @@ def shard_names(rank: int) -> list[str]:
 def write_shard(
     folder: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Any]]:
-    """Write one process's files and return what the manifest will say of them."""
+    """Write one process's files and return their entries in the manifest."""
     folder.mkdir(parents=True, exist_ok=True)
     text, weights = (folder / name for name in shard_names(rank))
     write_text(text, json.dumps(tree))
     write_with(weights, lambda temporary: save_file(dict(tensors), temporary))
-    shutil.copymode(text, weights)  # safetensors leaves it to the owner alone
+    shutil.copymode(text, weights)  # safetensors lets only the owner read it
     return {path.name: describe(path) for path in (text, weights)}
 
 
@@ -204,18 +204,18 @@ def write_shard(
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint to go on from."""
+    """A checkpoint to resume from."""
 
     folder: Path
     manifest: Manifest
 
     @staticmethod
     def at(folder: Path) -> Found:
-        """Return the checkpoint in a folder, its files not checked."""
+        """Return the checkpoint in a folder without checking its files."""
         return Found(folder, read_manifest(folder))
 
     def check(self, names: Iterable[str] | None = None) -> None:
-        """Raise `CheckpointError` unless these files, or all, are as they were written."""
+        """Raise `CheckpointError` if any of these files, or of all, has changed."""
         for name in self.manifest.files if names is None else names:
             path = self.folder / name
             try:
@@ -227,20 +227,20 @@ class Found:
             raise CheckpointError(f"{self.folder} is damaged: {name} {why}")
 
     def shard(self, rank: int) -> Any:
-        """Return the state that a process saved, its tensors in host memory."""
+        """Return the state that a process saved, with tensors in host memory."""
         names = shard_names(rank)
         self.check(names)
         text, weights = (self.folder / name for name in names)
         tree = json.loads(text.read_text(encoding="utf-8"))
-        # A file's tensors lie anywhere in it; clones are aligned, like a run's own. Sums of other
-        # alignment may differ in their last bits.
+        # A file's tensors may start anywhere; clones are aligned like a run's own. With another
+        # alignment, sums may differ in their last bits.
         return unpack(tree, {name: each.clone() for name, each in load_file(weights).items()})
 
 
 def newest(run_folder: Path, warn: Callable[[str], object] = lambda line: None) -> Found | None:
-    """Return the newest checkpoint whose files are all as they were written, or None.
+    """Return the newest checkpoint with all its files unchanged, or None.
 
-    `warn` gets a line for each checkpoint that is passed over.
+    `warn` receives a line for each skipped checkpoint.
     """
     for found in checkpoints_in(run_folder, warn):
         try:
@@ -254,7 +254,7 @@ def newest(run_folder: Path, warn: Callable[[str], object] = lambda line: None) 
 def checkpoints_in(
     run_folder: Path, warn: Callable[[str], object] = lambda line: None
 ) -> list[Found]:
-    """Return what has a good manifest, newest first, its files not checked."""
+    """Return checkpoints with a good manifest, newest first, without checking their files."""
     complete = []
     for folder in sorted(_folders(run_folder)):
         try:
@@ -266,10 +266,10 @@ def checkpoints_in(
 
 
 def prune(run_folder: Path, keep: int) -> None:
-    """Remove all complete checkpoints but the newest `keep`.
+    """Remove all complete checkpoints except the newest `keep`.
 
-    Incomplete ones stay: other processes may be writing the next. So does, with a warning, one that
-    cannot be removed: that is no reason to end a run.
+    Incomplete ones remain: other processes may be writing the next. One that cannot be removed
+    remains with a warning: that is no reason to end a run.
     """
     for folder in (found.folder for found in checkpoints_in(run_folder)[keep:]):
         try:
@@ -279,22 +279,22 @@ def prune(run_folder: Path, keep: int) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint; its manifest goes first, so that no half of one ever counts."""
+    """Remove a checkpoint, its manifest first, so that a partial one is never used."""
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def set_aside_after(run_folder: Path, sequence: int) -> list[Path]:
-    """Rename checkpoints newer than the one that a run goes on from; return their new names.
+    """Rename checkpoints newer than the one that a run resumes; return their new paths.
 
-    What never became a checkpoint is removed: nobody may be writing one.
+    Incomplete checkpoints are removed: no process may be writing one now.
     """
     sequences = {found.folder: found.manifest.sequence for found in checkpoints_in(run_folder)}
     renamed = []
     for folder in _folders(run_folder):
         if not (folder / MANIFEST).exists():
             remove(folder)
-        elif sequences.get(folder, math.inf) > sequence:  # or its manifest is damaged
+        elif sequences.get(folder, math.inf) > sequence:  # also if its manifest is damaged
             target = folder.with_name(folder.name + _ABANDONED)
             shutil.rmtree(target, ignore_errors=True)
             renamed.append(folder.replace(target))

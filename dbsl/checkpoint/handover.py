@@ -1,6 +1,6 @@
-"""What other workers, or other plans, take over: weights, and the rest of an epoch.
+"""Handing weights and the rest of an epoch over to other workers or plans.
 
-It is made into a state of the new workers, which is loaded as any that was saved.
+The result is a state of the new workers, loaded like any saved state.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dbsl.run.workers import Workers
 
 
 def must_stay(what: str, old: Any, new: Any, why: str) -> None:
-    """Refuse a change."""
+    """Refuse a change of a setting."""
     require(old == new, f"{what} must stay {as_given(old)}{why}", new)
 
 
 class Saved:
-    """A run as it was saved: rank 0's state, its complete settings, its number of samples.
+    """A saved run: rank 0's state, its complete settings, its number of samples.
 
-    `workers` are those that go on, with the same order of resolutions in epochs under way.
-    `at_epoch_end`: it was saved where all meet at an epoch's end, not inside a round.
+    `workers` are those that continue, with the same order of resolutions in epochs in progress.
+    `at_epoch_end`: it was saved at an epoch's end, where all wait, not inside a round.
     """
 
     def __init__(
@@ -41,27 +41,27 @@ class Saved:
         self.plans.load_state_dict(state["planner"])
         self.in_step, self.pushes = settings["sync"] == "step", settings["push"] != "weights"
         self.simulated = "queue" in state["cluster"]
-        # Real workers that go by themselves save the server's state, and none of theirs.
+        # Real workers that do not wait save only the server's state, not their own.
         self.server_alone = meets_at_server(settings["sync"]) and not self.simulated
         self.rounds = state["planner"]["rounds"]  # of an epoch
-        # Who was there, and how far; joint steps are those of one.
+        # The workers and their progress; joint steps are treated as one worker's.
         self.members = members = Members(1, self.rounds)
         if server := state["cluster"]["server"]:
             members.load_state_dict(server)
         else:
             members.clocks = [state["cluster"]["clock"]]
-        if not self.simulated:  # only the workers know whether they have taken a step
+        if not self.simulated:  # only workers know whether they have taken a step
             members.inside = set() if at_epoch_end or self.server_alone else members.active
-        # Epochs that a worker may have begun and that are not complete.
+        # Incomplete epochs that a worker may have begun.
         self.under_way = self.plans.under_way(members, settings["epochs"] * self.rounds)
 
     @property
     def others_may_go_on(self) -> bool:
-        """Whether other workers or plans may go on from here.
+        """Whether other workers or plans may continue from here.
 
-        In joint steps they may anywhere. Else all workers must have pushed the same rounds, none of
-        which was lost with a worker that was ahead, and every epoch's end must have been told. What
-        a worker had trained of a round that it has not pushed is trained again.
+        Every epoch's end must have been yielded. Except with joint steps, all workers must also
+        have pushed the same rounds, none lost with a worker that was ahead. Steps of a round that a
+        worker has not pushed are repeated.
         """
         if self.state["cluster"]["untold"]:
             return False
@@ -69,21 +69,21 @@ class Saved:
             return True
         members = self.members
         clocks = {members.clocks[worker] for worker in members.active}
-        begun = self.state["planner"]["begun"]  # where a loss has left rounds as they were planned
+        begun = self.state["planner"]["begun"]  # rounds whose plan was kept when a worker was lost
         return len(clocks) == 1 and max(clocks) >= begun
 
     @property
     def position(self) -> tuple[int, int, int]:
-        """Return the epoch, the round and the joint step that every worker has come to, if open."""
+        """Return the epoch, round and joint step that every worker has reached, if open."""
         steps = ((self.in_step and self.state["progress"]) or {}).get("steps", 0)
         return *divmod(self.members.slowest(), self.rounds), steps
 
 
 def for_others(saved: Saved, workers: Workers) -> dict[str, Any]:
-    """Return an open run's state as it is for other workers; each process has one of its own.
+    """Return an open run's state for other workers; each process has its own.
 
-    They take over the weights, the place in the epoch, the optimizer that all shared (of joint
-    steps, or the server's) and that of `merge` delta. All else begins anew.
+    They take over the weights, the position in the epoch, the shared optimizer (of joint steps, or
+    the server's) and that of `merge` delta. Everything else begins anew.
     """
     state, before, plans = saved.state, saved.state["cluster"], workers.plans
     cluster, planner, log = workers.cluster.state_dict(), plans.planner.state_dict(), state["log"]
@@ -102,7 +102,7 @@ def for_others(saved: Saved, workers: Workers) -> dict[str, Any]:
     cluster |= {"ended": [moment["time_s"]] * count}  # of simulated workers
     if "outer" in kept:
         cluster["delta"] = kept["outer"]  # of a barrier
-    if round_ and first.global_batch_size is None:  # a joint step has the same samples in any plan
+    if round_ and first.global_batch_size is None:  # joint steps have the same samples in any plan
         sampler = replace(plans.sampler, rounds=saved.rounds)
         taken = sampler.taken_before(saved.plans.at(epoch, round_), round_)
         rest = replace(first, first_round=round_, taken=taken)
@@ -119,10 +119,10 @@ def for_others(saved: Saved, workers: Workers) -> dict[str, Any]:
 def without_workers(
     state: Mapping[str, Any], workers: Workers, shared: Any = None, steps: int = 0
 ) -> dict[str, Any]:
-    """Return a state in which this process's workers begin a round, of which `steps` are taken.
+    """Return a state in which this process's workers begin a round with `steps` already taken.
 
-    Their optimizers have the `shared` state, or begin anew. Each worker goes on counting from the
-    steps that it has pushed, a new one from where the furthest is.
+    Their optimizers have the `shared` state, or begin anew. Each worker continues its count from
+    the steps that it has pushed, a new one from the highest count.
     """
     heard = state["meter"]["heard"]
     most = max(heard.values(), default=0)
@@ -131,7 +131,7 @@ def without_workers(
     optimizers = {} if shared is None else dict.fromkeys(workers.optimizers, shared)
     progress = None
     if steps:
-        rate = state["progress"]["learning_rate"]  # no step may be left
+        rate = state["progress"]["learning_rate"]  # perhaps no step is left to set it
         progress = {"steps": steps, "inherited": steps, "learning_rate": rate}
     return {
         **state,
@@ -146,10 +146,10 @@ def without_workers(
 def check_epochs_under_way(
     saved: Saved, orders: Collection[str], workers: Workers, epochs: range, *, others: bool
 ) -> None:
-    """Refuse changes after which nobody could tell which samples of these epochs are left.
+    """Refuse changes that would leave the remaining samples of these epochs unknown.
 
-    They have begun, and are not complete. `orders` are changed settings that draw another order.
-    `others`: other workers or plans take over.
+    The epochs have begun but are not complete. `orders` are changed settings that draw another
+    order. `others`: other workers or plans take over.
     """
     config, before, plans = workers.config, saved.settings, workers.plans
     if not epochs:
@@ -163,7 +163,7 @@ def check_epochs_under_way(
         kept[f"resolution of epoch {epoch + 1}"] = tuple(map(px, sides))
     if others:
         kept["training images"] = saved.samples, len(workers.data.train)
-        # The place in an epoch is counted in rounds, of joint steps in steps.
+        # The position in an epoch is counted in rounds; for joint steps, in steps.
         names += ["sync"] if saved.in_step or config.sync == "step" else []
         if saved.in_step or saved.pushes or shares_global_batch(config):
             names += ["push", "drop_last"]
@@ -179,11 +179,10 @@ def check_epochs_under_way(
 
 
 def with_lost_workers(state: Mapping[str, Any], workers: Workers, epochs: int) -> Mapping[str, Any]:
-    """Return rank 0's state with the workers back that were lost.
+    """Return rank 0's state with the lost workers restored.
 
-    They begin with the first epoch that nobody has begun. Epochs under way keep the plans that were
-    made without them.
-    The run's planner takes the state; `epochs` the run was to have when it was saved.
+    They begin with the first epoch that no worker has begun. Epochs in progress keep the plans made
+    without them. The state is loaded into the run's planner. `epochs` is the saved setting.
     """
     server, planner = state["cluster"]["server"], workers.plans.planner
     members = planner.members

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, which settings may have changed, and what it takes over."""
+"""Which checkpoint a run resumes, which settings may change, and what it takes over."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ from dbsl.model import BEST, EMA
 from dbsl.optimizer import optimizer_class
 from dbsl.run.workers import Workers
 
-Changes = dict[str, tuple[Any, Any]]  # settings that are not what they were: before, now
+Changes = dict[str, tuple[Any, Any]]  # changed settings: before, now
 _TIMES = ("slope", "intercept", "floor")
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint, read."""
+    """A checkpoint that was read."""
 
     found: Found
     state: Mapping[str, Any]
-    same: bool  # this process's workers go on at their steps; else they begin from rank 0's state
+    same: bool  # this process's workers continue at their steps, else begin from rank 0's state
 
 
 # --- which checkpoint
 
 
 def find_checkpoint(run_folder: Path, config: RunConfig, accelerator: Accelerator) -> Found | None:
-    """Return what a run goes on from, the same on every process; None: there is nothing yet."""
+    """Return the checkpoint to resume, the same on every process; None: there is none yet."""
     resume, name = Path(config.resume), ""
     with refused_by_all(accelerator):
         if accelerator.is_main_process and is_checkpoint(config.resume):
@@ -83,7 +83,7 @@ def find_checkpoint(run_folder: Path, config: RunConfig, accelerator: Accelerato
 
 
 def is_finished(run: Path, found: Found | None, config: RunConfig) -> bool:
-    """Whether the run has come to its end, and is not to go on for more epochs."""
+    """Return whether the run has finished and is not to train more epochs."""
     path = run / "summary.json"
     if not path.exists():
         return False
@@ -91,10 +91,10 @@ def is_finished(run: Path, found: Found | None, config: RunConfig) -> bool:
     text = f"epochs must be at least {trained}, which the finished run in {run} has trained"
     require(trained <= config.epochs, text, config.epochs)
     text = "keep_checkpoints must be at least 1 to make a run longer"
-    got = f"a finished run without a checkpoint in {run}"  # it must not be overwritten
+    got = f"a finished run without a checkpoint in {run}"  # do not overwrite it
     require(found or trained == config.epochs, text, got)
     if is_checkpoint(config.resume) and found.manifest.epoch < trained:
-        return False  # it goes back to that
+        return False  # it resumes from that
     return trained == config.epochs
 
 
@@ -102,12 +102,12 @@ def is_finished(run: Path, found: Found | None, config: RunConfig) -> bool:
 
 
 def complete_settings(before: Mapping[str, Any], now: RunConfig) -> dict[str, Any]:
-    """Return saved settings with the defaults of those that were not there yet."""
+    """Return saved settings, with defaults for settings that did not exist yet."""
     return {field.name: field.default for field in fields(now)} | dict(before)
 
 
 def changed_settings(before: Mapping[str, Any], now: RunConfig) -> Changes:
-    """Return the settings that are not what they were; one that was not there had its default."""
+    """Return the changed settings; one that did not exist before had its default."""
     before = complete_settings(before, now)
     names = (name for name in asdict(now) if name != FOUND)
     return {n: (before[n], getattr(now, n)) for n in names if not _is_as_before(n, now, before)}
@@ -118,16 +118,16 @@ def _is_as_before(name: str, now: RunConfig, before: Mapping[str, Any]) -> bool:
 
 
 def _in_short(name: str, value: Any) -> Any:
-    """Return a setting's value as JSON has it; one that is the same everywhere is there once."""
+    """Return a setting's value as in JSON; a value that is the same everywhere appears once."""
     if name in (*_TIMES, "large_batch_size") and value and len({*value}) == 1:
         return [value[0]]
     return list(value) if isinstance(value, tuple) else value
 
 
 def _draw_another_order(changed: Changes, cls: type[RunConfig]) -> list[str]:
-    """Return the changed settings by which the order of an epoch's samples is another.
+    """Return the changed settings that alter the order of an epoch's samples.
 
-    Of a setting that may be unset it matters only whether it is set.
+    For a setting that may be unset, only whether it is set matters.
     """
     names = [name for name in with_role(cls, Role.ORDER) if name in changed]
     return [n for n in names if None in changed[n] or getattr(cls, n) is not None]
@@ -136,11 +136,11 @@ def _draw_another_order(changed: Changes, cls: type[RunConfig]) -> list[str]:
 def changes_for(
     config: RunConfig, found: Found | None, processes: int, given: RunConfig
 ) -> dict[str, Any]:
-    """Return the settings that change for as many workers as there are now, in so many processes.
+    """Return the settings to change for the current number of workers and processes.
 
-    What was measured or solved for other workers is left to be found anew; the global batch of
-    joint steps stays, unless it or its parts are given. In `config` what the run had found out is
-    filled in, in `given` it is not.
+    Values measured or solved for other workers are found anew; the global batch size of joint
+    steps remains, unless it or its parts are given. `config` includes what the run had found;
+    `given` does not.
     """
     if found is None:
         return {}
@@ -152,7 +152,7 @@ def changes_for(
         anew |= {"profile"} if "slope" in anew else set()
         changes |= {name: getattr(given, name) for name in anew}
         config = replace(config, **changes)
-        for name in of_workers:  # values of each worker have no meaning now
+        for name in of_workers:  # values per worker have no meaning now
             value = getattr(config, name)
             several = isinstance(value, tuple) and len(value) > len(before["resolutions"])
             by_worker = several or (value and name == "local_batch_sizes")
@@ -162,7 +162,7 @@ def changes_for(
             changes["small_workers"] = min(config.small_workers, config.workers)
     config, shared = replace(config, **changes), before["sync"] == "step"
     shared = (shared or before["push"] != "weights") and shares_global_batch(config)
-    # It may have been kept before, from yet other workers.
+    # An earlier resume may have kept it, from yet other workers.
     kept = config.workers != workers or "global_batch_size" in before[FOUND]
     if not (shared and kept) or config.global_batch_size or config.local_batch_sizes:
         return changes
@@ -170,7 +170,7 @@ def changes_for(
     sizes = {plan["global_batch_size"] for plan in planner["last"].values()}
     if len(sizes) == 1:
         changes["global_batch_size"] = sizes.pop()
-        # Without a global batch it was each worker's part; with one it would be the most of each.
+        # Without a global batch size it was each worker's part; with one it would be a maximum.
         alone = before["global_batch_size"] is None and config.large_batch_size is not None
         if alone and _is_as_before("large_batch_size", config, before):
             changes["large_batch_size"] = None
@@ -193,7 +193,7 @@ def read_resumed(found: Found, workers: Workers, config: RunConfig) -> Resumed:
         for name, pair in changed.items():
             if name not in with_role(type(config), Role.COMMAND):
                 say(f"changed since the checkpoint: {name} {' -> '.join(map(as_given, pair))}")
-        others = {  # what has changed so that no process's own state fits
+        others = {  # changes after which no process's own state fits
             "workers": (manifest.workers, workers.config.workers),
             "processes": (manifest.processes, workers.accelerator.num_processes),
             "training images": (manifest.samples, len(data.train)),
@@ -201,7 +201,7 @@ def read_resumed(found: Found, workers: Workers, config: RunConfig) -> Resumed:
         others = {what: pair for what, pair in others.items() if pair[0] != pair[1]}
         anew = {*with_role(type(config), Role.PLAN)}
         if manifest.processes > 1 and config.sync == "bsp":
-            anew |= {"wire", "merge"}  # which decide what a barrier keeps of a round
+            anew |= {"wire", "merge"}  # they decide what a barrier keeps of a round
         others |= {name: pair for name, pair in changed.items() if name in anew}
         for what, pair in {} if saved.others_may_go_on else others.items():
             must_stay(what, *pair, " until all workers have pushed the same rounds")
@@ -225,7 +225,7 @@ def read_resumed(found: Found, workers: Workers, config: RunConfig) -> Resumed:
 
 
 def check_trained_on(run: Path, data: TrainingData, dataset: str) -> None:
-    """Refuse to evaluate a run's weights on images of its dataset that it has trained on."""
+    """Refuse to evaluate a run's weights on images of its dataset on which it trained."""
     summary, held_out = run / "summary.json", None
     with reading_checkpoint(run):
         if saved := checkpoints_in(run):
@@ -237,7 +237,7 @@ def check_trained_on(run: Path, data: TrainingData, dataset: str) -> None:
 
 
 def check_held_out(before: str, data: TrainingData, dataset: str) -> None:
-    """Refuse other images than a run has held out: it has trained on them."""
+    """Refuse images other than those that a run held out: it has trained on them."""
     now = getattr(data, "held_out", "")
     text = "dataset, seed and holdout must be those that drew the run's evaluation images"
     require(now in ("", before), text, f"another draw, or other images, from {dataset}")
@@ -246,21 +246,21 @@ def check_held_out(before: str, data: TrainingData, dataset: str) -> None:
 def _check_state(
     found: Found, changed: Changes, state: Mapping[str, Any], workers: Workers
 ) -> None:
-    """Refuse a model, an optimizer or data that are not those of the state, and epochs that are."""
+    """Refuse a model, optimizer or data that do not fit the state, and too few epochs."""
     manifest, data = found.manifest, workers.data
     text = "dataset must have the classes that the run began with"
     shown = f"{manifest.classes} classes in the checkpoint, {data.num_classes} in the data"
     require(manifest.classes == data.num_classes, text, shown)
     same = manifest.data == getattr(data, "digest", "")
     require(same, "data must be those that the run has trained on", "other samples")
-    # Two names may be of one optimizer; other arguments than rates may need more state (amsgrad).
+    # Two names may mean one optimizer; arguments other than rates may need more state (amsgrad).
     kinds = {"optimizer": lambda name: optimizer_class(name) or name, "opt_kwargs": without_rates}
     for name in kinds.keys() & changed.keys():
         old, new = map(kinds[name], changed[name])
         if old != new:
             must_stay(name, *changed[name], ", whose state the run has")
     weights = state["model"]["weights"]
-    if weights is None:  # between rounds the server has them
+    if weights is None:  # between rounds, the server has them
         weights = state["cluster"]["server"]["weights"]
     fits = len(weights) == vector_length(workers.raw_model)
     for name in ("model", "model_kwargs") if not fits else ():
@@ -272,20 +272,20 @@ def _check_state(
 
 
 def take_over_folder(found: Found, config: RunConfig, accelerator: Accelerator) -> None:
-    """Make the run folder what it was at the checkpoint; all has been read, and fits."""
+    """Restore the run folder as it was at the checkpoint, which was read and fits."""
     manifest, run, best = found.manifest, found.folder.parent.parent, f"{BEST}.safetensors"
     if not accelerator.is_main_process:
         return
     (run / best).unlink(missing_ok=True)
     if best in manifest.files:
         link_or_copy(found.folder / best, run / best)
-    if manifest.epoch < config.epochs:  # the next evaluation writes it, if it still has one
+    if manifest.epoch < config.epochs:  # the next evaluation writes it, if still used
         (run / f"{EMA}.safetensors").unlink(missing_ok=True)
-    # A finished run that is made longer has no summary until it ends again.
+    # A finished run that is extended has no summary until it ends again.
     (run / "summary.json").unlink(missing_ok=True)
     for folder in set_aside_after(run, manifest.sequence):
         accelerator.print(f"a later checkpoint is set aside: {folder}")
-    if is_checkpoint(config.resume):  # processes that are restarted go on from later ones
+    if is_checkpoint(config.resume):  # restarted processes resume from later ones
         remember(RUN_FOLDER, str(run))
     epochs = f"{manifest.epoch} of {config.epochs} epochs complete"
     accelerator.print(f"resumed from {found.folder} ({epochs}, saved {manifest.saved_at})")

@@ -1,1 +1,1 @@
-"""How weights move between workers, simulated or in processes, and what a step is."""
+"""Exchange of weights between workers, simulated or in processes, and optimizer steps."""

@@ -1,4 +1,4 @@
-"""Who is alive, and whose fault it is when an exchange between processes fails."""
+"""Which processes are alive, and which one is at fault when an exchange fails."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from dbsl.cluster import wire
 from dbsl.plan.types import Action, RoundReport
 
 _BEAT_S = 0.4
-_STOP, _LAST = 1, 2  # beats that say more than that a process is there
+_STOP, _LAST = 1, 2  # beats with a further message
 _GRACE_S = 5.0
-_LOOK_S = 0.5  # between looks whether another process has failed
-_ANSWER_S = 5.0  # by then a living process has seen that one has failed, and says so
-_END_S = 3.2  # that the main thread has to end the process itself
-_ASK_EVERY_S = 1.0  # that processes tell each other whether to stop or to save
+_LOOK_S = 0.5  # between checks for another process's failure
+_ANSWER_S = 5.0  # within it a living process sees a failure and answers
+_END_S = 3.2  # the main thread's time to end the process itself
+_ASK_EVERY_S = 1.0  # interval at which processes agree whether to stop or save
 
 
 class Keepalive:
-    """Two processes tell each other that they are alive, whatever else they do meanwhile.
+    """Two processes tell each other that they are alive, during any other work.
 
-    One `asks` twice a second and the other answers, each in a thread, on the connection on which
-    they exchange weights: compute may take as long as it takes. Where one `wants_stop`, its beats
-    have the other call `on_stop`. When one has heard nothing of the other for too long, or is told
-    that the other goes on without it, the connection is closed. What waits for it in either process
-    fails, unless a part of its message has come. `failure` then says why, and `on_lost` is called
-    with this, in the thread.
+    One `asks` twice a second and the other answers, each in a thread, on the connection that
+    carries the weights: a computation may take any time. If one `wants_stop`, its beats make the
+    other call `on_stop`. The connection is closed when one has heard nothing from the other for too
+    long, or learns that the other continues without it. Operations that wait on it then fail in
+    both processes, unless part of the message has arrived. `failure` gives the reason, and the
+    thread calls `on_lost` with this object.
     """
 
-    _TAG = 1  # messages of any other tag are not mistaken for these
+    _TAG = 1  # keeps beats apart from messages with other tags
 
     def __init__(
         self,
@@ -62,22 +62,22 @@ class Keepalive:
     ) -> None:
         self.failure: str | None = None
         self._peer, self._pair, self._asks, self._timeout_s = peer, pair, asks, timeout_s
-        # Later than the other: where the network is at fault, that one says who was lost.
+        # The asker waits longer: if the network fails, the other one names the lost rank.
         self._limit_s = timeout_s + _GRACE_S * asks
         self._wants_stop, self._on_stop, self._on_lost = wants_stop, on_stop, on_lost
         self._ending = threading.Event()
-        # It ends when the last beat is sent.
+        # The thread ends when the last beat is sent.
         self.thread = threading.Thread(target=self._run, name=f"keepalive-{peer}", daemon=True)
         self.thread.start()
 
     def reason(self, error: BaseException) -> str:
         """Return why an exchange with the other process failed."""
         if is_lost_peer(error):
-            self.thread.join(_ANSWER_S)  # it fails, too, and knows more
+            self.thread.join(_ANSWER_S)  # it fails too, with more detail
         return self.failure or reason_of(error)
 
     def end(self) -> None:
-        """Be silent after one more beat; an asker that has not ended is left out by it."""
+        """Send one last beat; an asker that has not ended learns from it that it is left out."""
         self._ending.set()
 
     def _run(self) -> None:
@@ -92,11 +92,11 @@ class Keepalive:
                 return
             self.failure = f"rank {self._peer} answers no more"
             with suppress(RuntimeError):
-                self._hear(0.001)  # in vain, which closes the connection
+                self._hear(0.001)  # times out, which closes the connection
         self._on_lost(self)
 
     def _beat(self) -> bool:
-        """Talk until one of both ends it; return whether the other did, which should answer."""
+        """Exchange beats until one side ends; return whether this side asks and the other ended."""
         speaks = self._asks
         while True:
             if speaks:
@@ -119,35 +119,35 @@ class Keepalive:
 
 
 class Watch:
-    """Ends all processes of a run where one fails, and names the one that died or hangs.
+    """Ends all processes of a run when one fails, and names the one that died or hangs.
 
-    Each looks into the store at which they have met. The first whose exchange fails calls the roll
-    there. A process that died does not answer; one that hangs answers in a thread, but does not
-    come out of its step. Where an exchange does not fail when a peer dies (NCCL's waits on the
-    device, for its own timeout), what was found ends the process.
+    Each watches the store that they used to connect. The first with a failed exchange calls the
+    roll there. A dead process does not answer; a hanging one answers in a thread, but does not
+    leave its step. If a peer's death does not fail an exchange (NCCL waits on the device, until its
+    own timeout), the result of the roll call ends the process.
     """
 
     def __init__(self) -> None:
         self._rank, self._ranks = dist.get_rank(), range(dist.get_world_size())
         self._store = dist.PrefixStore("dbsl/watch", distributed_c10d._get_default_store())
-        self._found = ""  # whose fault it is; from then on the store may end
-        # The main thread is on its way out, and needs no other to end it.
+        self._found = ""  # who is at fault; once it is set, the store may end
+        # The main thread is leaving, and no other needs to end it.
         self._leaves = threading.Event()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Turn a failed exchange into a `SyncError` that names the rank whose fault it is.
+        """Turn a failed exchange into a `SyncError` that names the rank at fault.
 
         Any other error ends this process alone; the others get a note of it.
         """
         threading.Thread(target=self._look, name="watch", daemon=True).start()
         try:
             yield
-        except (RunStopped, DivergedError, GeneratorExit):  # all end by it
+        except (RunStopped, DivergedError, GeneratorExit):  # every process ends with it
             raise
         except BaseException as error:
             self._leaves.set()
-            # Data may be read, and saved, over connections of their own.
+            # Reading data and saving may use their own connections.
             if is_lost_peer(error) and not isinstance(error, (ReadError, SaveError)):
                 raise SyncError(self._call_roll("", reason_of(error))) from error
             left = isinstance(error, SystemExit) and not error.code
@@ -158,7 +158,7 @@ class Watch:
             self._leaves.set()
 
     def _look(self) -> None:
-        """Wait until a process has failed, and end this one (runs in a thread)."""
+        """Wait until a process fails, then end this one (runs in a thread)."""
         try:
             while not self._store.check(["failed"]):
                 if self._leaves.wait(_LOOK_S):
@@ -173,7 +173,7 @@ class Watch:
         end_later(self._found, self._leaves)
 
     def _call_roll(self, found: str, reason: str) -> str:
-        """Find whose fault it is, unless it is known, and have all others hear of it."""
+        """Find the rank at fault, unless it is known, and tell all others."""
         try:
             if found:
                 self._store.compare_set("found", "", found)
@@ -213,7 +213,7 @@ def _no_store(reason: str) -> str:
 
 
 def end_later(found: str, leaves: threading.Event) -> None:
-    """End this process with a line, unless its main thread is faster, and `leaves`."""
+    """End this process with an error line, unless its main thread sets `leaves` first."""
 
     def end() -> None:
         if not leaves.is_set():
@@ -226,9 +226,9 @@ def end_later(found: str, leaves: threading.Event) -> None:
 
 
 class ControlGroup:
-    """What all processes agree on, apart from the weights' process group; waits for `timeout_s`.
+    """Agreement of all processes, outside the weights' process group; it waits for `timeout_s`.
 
-    With `islands`, the ranks of each worker, those of one worker agree.
+    With `islands`, the ranks of each worker, only processes of one worker agree.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class ControlGroup:
         islands: Sequence[Sequence[int]] = (),
     ) -> None:
         self.watch = watch
-        # In host memory: asking must not wait for what a device has queued.
+        # In host memory: asking must not wait for work queued on a device.
         how = {"backend": "gloo", "timeout": timedelta(seconds=timeout_s)}
         if islands:
             self._group, _ = dist.new_subgroups_by_enumeration(islands, **how)
@@ -247,13 +247,13 @@ class ControlGroup:
         self._steps, self._ask_at, self._asked_s = 0, 1, time.monotonic()
 
     def agree(self, action: Action) -> Action:
-        """Return the strongest wish; asked at each step, they tell each other once a second."""
+        """Return the strongest action requested; called each step, it exchanges once a second."""
         self._steps += 1
         if self._steps < self._ask_at:
             return Action.GO_ON
         now = time.monotonic()
         step_s = max(now - self._asked_s, 1e-6) / self._steps
-        # The first one's steps decide when they ask again.
+        # The first process's steps decide when they ask again.
         first = dist.get_rank(self._group) == 0
         own = round(min(max(_ASK_EVERY_S / step_s, 1.0), 1000.0)) if first else 0
         strongest, self._ask_at = self.highest(action, own)
@@ -261,13 +261,13 @@ class ControlGroup:
         return Action(strongest)
 
     def highest(self, *values: int) -> list[int]:
-        """Return the highest of each of all processes' values (a collective)."""
+        """Return the maximum of each value over all processes (a collective)."""
         numbers = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
         return numbers.tolist()
 
     def gather_reports(self, report: RoundReport | None) -> list[RoundReport]:
-        """Return all processes' reports, by rank, of those that have one (a collective)."""
+        """Return the reports of all processes that have one, by rank (a collective)."""
         texts = self.gather_texts("" if report is None else wire.encode(report))
         return [wire.read_report(text) for text in texts if text]
 
@@ -276,7 +276,7 @@ class ControlGroup:
         return wire.share_from(0, text, wire.CPU, self._group)
 
     def let_first_wait(self, peer: int) -> None:
-        """Have the first process wait until another one calls this, for as long as it takes."""
+        """Make the first process wait, without a limit, until `peer` calls this."""
         word = torch.zeros(1)
         if self._group.rank() == 0:
             self._group.recv([word], peer, 0).wait(wire.EVER)

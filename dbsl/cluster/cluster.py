@@ -1,6 +1,6 @@
-"""What every cluster offers the training loop and the checkpointer, wherever its workers are.
+"""What each cluster offers the training loop and the checkpointer, wherever its workers run.
 
-Workers come and go: the server's clocks and the planner's shares change together.
+When workers leave or return, the server's clocks and the planner's shares change together.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from dbsl.plan.types import (
 
 
 class WorkerGroup(NamedTuple):
-    """This process among those of its worker, with which it takes joint steps."""
+    """This process's place among its worker's processes, which take joint steps together."""
 
-    place: int = 0  # in its worker; the first meets other workers
-    inside: dist.ProcessGroup | None = None  # its worker's processes; None: it has one
-    between: dist.ProcessGroup | None = None  # the first processes of workers; None: all are
-    control: ControlGroup | None = None  # what its worker's processes agree on
+    place: int = 0  # in its worker; the first exchanges with other workers
+    inside: dist.ProcessGroup | None = None  # its worker's processes; None: only this one
+    between: dist.ProcessGroup | None = None  # each worker's first process; None: all processes
+    control: ControlGroup | None = None  # agreement of its worker's processes
 
 
 class Cluster(ABC):
-    """How the weights of this process's workers meet those of the others.
+    """Exchange of weights between this process's workers and the others.
 
-    The loop takes `turns`; in each round it asks for the `plan`, does a `pull`, trains, and does a
-    `push`. What is not abstract here is right where nothing has to be done.
+    The loop takes `turns`; in each round it asks for the `plan`, calls `pull`, trains, and calls
+    `push`. Methods that are not abstract here suit clusters with nothing to do in them.
 
     `weights` are this process's model, as one vector, and `workers` its workers, none on a
-    dedicated server. `outgoing` is what a push hands over, in the layout of the weights; None: the
-    weights. In the server's process there is a `server`, and the `planner` may change its mind.
-    Processes that meet agree by `control` on what to do. Where workers are simulated, `times` gives
-    the seconds that a worker's round takes to compute and to exchange, from (worker, epoch, round).
+    dedicated server. A push sends `outgoing`, in the layout of the weights; None: the weights. The
+    server's process has a `server`, and the `planner` may change plans there. Processes that meet
+    use `control` to agree on actions. For simulated workers, `times` gives the seconds that a
+    worker's round takes to compute and to exchange, from (worker, epoch, round).
     `finish_round` is called before reports are exchanged.
     """
 
-    holds_weights: bool = True  # whether the model has weights that count between two turns
-    # Whether a checkpoint has all that workers have, to go on at their steps; else it is the
-    # server's state alone.
+    holds_weights: bool = True  # whether the model's weights matter between two turns
+    # Whether a checkpoint has the workers' full state, to resume at their steps; else it has only
+    # the server's.
     saves_workers: bool = True
 
     def __init__(
@@ -79,13 +79,13 @@ class Cluster(ABC):
         self.time_s = 0.0 if times else None  # the virtual clock; None: workers are real
         self._rounds_per_epoch = planner.members.rounds
         self._rounds = epochs * self._rounds_per_epoch
-        self._clock = 0  # rounds of this process's workers that are over
+        self._clock = 0  # completed rounds of this process's workers
         self._waited_s = 0.0  # since the last report
         self._refused = 0
-        self._reports: deque[RoundReport] = deque()  # where there is no server
-        self.interrupted = False  # the run is to stop
+        self._reports: deque[RoundReport] = deque()  # used without a server
+        self.interrupted = False  # whether the run must stop
         self.finished_early = False  # whether `finish` ended the run before its last epoch
-        # Ends of epochs that the loop has not been told of; a server puts them here, where it is.
+        # Epoch ends not yet told to the loop; a server, if there is one, adds them here.
         self._untold: deque[EpochEnd] = deque() if server is None else server.finished
         self._losses: deque[LostWorker] = deque()  # not yet logged
         self._exits = ExitStack()
@@ -97,22 +97,22 @@ class Cluster(ABC):
 
     @property
     def refused(self) -> int:
-        """Rounds whose loss or weights were not finite, so far; without a barrier: on rank 0."""
+        """Rounds with a loss or weights not finite, so far; without a barrier: on rank 0."""
         return self._refused if self.server is None else self.server.refused
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._exits.__exit__(*error)
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
-        """Yield the rounds of this process's workers, and each epoch's end when it comes.
+        """Yield the rounds of this process's workers, and the end of each epoch.
 
-        A process that has no step to take while others do has turns of no worker, in which it may
-        save. `RunStopped`: the run is to stop while this process waits. Here all wait for each
+        While others take steps, a process without a step has turns of no worker, in which it may
+        save. `RunStopped`: the run must stop while this process waits. Here all wait for each
         other: rounds and ends are the same in every process.
         """
         yield from self._ends()
         while self._clock < self._rounds:
-            # Without a worker, too: a dedicated server takes part in every collective.
+            # Even without a worker: a dedicated server takes part in every collective.
             turn = Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
             yield turn
             self._clock += 1
@@ -121,13 +121,13 @@ class Cluster(ABC):
                 yield EpochEnd(turn.epoch, self.weights.vector, time.perf_counter())
 
     def _receive(self) -> None:  # noqa: B027
-        """Have the global weights in the model; joint steps have left them there."""
+        """Load the global weights into the model; after joint steps they are there."""
 
     def plan(self, turn: Turn) -> Plan:
-        """Decide on the plan of a turn, unless that is done (a collective where processes meet).
+        """Return the plan of a turn, and decide it if necessary (a collective if processes meet).
 
-        There the server rank decides where it may change: two kinds of CPU may round alike
-        measurements to unlike plans.
+        Then the server rank decides wherever it may change: two kinds of CPU may round equal
+        measurements to different plans.
         """
         planner, at = self.planner, (turn.epoch, turn.round)
         if self.control is not None and planner.is_boundary(*at):
@@ -141,8 +141,8 @@ class Cluster(ABC):
         """Load the weights that a round starts from into the model."""
 
     def push(self, reports: Sequence[RoundReport]) -> bool:
-        """Hand over what a round came to; True: it was refused, being not finite."""
-        waited_s, self._waited_s = self._waited_s, 0.0  # what it waits from now on is the next's
+        """Send a round's result; True: it was refused, because it was not finite."""
+        waited_s, self._waited_s = self._waited_s, 0.0  # later waiting belongs to the next round
         report = None
         for own in reports:  # one; none in a turn of no worker
             report = replace(own, compute_time_s=own.time_s, wait_time_s=waited_s)
@@ -157,9 +157,9 @@ class Cluster(ABC):
         self._waited_s += time.perf_counter() - began
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where every worker is, to go on from in `load_state_dict`.
+        """Return the state of every worker, for `load_state_dict`.
 
-        The weights that are the model's are not in here.
+        The model's own weights are not included.
         """
         return {
             "clock": self._clock,
@@ -174,7 +174,7 @@ class Cluster(ABC):
         self._clock, self._refused = state["clock"], state["refused"]
         self.time_s = state["time_s"] if self._times else None
         self._waited_s = state["waited_s"]
-        now = {"ended_at": time.perf_counter()}  # which counts from this process's start
+        now = {"ended_at": time.perf_counter()}  # relative to this process's start
         self._untold.clear()
         self._untold.extend(EpochEnd(**end | now) for end in state["untold"])
         if self.server is not None:
@@ -185,7 +185,7 @@ class Cluster(ABC):
         return divmod(self.server.clocks[worker], self._rounds_per_epoch)
 
     def reports(self) -> Iterator[RoundReport]:
-        """Yield the reports of rounds pushed since the last call, as far as they are told here."""
+        """Yield the reports of rounds pushed since the last call, if this process has them."""
         reports = self._reports if self.server is None else self.server.reports
         while reports:
             yield reports.popleft()  # a deque's ends are safe between threads
@@ -196,16 +196,16 @@ class Cluster(ABC):
             self.weights.load(end.weights)
 
     def losses(self) -> Iterator[LostWorker]:
-        """Yield the workers that were lost since the last call, in that order."""
+        """Yield the workers lost since the last call, in order."""
         while self._losses:
             yield self._losses.popleft()
 
     def agree(self, action: Action, *, round_over: bool) -> Action:
-        """Return what this process does after a step: what it would, or what all agree on."""
+        """Return this process's action after a step: its own, or the one all agree on."""
         return Action.STOP if self.interrupted else action
 
     def leave(self) -> None:  # noqa: B027
-        """Stop taking turns, and have the others do so."""
+        """Stop taking turns, and make the others stop."""
 
     @property
     def is_over(self) -> bool:
@@ -213,11 +213,11 @@ class Cluster(ABC):
         return self._clock >= self._rounds
 
     def highest(self, *values: int) -> list[int]:
-        """Return the highest of each value of the processes that meet at an epoch's end."""
+        """Return the maximum of each value over the processes that meet at an epoch's end."""
         return [*values] if self.control is None else self.control.highest(*values)
 
     def finish(self) -> None:
-        """Have no more turns, in any process: the run ends with the epoch that has come to its end.
+        """End the turns of all processes: the run ends with the epoch that has just ended.
 
         All processes that meet there call it.
         """
@@ -225,20 +225,20 @@ class Cluster(ABC):
         self._untold.clear()
 
     def _ends(self) -> Iterator[EpochEnd]:
-        """Yield the ends of epochs that are not told; each may be put back."""
+        """Yield the epoch ends not yet told; each may be put back."""
         while self._untold:
             yield self._untold.popleft()
 
     def put_back(self, end: EpochEnd) -> None:
-        """Have an epoch's end told again by the resumed run: its evaluation is broken off."""
+        """Requeue an epoch's end for the resumed run: its evaluation was interrupted."""
         self._untold.appendleft(end)
 
     def interrupt(self) -> None:
-        """Stop after this step, and wait for nobody: the run is to stop."""
+        """Stop after this step, and wait for nobody: the run must stop."""
         self.interrupted = True
 
     def held(self) -> AbstractContextManager:
-        """Hold up whatever else changes the state for as long as this is open."""
+        """Block all other changes of the state while this is open."""
         return nullcontext()
 
     def close(self) -> None:  # noqa: B027

@@ -1,4 +1,4 @@
-"""What numbers are sent as, by `--wire`: how many bytes it takes, and what rounding leaves."""
+"""Formats in which `--wire` sends numbers: their size in bytes, and their rounding error."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from dbsl.config.settings import Wire
 
 # --- joint steps
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what gradients are rounded to
-_LEAST_SAVING = 2  # PowerSGD compresses a matrix if this saves as much; torch's own value
-# A factor of zeros, as of a layer without a gradient, would be divided by its length, 0, or stay
-# zeros for ever. Added to any other length, the first changes no digit, and so does the second to
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # gradients are rounded to these
+_LEAST_SAVING = 2  # PowerSGD compresses matrices only beyond this ratio; torch's own value
+# A factor of zeros, as for a layer without a gradient, would be divided by its norm, 0, or remain
+# zero. The first value, added to any other norm, changes no digit; nor does the second, added to
 # any other number.
 _EPSILON, _NEAR_ZERO = 1e-30, 1e-15
 _KEPT = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 
 def trained_shapes(model: nn.Module) -> list[torch.Size]:
-    """Return the shapes of what is trained of a model, whose gradients joint steps send."""
+    """Return the shapes of a model's trained parameters; joint steps send their gradients."""
     return [p.shape for p in model.parameters() if p.requires_grad]
 
 
 def joint_messages(wire: Wire, shapes: Sequence[torch.Size]) -> list[int]:
-    """Return the bytes of each sum of a joint step's gradients; one follows the other."""
+    """Return the bytes of each sum of a joint step's gradients; sums are consecutive."""
     numbers = sum(math.prod(shape) for shape in shapes)
     if not wire.rank:
         return [(2 if wire.name in DTYPES else 4) * numbers]
@@ -53,7 +53,7 @@ def joint_messages(wire: Wire, shapes: Sequence[torch.Size]) -> list[int]:
 
 
 def check_rank(wire: Wire, shapes: Sequence[torch.Size], given: str) -> None:
-    """Refuse PowerSGD that would compress nothing of these shapes."""
+    """Refuse PowerSGD if it would compress none of these shapes."""
     # The largest with (n + m) * rank * _LEAST_SAVING < n * m
     ranks = [-(-n * m // (_LEAST_SAVING * (n + m))) - 1 for n, m in _matrices(shapes)]
     most = max(ranks, default=0)
@@ -69,10 +69,10 @@ def _matrices(shapes: Sequence[torch.Size]) -> Iterator[tuple[int, int]]:
 
 
 class LowRank:
-    """torch's PowerSGD (Vogels et al., arXiv 1905.13727), and what it keeps from step to step.
+    """torch's PowerSGD (Vogels et al., arXiv 1905.13727), and its state between steps.
 
-    Its products are linear in the gradient and its remainder: processes with a part of both each
-    send what one with the sums would.
+    Its products are linear in the gradient and its remainder: processes that each have a part of
+    both send what one process with the sums would send.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -81,32 +81,32 @@ class LowRank:
         self.reset()
 
     def reset(self) -> None:
-        """Begin without factors and remainders, with the steps in float32."""
-        # torch asks for two of them, after which DDP's buckets are in order: here they are already.
+        """Discard factors and remainders; the first steps are in float32 again."""
+        # torch requires two such steps, for DDP to order its buckets: here they are in order.
         how = {"start_powerSGD_iter": 2, "orthogonalization_epsilon": _EPSILON}
         how["min_compression_rate"] = _LEAST_SAVING
         self.state = PowerSGDState(dist.group.WORLD, self.wire.rank, **how)
         self.state.start_powerSGD_iter = self.wire.steps
 
     def begin(self, trained: list[bool]) -> None:
-        """Note which parameters are trained; where it is others, begin without what was kept."""
+        """Note which parameters are trained; if they have changed, discard the state."""
         if trained != self._trained:
             self._trained = trained
             self.reset()
 
     def __call__(self, flat: Tensor, gradients: Sequence[Tensor]) -> torch.futures.Future[Tensor]:
-        """Sum and average what `flat` holds over processes, in place.
+        """Sum and average `flat` over processes, in place.
 
-        `gradients` are its tensors, in the order of the model's parameters: by it the first factors
-        are drawn.
+        `gradients` are its tensors, in the order of the model's parameters: the first factors are
+        drawn in this order.
         """
         for factors in self.state.q_memory_dict.values():
             other = torch.arange(len(factors), device=flat.device).sin() * _NEAR_ZERO
             factors.copy_(factors.where(factors != 0, other.to(factors)))
-        # Channels-last ones as rows in that order; a number alone as a vector.
+        # Channels-last tensors become rows in that order; a scalar becomes a vector.
         lying = [g if g.is_contiguous() else g.permute(0, 2, 3, 1) for g in gradients]
         rows = [g.flatten(1) if g.dim() > 1 else g.view(-1) for g in lying]
-        bucket = SimpleNamespace(buffer=lambda: flat, gradients=lambda: rows)  # torch asks no more
+        bucket = SimpleNamespace(buffer=lambda: flat, gradients=lambda: rows)  # torch needs no more
         bucket.index, bucket.is_last = lambda: 0, lambda: True
         return powerSGD_hook(self.state, bucket)
 
@@ -115,7 +115,7 @@ class LowRank:
         return kept | {"rank": self.wire.rank, "steps": self.state.iter, "trained": self._trained}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Take back what `state_dict` returned; of another rank, begin without."""
+        """Restore what `state_dict` returned; ignore it if the rank differs."""
         if state["rank"] != self.wire.rank:
             return
         self._trained, self.state.iter = state["trained"], state["steps"]
@@ -139,7 +139,7 @@ def numbers_of(model: nn.Module) -> tuple[int, int]:
 
 
 def message_bytes(wire: str, matrices: int, rest: int, itemsize: int = 4) -> int:
-    """Return the bytes of a message: numbers in matrices, and the rest, which stays whole."""
+    """Return the bytes of a message: numbers in matrices, and the rest, which is not rounded."""
     if wire == "float32":
         return itemsize * (matrices + rest)
     numbers = -(-matrices // BLOCK) * BLOCK
@@ -152,9 +152,9 @@ def encode(numbers: Tensor, wire: str) -> Tensor:
 
     L is a multiple of BLOCK.
 
-    An int8 or int4 is the nearest multiple of a scale, by which its block's largest number is 127
-    or 7. An int2 is -1, 0 or 1, by the rule of ternary weight networks (Li et al., arXiv
-    1605.04711): 0 up to 0.7 times the mean size, and the scale is the others' mean size.
+    An int8 or int4 is the nearest multiple of a scale that makes its block's largest number 127 or
+    7. An int2 is -1, 0 or 1, by the rule of ternary weight networks (Li et al., arXiv 1605.04711):
+    0 up to 0.7 times the mean magnitude; the scale is the mean magnitude of the others.
     """
     rows = len(numbers)
     if wire == "bf16":
@@ -170,7 +170,7 @@ def encode(numbers: Tensor, wire: str) -> Tensor:
         scales = (sizes.amax(2, keepdim=True) / (2 ** (bits - 1) - 1)).float()
         tiny = torch.finfo(torch.float32).tiny  # in a block of zeros
         integers = (blocks / scales.clamp(min=tiny)).round_()
-    # From 0 up, as many as fit into a byte, from places far apart: each operation has long rows.
+    # From 0 up, packed into bytes from places far apart: each operation has long rows.
     fields = integers.add_(2 ** (bits - 1)).to(torch.uint8).view(rows, 8 // bits, -1)
     packed = fields[:, 0].clone()
     for place in range(1, 8 // bits):
@@ -196,14 +196,14 @@ def decode(message: Tensor, wire: str, dtype: torch.dtype) -> Tensor:
 
 
 class Rounding:
-    """Rounds numbers to a format; what that leaves counts with the next ones (error feedback)."""
+    """Rounds numbers to a format, and adds the error to the next ones (error feedback)."""
 
     def __init__(self, wire: str) -> None:
         self.wire = wire
-        self.left: Tensor | None = None  # [R, L], as the numbers
+        self.left: Tensor | None = None  # [R, L], like the numbers
 
     def encode(self, numbers: Tensor) -> Tensor:
-        """Return numbers [R, L], and what was left of those before, as bytes."""
+        """Return numbers [R, L], plus the last rounding error, as bytes."""
         numbers = numbers if self.left is None else numbers + self.left
         message = encode(numbers, self.wire)
         self.left = numbers - decode(message, self.wire, numbers.dtype)
@@ -211,14 +211,14 @@ class Rounding:
 
 
 class WorkerSum:
-    """Sums the vectors [P] of all workers, of which matrices travel in a format (a collective).
+    """Sums the vectors [P] of all workers; matrices are sent in the `wire` format (a collective).
 
-    All get the same bits. Of a format that rounds, two processes send each other what they add. Of
-    more each sums a part of all vectors and rounds the sum once more, as in ZeRO++ (Wang et al.,
-    arXiv 2306.10209), so that fewer bytes travel. Vectors and buffers, which are few, are summed
-    whole.
+    All receive the same bits. With a format that rounds, two processes exchange their vectors.
+    More than two each sum a part of all vectors and round the sum again, as in ZeRO++ (Wang et
+    al., arXiv 2306.10209), to send fewer bytes. One-dimensional parameters and buffers, which are
+    few, are summed unrounded.
 
-    With `simulated` workers all are in this process.
+    `simulated` workers are all in this process.
     """
 
     def __init__(
@@ -232,15 +232,15 @@ class WorkerSum:
         self._wire, self._weights, self._group, self._real = wire, weights, group, not simulated
         alone = not (simulated or dist.is_initialized())
         self._workers = 1 if alone else simulated or dist.get_world_size(group)
-        # What this process adds by worker, and the sum.
+        # For this process's vectors, by worker, and the sum.
         count = 0 if wire == "float32" else (simulated or 1) + 1
         self._roundings = [Rounding(wire) for _ in range(count)]
 
     @torch.no_grad()
     def __call__(self, *vectors: Tensor) -> Tensor:
-        """Return the sum, which may lie where one of the vectors was.
+        """Return the sum, which may share memory with one of the vectors.
 
-        A worker that has nothing adds zeros, and what its rounding has left.
+        A worker that has nothing adds zeros and its last rounding error.
         """
         if self._wire == "float32":
             (summed,) = vectors
@@ -250,7 +250,7 @@ class WorkerSum:
         twice, rest, encoded = self._workers > 2, None, []
         parts = self._workers if self._real and twice else 1
         *added, summed = self._roundings
-        for each, vector in zip(added, vectors, strict=True):  # one by one: memory is for one
+        for each, vector in zip(added, vectors, strict=True):  # one at a time, to save memory
             matrices, own = self._weights.split(vector)
             rest = own if rest is None else rest + own
             padded = pad(matrices, (0, -len(matrices) % (parts * BLOCK)))
@@ -276,15 +276,15 @@ class WorkerSum:
         return sum(numbers, decode(first, self._wire, dtype))
 
     def forget(self) -> None:
-        """Leave nothing for the next sum."""
+        """Discard the rounding errors."""
         for rounding in self._roundings:
             rounding.left = None
 
     def state_dict(self) -> list[Tensor | None] | None:
-        """Return what this process's rounding has left; None: float32 leaves nothing."""
+        """Return this process's rounding errors; None: float32 has none."""
         return [rounding.left for rounding in self._roundings] or None
 
     def load_state_dict(self, state: Sequence[Tensor | None] | None) -> None:
-        """Take back what `state_dict` returned, unless one of both was of float32."""
+        """Restore what `state_dict` returned, unless either format is float32."""
         for rounding, left in zip(self._roundings, state or (), strict=False):
             rounding.left = None if left is None else left.to(self._weights.vector.device)

@@ -1,4 +1,4 @@
-"""How a process meets the others of its launch: what torch and Accelerate leave open."""
+"""How the processes of a launch connect: settings that torch and Accelerate leave open."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dbsl.base.machine import connect_store, restarts
 
 
 def prepare_group(timeout_s: float, *, cpu: bool) -> None:
-    """Prepare the process group that Accelerate makes, or make it where it would fail to.
+    """Prepare the process group that Accelerate makes, or make it if Accelerate would fail.
 
-    That is after a restart: the launcher's store still holds the addresses of the processes before
-    (torch 2.15), so that each attempt needs keys of its own. `cpu` is whether processes compute on
-    the CPU, be there an accelerator or not.
+    It would fail after a restart: the launcher's store still holds the earlier processes' addresses
+    (torch 2.15), so each attempt needs its own keys. `cpu` is whether processes compute on the CPU,
+    with or without an accelerator.
     """
     _bind_to_launcher()
     if not restarts() or not (cpu or torch.cuda.is_available()):
@@ -40,7 +40,7 @@ def prepare_group(timeout_s: float, *, cpu: bool) -> None:
 def group_timeout(timeout_s: float, *, cpu: bool) -> timedelta:
     """Return the process group's own timeout.
 
-    NCCL's watchdog ends a process without naming anybody: a `Watch` is to decide before.
+    NCCL's watchdog ends a process without naming a rank: a `Watch` must decide first.
     """
     return timedelta(seconds=timeout_s + 60 * (not cpu))
 
@@ -53,14 +53,14 @@ def chosen_backend() -> str | None:
     name = os.environ.get("DBSL_BACKEND", "")
     if name not in ("", "gloo"):
         raise SettingError(f"DBSL_BACKEND must be gloo or unset, got {name!r}")
-    # Accelerate takes a named backend for a group that exists, also where no launcher is.
+    # With a named backend, Accelerate assumes that a group exists, even without a launcher.
     return name if name and "LOCAL_RANK" in os.environ else None
 
 
 def _bind_to_launcher() -> None:
-    """Have gloo listen only on the interface that reaches the launcher (Linux).
+    """Make gloo listen only on the interface that reaches the launcher (Linux).
 
-    ``GLOO_SOCKET_IFNAME`` decides instead where it is set. Call it before there is a process group.
+    ``GLOO_SOCKET_IFNAME``, if set, takes precedence. Call this before a process group exists.
     """
     address = os.environ.get("MASTER_ADDR")
     if not address or "GLOO_SOCKET_IFNAME" in os.environ or not sys.platform.startswith("linux"):

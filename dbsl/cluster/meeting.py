@@ -1,7 +1,7 @@
 """How workers exchange: in each step, in turns in one process, or once a round at a barrier.
 
-Joint steps have the same weights in all workers throughout. In simulated time any number of workers
-take turns. At a barrier real processes meet, on Accelerate's process group.
+With joint steps, all workers always have the same weights. In simulated time, any number of workers
+take turns. At a barrier, real processes exchange over Accelerate's process group.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ from dbsl.plan.types import (
 class JointCluster(Cluster):
     """Turns of all workers together, in one process in simulated time or in several in real time.
 
-    The gradients are exchanged inside a turn, by the stepper; here are the turns, the plans and the
-    reports.
+    The stepper exchanges gradients inside a turn; this class handles turns, plans and reports.
     """
 
     def __init__(self, weights: FlatWeights, **common: Any) -> None:
         super().__init__(weights, **common)
-        self._start: Tensor | None = None  # weights at the start of the round, inside one
-        self._spent_s = 0.0  # on the round that a stopped run was in
-        self._inherited = 0  # steps of it that other workers took, before they were others
+        self._start: Tensor | None = None  # weights at the start of the current round
+        self._spent_s = 0.0  # on the round in which a run was stopped
+        self._inherited = 0  # steps of that round taken by an earlier set of workers
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
         for turn in super().turns():
@@ -53,13 +52,13 @@ class JointCluster(Cluster):
             yield turn
 
     def pull(self, turn: Turn) -> None:
-        """Keep the weights, which are here already, in case that the round is not finite."""
+        """Keep a copy of the weights, already here, in case the round is not finite."""
         self._start = self.weights.vector.clone()
 
     def push(self, reports: Sequence[RoundReport]) -> bool:
         """End a round: tell every process how long its workers computed and waited.
 
-        True: it was refused, and the weights are those of its start.
+        True: it was refused, and its starting weights are restored.
         """
         self._finish_round()
         done = self._simulated(reports) if self._times else self._gathered(*reports)
@@ -67,7 +66,7 @@ class JointCluster(Cluster):
         if refused:
             self.weights.load(self._start)
             self._refused += 1
-            # All have these weights: one report says what is wrong, a loss rather than its effect.
+            # All have these weights: one report names the fault, a loss rather than its effect.
             first = min((r for r in done if r.fault), key=lambda r: r.fault, default=None)
             done = [
                 replace(report, refused=True, fault=report.fault if report is first else NO_FAULT)
@@ -81,7 +80,7 @@ class JointCluster(Cluster):
         return refused
 
     def _simulated(self, reports: Sequence[RoundReport]) -> list[RoundReport]:
-        """Let simulated time pass, as long as the slowest worker's round takes."""
+        """Advance simulated time by the slowest worker's round."""
         times = [self._times(r.worker, r.epoch, r.round) for r in reports]
         slowest = max(map(sum, times))
         self.time_s += slowest
@@ -98,7 +97,7 @@ class JointCluster(Cluster):
         return self.control.gather_reports(report)
 
     def agree(self, action: Action, *, round_over: bool) -> Action:
-        """Return the strongest wish; processes ask each other about once a second, at one step."""
+        """Return the strongest action requested; processes agree once a second, at one step."""
         return action if self.control is None else self.control.agree(action)
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,9 +117,9 @@ class JointCluster(Cluster):
 class SimulatedCluster(Cluster):
     """Workers that take turns on one model; `Server` decides as it does for real processes.
 
-    A queue of events says whose round ends next. That worker trains from the weights it pulled when
-    its round began, pushes, and pulls again, so that asynchronous and stale synchronous runs are
-    exact and come out the same every time, whatever this machine is doing.
+    A queue of events gives the next worker to end its round. It trains from the weights it pulled
+    when its round began, pushes, and pulls again. Asynchronous and stale synchronous runs are
+    therefore exact and reproducible, whatever the load on this machine.
     """
 
     holds_weights = False  # the next turn pulls others
@@ -128,10 +127,10 @@ class SimulatedCluster(Cluster):
     def __init__(self, weights: FlatWeights, server: Server, **common: Any) -> None:
         super().__init__(weights, server, **common)
         self._pulled: dict[int, Tensor] = {}
-        # A worker's present round: seconds of computing, of exchanging, and of waiting before it.
-        # At a barrier this waiting does not count.
+        # Each worker's current round: seconds of computing, exchanging, and waiting before it.
+        # At a barrier this waiting is not used.
         self._spent: dict[int, tuple[float, float, float]] = {}
-        self._ended = [0.0] * len(server.clocks)  # each worker's last round
+        self._ended = [0.0] * len(server.clocks)  # end of each worker's last round
         self._queue: list[tuple[float, int]] = []  # ends of rounds
         self._turn: int | None = None  # the worker whose turn it is
 
@@ -152,7 +151,7 @@ class SimulatedCluster(Cluster):
 
     def pull(self, turn: Turn) -> None:
         (worker,) = turn.workers
-        self.weights.load(self._pulled[worker])  # kept: it may stop before a step
+        self.weights.load(self._pulled[worker])  # kept: the run may stop before a step
 
     def push(self, reports: Sequence[RoundReport]) -> bool:
         (report,) = reports
@@ -160,7 +159,7 @@ class SimulatedCluster(Cluster):
         self._pulled.pop(worker, None)
         self._ended[worker] = self.time_s
         compute_s, exchange_s, wait_s = self._spent[worker]
-        if self.server.staleness == 0:  # it is known when the others come: the round's own waiting
+        if self.server.staleness == 0:  # arrivals are known: the round's own waiting
             ends_s = [end_s for end_s, w in self._queue if w in self.server.members.active]
             wait_s = max(ends_s, default=self.time_s) - self.time_s
         report = replace(report, compute_time_s=compute_s, wait_time_s=wait_s + exchange_s)
@@ -185,7 +184,7 @@ class SimulatedCluster(Cluster):
         self._queue = [(time_s, worker) for time_s, worker in state["queue"]]
 
     def _start_rounds(self) -> None:
-        """Begin the rounds of all workers that are in none and may start one, in order."""
+        """Begin a round for each worker that is in none and may start one, in order."""
         server, latest = self.server, self.server.latest_start()
         for worker in sorted(server.members.active - server.members.inside):
             if server.clocks[worker] >= self._rounds or server.clocks[worker] > latest:
@@ -198,17 +197,17 @@ class SimulatedCluster(Cluster):
 
 
 class BarrierCluster(Cluster):
-    """Bulk synchronous rounds: a weighted sum over all ranks, which is how `mean` is taken here.
+    """Bulk synchronous rounds: a weighted sum over all ranks, which computes `mean` here.
 
-    The server's optimizer, where gradients are pushed, is on one rank: weights then come back in a
-    broadcast, as they do before the first round and where a whole round was refused. With `gathers`
-    the server gets every worker's weights, for a fork's own merge rule, and so do they. A rank
-    without the server takes the step of `delta` as the server does.
+    If gradients are pushed, the server's optimizer is on one rank and the new weights are
+    broadcast, as before the first round and after a round refused as a whole. With `gathers`, the
+    server receives every worker's weights, for a fork's own merge rule, and broadcasts the result.
+    A rank without the server takes the step of `delta` as the server does.
 
-    Where `wire`, a format of rounds, is not float32, the weights' change since the pull is rounded.
+    If `wire`, a format of rounds, is not float32, the weights' change since the pull is rounded.
 
     A worker may be an `island` of several processes. Its first process sums with those of other
-    workers, and the others get the sum from it. Where workers are `served`, rank 0 has none.
+    workers, and the others receive the sum from it. If workers are `served`, rank 0 has none.
     """
 
     def __init__(
@@ -228,26 +227,26 @@ class BarrierCluster(Cluster):
         self._at_server = delta is not None and self.server is not None
         self._delta = None if self._at_server else delta
         self._sum = WorkerSum(wire, self.weights, self._island.between)
-        # What was pulled, where changes count from it.
+        # The pulled weights, if changes are relative to them.
         changes = self._pushes_weights and (self._sends_change or delta is not None)
         self._pulled = self.weights.vector.clone() if changes else None
 
     def pull(self, turn: Turn) -> None:
-        """Bring the global weights into the model (a collective: every rank is in it)."""
+        """Load the global weights into the model (a collective over all ranks)."""
         self._receive()
 
     def agree(self, action: Action, *, round_over: bool) -> Action:
-        """Return the strongest wish of all processes.
+        """Return the strongest action that any process requests.
 
-        They ask each other where a round's steps are over, or where one of them is to stop: the
-        others are in the same round, and hear of it when they come to its end. Those of one worker,
-        who wait for each other in each step, stop at the same step.
+        They agree at the end of a round's steps, or when one of them must stop: the others are in
+        the same round, and learn of it at its end. Processes of one worker wait for each other in
+        each step, and stop at the same step.
         """
         if self._island.control is not None and not round_over:
             action = self._island.control.agree(action)
         if not round_over and action != Action.STOP:
             return Action.GO_ON
-        if self._served:  # a round may last longer than processes wait for each other
+        if self._served:  # a round may exceed the timeout between processes
             self.control.let_first_wait(1)
         return Action(*self.control.highest(action))
 
@@ -282,7 +281,7 @@ class BarrierCluster(Cluster):
                 dist.gather(self.outgoing, pushed or None, dst=SERVER_RANK, group=group)
             self._has_global = False
             self._refused += sum(r.refused for r in reports)
-            # All began with the same weights. A dedicated server comes first.
+            # All began with the same weights. A dedicated server's row is first.
             for weights, each in zip(pushed[-len(reports) :], reports, strict=False):
                 self.server.pull(each.worker)
                 self.server.push(weights, each)
@@ -292,13 +291,13 @@ class BarrierCluster(Cluster):
             self._take(summed, reports)
             refused |= own is not None and summed is None
         if self.server is not None:
-            self.server.finished.clear()  # turns() says when an epoch ends, on every rank alike
+            self.server.finished.clear()  # turns() yields epoch ends, on every rank
         return refused
 
     def _summed(self, report: RoundReport | None, taken: Sequence[RoundReport]) -> Tensor | None:
         """Return the new weights, or the sum of gradients, the same on every rank.
 
-        None: changes are too large to be rounded, and nothing is left of them.
+        None: changes are too large to round, and rounding errors are discarded.
         """
         own, island = self.outgoing, self._island
         factor = 0.0 if report is None or report.refused else report.merge_weight
@@ -316,7 +315,7 @@ class BarrierCluster(Cluster):
         return summed.add_(self._pulled).to(own.dtype)
 
     def _take(self, summed: Tensor | None, reports: list[RoundReport]) -> None:
-        """Take what `_summed` gives, and what `delta` makes of it; None: the round is refused."""
+        """Apply the result of `_summed`, through `delta` if set; None: the round is refused."""
         if summed is None:
             bad = {"refused": True, "fault": BAD_WEIGHTS}
             reports = [report if report.refused else replace(report, **bad) for report in reports]

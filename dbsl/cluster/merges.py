@@ -1,10 +1,9 @@
 """Merge rules: new global weights from what workers push.
 
-Every rule is ``rule(global_ [P], pushed [n, P], factors [n]) -> [P]`` and leaves its arguments as
-they are. `mean` and `Delta` get the pushes of all workers together, the others each push alone
-(n = 1). For your own rule copy one of these, change it, and give it to
-``Workers(merge=...)``. What a rule keeps is saved with the run if it has `state_dict` and
-`load_state_dict`, as `Delta` has.
+Every rule is ``rule(global_ [P], pushed [n, P], factors [n]) -> [P]`` and does not change its
+arguments. `mean` and `Delta` take the pushes of all workers together, the others one push at a time
+(n = 1). For your own rule, copy one of these, change it, and pass it to ``Workers(merge=...)``. A
+rule's state is saved with the run if it has `state_dict` and `load_state_dict`, as `Delta` does.
 
 `mean`, `ratio`, `half`: Lu, Liu, Hong, Wu (COMPSAC 2022 and arXiv 2509.26092).
 """
@@ -27,10 +26,10 @@ MergeRule = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def share_of_mean(vector: Tensor, factor: float, total: float) -> Tensor:
-    """Return what a push adds to the weighted mean, w_i * f_i / sum(f): shares only add up.
+    """Return a push's share of the weighted mean, w_i * f_i / sum(f); the mean is their sum.
 
-    It is a new tensor, of at least float32. With a factor of 0 it is zeros, whatever is in the
-    vector: infinity times 0 is no number.
+    It is a new tensor of at least float32. With a factor of 0 it is zeros, whatever the vector
+    holds: infinity times 0 is NaN.
     """
     exact = torch.promote_types(vector.dtype, torch.float32)
     if not factor:
@@ -46,24 +45,24 @@ def mean(global_: Tensor, pushed: Tensor, factors: Tensor) -> Tensor:
 
 
 def ratio(global_: Tensor, pushed: Tensor, factors: Tensor) -> Tensor:
-    """Return (g + f*w) / (1 + f), as the journal does."""
+    """Return (g + f*w) / (1 + f), as in the journal paper."""
     factor = factors.item()
     return torch.lerp(global_, pushed[0], factor / (1 + factor))
 
 
 def half(global_: Tensor, pushed: Tensor, factors: Tensor) -> Tensor:
-    """Return ((2 - f)*g + f*w) / 2, as the conference paper does."""
+    """Return ((2 - f)*g + f*w) / 2, as in the conference paper."""
     return torch.lerp(global_, pushed[0], factors.item() / 2)
 
 
 class Delta:
-    """A step of SGD with Nesterov momentum; its gradient is the weights less their `mean`.
+    """A step of SGD with Nesterov momentum; its gradient is the weights minus the `mean`.
 
     Douillard et al. (DiLoCo, arXiv 2311.08105), and local SGD before it. A learning rate of 1
-    without momentum gives the mean itself. Batch norm's statistics become the mean's.
+    without momentum gives the mean itself. Batch norm's statistics take the mean.
 
-    `parameters` numbers of the weights' vector are trained; buffers follow them. Its momentum does
-    not move what is `frozen` ([P]) by now.
+    The first `parameters` numbers of the weights' vector are trained; buffers follow. Momentum does
+    not move numbers that are `frozen` ([P]) now.
     """
 
     def __init__(
@@ -99,23 +98,23 @@ class Delta:
 
 
 def choose_rule(config: RunConfig, weights: FlatWeights, own: MergeRule | None) -> MergeRule:
-    """Return the rule that a run merges by: its own, or that of `--merge`."""
+    """Return a run's merge rule: its own, or that of `--merge`."""
     if own is not None:
         return _checked(own)
     name = word_of(config.merge) or ("mean" if config.sync == "bsp" else "ratio")
     if name == "delta":
         trained = len(weights.vector) - len(weights.buffers)
-        # A server without a worker does not hear what the loop freezes, and all must agree.
+        # A server without a worker does not see what the loop freezes, and all must agree.
         frozen = () if config.dedicated_server else (weights.frozen,)
         return Delta(trained, *config.outer, *frozen)
     return {"mean": mean, "ratio": ratio, "half": half}[name]
 
 
 def _checked(rule: MergeRule) -> MergeRule:
-    """Return a forker's rule, whose result is checked and copied: it may be one of the pushes."""
+    """Wrap a forker's rule: check and copy its result, which may be one of the pushes."""
 
     def merge(global_: Tensor, pushed: Tensor, factors: Tensor) -> Tensor:
-        # The exact factors are float64 in host memory, which torch would not multiply with weights.
+        # The exact factors are float64 in host memory, which torch does not multiply with weights.
         merged = rule(global_, pushed, factors.to(global_))
         if getattr(merged, "shape", None) != global_.shape:
             got = list(merged.shape) if isinstance(merged, Tensor) else type(merged).__name__

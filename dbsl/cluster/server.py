@@ -1,7 +1,7 @@
-"""The owner of the global weights: clocks, staleness and when to merge. No communication in it.
+"""The owner of the global weights: clocks, staleness and merging, without communication.
 
-Workers push weights, which a rule of `dbsl.cluster.merges` merges, or gradients, which the server's
-optimizer takes. The bound on clocks is that of stale synchronous parallel (Ho et al., NIPS 2013).
+Workers push weights, which a rule of `dbsl.cluster.merges` merges, or gradients, for a step of the
+server's optimizer. The clocks have the bound of stale synchronous parallel (Ho et al., NIPS 2013).
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ class Server:
     """Global weights that workers pull and push, one round at a time.
 
     A worker may start a round while its clock (rounds it has pushed) is at most `staleness` ahead
-    of the slowest worker's. What is pulled stays as it is: a merge makes another tensor.
+    of the slowest worker's. Pulled weights do not change: a merge creates another tensor.
 
-    The server keeps its own copy of `weights`, [P]. `rule` merges what was not refused: each push
-    alone, or `together` those of all workers in a round, in the order in which they came. A
-    `staleness` of 0 is a barrier, None no bound. `observe` is called with each report, before
-    anyone can ask for what follows from it. `rounded` sums the changes of pushes that are merged
-    `together` and travel in a smaller format, in a simulated cluster. The run's planner knows the
-    `members`, too.
+    The server keeps its own copy of `weights`, [P]. `rule` merges pushes that were not refused: one
+    at a time, or `together` those of all workers in a round, in order of arrival. A `staleness` of
+    0 is a barrier, None no bound. `observe` is called with each report, before anyone can ask for
+    its consequences. In a simulated cluster, `rounded` sums the changes of pushes that are merged
+    `together` and sent in a smaller format. The run's planner shares the `members`.
     """
 
     def __init__(
@@ -54,12 +53,12 @@ class Server:
         self._weights = weights.detach().clone()
         self._rule, self._together, self._observe = rule, together, observe
         self.staleness, self.members, self.rounded = staleness, members, rounded
-        self.refused = 0  # rounds that were not merged, since they were not finite
+        self.refused = 0  # rounds not merged because they were not finite
         self.version = 0  # global updates so far
-        self.finished: deque[EpochEnd] = deque()  # ends of epochs that a cluster is to tell of
+        self.finished: deque[EpochEnd] = deque()  # epoch ends that a cluster must report
         self.reports: deque[RoundReport] = deque()
         self._pulled_version = [0] * len(self.clocks)
-        # What came in the round that a barrier is in: pushes [workers, P], and their reports.
+        # Received in a barrier's current round: pushes [workers, P], and their reports.
         self._kept: Tensor | None = None
         self._kept_reports: list[RoundReport] = []
 
@@ -96,22 +95,22 @@ class Server:
         self._advance([report])
 
     def push_joined(self, joined: Tensor | None, reports: Sequence[RoundReport]) -> None:
-        """Take the weighted mean of what all workers pushed, made elsewhere, as one update.
+        """Take the weighted mean of all workers' pushes, computed elsewhere, as one update.
 
-        None: all of it was refused.
+        None: all were refused.
         """
         if joined is not None:
             self._merge(joined[None], [replace(reports[0], merge_weight=1.0)])
         self._advance(reports)
 
     def drop(self, worker: int) -> None:
-        """Go on without a worker: nobody waits for it any more."""
+        """Continue without a worker: nobody waits for it any more."""
         before = self.members.slowest()
         self.members.leave(worker)
         self._end_rounds(before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that a later `load_state_dict` needs to go on alike."""
+        """Return everything that `load_state_dict` needs to continue identically."""
         kept = self._kept_reports
         return {
             "weights": self.snapshot(),
@@ -153,7 +152,7 @@ class Server:
         return self._weights.new_empty(len(self.clocks), len(self._weights))
 
     def _merge(self, pushed: Tensor, reports: Sequence[RoundReport]) -> None:
-        """Make one update of pushes [n, P]."""
+        """Make one update from pushes [n, P]."""
         factors = torch.tensor([report.merge_weight for report in reports], dtype=torch.float64)
         self._weights = self._rule(self._weights, pushed, factors)
         self.version += 1
@@ -161,7 +160,7 @@ class Server:
     def _join(
         self, pushed: Tensor, reports: Sequence[RoundReport]
     ) -> tuple[Tensor, Sequence[RoundReport]]:
-        """Return the weighted mean of pushes [n, P] whose changes are rounded, as one push."""
+        """Return the weighted mean of pushes [n, P], with rounded changes, as one push."""
         total = sum(report.merge_weight for report in reports)
         changes = [share_of_mean(self._weights, 0.0, total)] * len(self.clocks)
         for weights, report in zip(pushed, reports, strict=True):
@@ -181,7 +180,7 @@ class Server:
         self._end_rounds(before)
 
     def _end_rounds(self, before: int) -> None:
-        """Merge what a barrier has kept and end epochs, if the slowest was at `before` till now."""
+        """Merge a barrier's pushes and end epochs, if the slowest was at `before` until now."""
         slowest, rounds = self.members.slowest(), self.members.rounds
         if slowest > before and self._kept_reports:  # else all were refused
             pushed, reports = self._kept[: len(self._kept_reports)], self._kept_reports
@@ -197,12 +196,12 @@ class GradientServer(Server):
     """The owner of the run's only optimizer, to which workers push weighted gradients.
 
     A push is the sum of a worker's gradients over some steps, each weighted b_i/B, followed by the
-    change of its floating-point buffers, weighted alike. With a barrier the pushes of all workers
-    are summed and make one step, as the joined batch would. Without one, each push makes a step as
-    it comes, on the mean of its gradients, with b_i/B of the learning rate.
+    change of its floating-point buffers, weighted alike. With a barrier, the pushes of all workers
+    are summed for one step, as for the joint batch. Without one, each push makes a step on arrival,
+    on the mean of its gradients, with b_i/B of the learning rate.
 
-    It is made before `FlatWeights` or a stepper is built on the model, and steps on a copy. What is
-    frozen in the model from time to time is not stepped on. Gradients are clipped before each step.
+    Build it before `FlatWeights` or a stepper is built on the model; it steps on a copy. Parameters
+    that are frozen in the model at a step do not move. Gradients are clipped before each step.
     `staleness` and the rest are as for `Server`.
     """
 
@@ -227,7 +226,7 @@ class GradientServer(Server):
         self._snapshot: Tensor | None = None  # a copy, until the next step
 
     def snapshot(self) -> Tensor:
-        """Return a copy of the current global weights, one for all who ask before the next step."""
+        """Return a copy of the global weights, shared by all callers until the next step."""
         if self._snapshot is None:
             self._snapshot = self._weights.clone()
         return self._snapshot
@@ -244,7 +243,7 @@ class GradientServer(Server):
         self._snapshot = None
 
     def _keep(self, pushed: Tensor) -> None:
-        """Add to the round's sum, which is one row for all, of at least float32."""
+        """Add to the round's sum, one row for all workers, of at least float32."""
         if not self._kept_reports:
             self._kept = self._rows()
         self._kept[0].add_(pushed)
@@ -254,7 +253,7 @@ class GradientServer(Server):
         return torch.zeros_like(self._weights, dtype=exact)[None]
 
     def _merge(self, pushed: Tensor, reports: Sequence[RoundReport]) -> None:
-        report = reports[-1]  # all of a step have the same learning rate
+        report = reports[-1]  # all reports of a step have the same learning rate
         weight = 1.0 if self._together else report.merge_weight
         self._step(pushed[0].to(self._weights.dtype), report.learning_rate, weight)
         self._snapshot = None
@@ -262,9 +261,9 @@ class GradientServer(Server):
 
     @torch.no_grad()
     def _step(self, gradients: Tensor, learning_rate: float, weight: float) -> None:
-        """Take a step on gradients [P] of this weight, in (0, 1], with as much of the rate."""
+        """Take a step on gradients [P] of this weight, in (0, 1], which also scales the rate."""
         changed = [own for own, its in self._pairs if own.requires_grad != its.requires_grad]
-        for parameter in changed:  # what the loop freezes does not move
+        for parameter in changed:  # parameters frozen by the loop do not move
             parameter.requires_grad_(not parameter.requires_grad)
         if changed:
             begin_thawed(self._optimizer)

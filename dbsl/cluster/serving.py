@@ -1,12 +1,12 @@
-"""How real processes meet without a barrier: through a server on rank 0.
+"""How real processes exchange without a barrier: through a server on rank 0.
 
-Rank 0 has the server, and perhaps trains itself (`ServingCluster`). Each worker of another process
-(`ServedCluster`) is answered in a thread of its own. One lock guards the server. A push is merged
+Rank 0 has the server, and may also train (`ServingCluster`). Each worker in another process
+(`ServedCluster`) is answered in its own thread. One lock guards the server. A push is merged
 under it; a pull is answered as soon as the clocks allow.
 
-Every wait ends: by an answer, or because the other process was silent for too long. A process that
-is heard may take as long as it takes. In the middle of a vector gloo does not end a wait where the
-other process dies: the thread that waits is left to itself, and the keepalive acts.
+Every wait ends: with an answer, or because the other process was silent for too long. A process
+that is heard may take any time. In the middle of a vector, gloo does not end a wait when the other
+process dies: the waiting thread is abandoned, and the keepalive acts.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from dbsl.cluster.wire import (
 )
 from dbsl.plan.types import EpochEnd, LostWorker, Plan, RoundReport, Turn
 
-_START_S = 60.0  # that processes may come to their start apart, at least
-_LOOK_S = 0.5  # after which rank 0, where it only serves, looks whether a save is due
-_STOP_PATIENCE_S = 20.0  # launchers kill what has not ended 30 s after they asked it to
+_START_S = 60.0  # minimum time allowed between processes' starts
+_LOOK_S = 0.5  # interval at which a rank 0 that only serves checks for a due save
+_STOP_PATIENCE_S = 20.0  # launchers kill processes 30 s after they ask them to end
 
 
 def through_server(
@@ -51,10 +51,10 @@ def through_server(
 ) -> Cluster:
     """Return this process's side of stale synchronous or asynchronous rounds (a collective).
 
-    Every other rank shares a gloo group of two with rank 0, which has the `server`, its weights in
-    host memory. A lost pair leaves the other pairs as they are: its worker is dropped, and the
-    others share its samples. A worker counts as lost after `timeout_s` of silence, while it
-    computes, too; the server after 5 s more. One that is too far ahead waits for plan and weights.
+    Every other rank shares a gloo group of two with rank 0, which has the `server`, with weights in
+    host memory. A lost pair does not affect the other pairs: its worker is dropped, and the others
+    share its samples. A worker is lost after `timeout_s` of silence, even while it computes; the
+    server, after 5 s more. A worker that is too far ahead waits for plan and weights.
     """
     pairs = pairs_with_server(timedelta(seconds=max(timeout_s, _START_S)))
     if server is not None:
@@ -63,9 +63,9 @@ def through_server(
 
 
 class MemberCluster(Cluster):
-    """A worker's process, which waits for no other worker but where it is too far ahead.
+    """A worker's process, which waits for other workers only if it is too far ahead.
 
-    A checkpoint is the server's state. What goes on from it begins the rounds that were not pushed.
+    A checkpoint is the server's state. A resumed run restarts the rounds that were not pushed.
     """
 
     saves_workers = False
@@ -77,7 +77,7 @@ class MemberCluster(Cluster):
             self._clock = state["server"]["clocks"][worker]
 
     def _end(self, answer: Answer) -> None:
-        """End the run, or stop it, where the server gives no weights any more."""
+        """End the run, or stop it, if the server gives no more weights."""
         if answer == Answer.FINISHED:
             self.finish()
             raise NothingLeft
@@ -95,7 +95,7 @@ class ServedCluster(MemberCluster):
         super().__init__(weights, **common)
         self._timeout_s = timeout_s
         self._asks_to_stop = False
-        self._leaves = threading.Event()  # the main thread is on its way out
+        self._leaves = threading.Event()  # the main thread is leaving
         self._link = Channel(pair, weights.vector)
         self._keepalive = Keepalive(
             *(SERVER_RANK, pair, timeout_s),
@@ -126,7 +126,7 @@ class ServedCluster(MemberCluster):
     def _hand_over(self, report: RoundReport) -> bool:
         with self._exchange():
             tell(self._link.pair, Kind.PUSH, encode(report))
-            self._link.send(self.outgoing)  # which is there before the next pull ends
+            self._link.send(self.outgoing)  # arrives before the next pull ends
         return report.refused
 
     def leave(self) -> None:
@@ -135,13 +135,13 @@ class ServedCluster(MemberCluster):
         self._leaves.set()  # rank 0 may end before this process does
 
     def interrupt(self) -> None:
-        """Stop after this step, and have rank 0 stop the run: this process may wait for others."""
+        """Stop after this step, and make rank 0 stop the run: this process may wait for others."""
         super().interrupt()
         self._asks_to_stop = True
 
     def close(self) -> None:
         with self._exchange():
-            self._link.wait()  # for the last push, while both still hear of a death
+            self._link.wait()  # for the last push, while both still notice a death
         self._keepalive.end()
         self._keepalive.thread.join(self._timeout_s)
         with self._exchange():
@@ -164,12 +164,12 @@ class ServedCluster(MemberCluster):
         return f"{lost} ({reason}); it is back when the run is resumed"
 
     def _on_lost(self, keepalive: Keepalive) -> None:
-        """Have this process end, though it may wait for a vector."""
+        """End this process, even while it waits for a vector."""
         end_later(self._loss(keepalive.failure), self._leaves)
 
 
 class ServingCluster(MemberCluster):
-    """The server's process; its own worker takes the same way to the server as the others.
+    """The server's process; its own worker uses the server as the others do.
 
     `pairs` are its connections with the other ranks; for the rest see `through_server`.
     """
@@ -190,13 +190,13 @@ class ServingCluster(MemberCluster):
         self._stopping = False
         self._changed = threading.Condition()  # guards the server; a thread may hold it twice
         self._failure: Exception | None = None
-        self._served = set(pairs)  # ranks that have not left, and are not lost
+        self._served = set(pairs)  # ranks that have neither left nor been lost
         self._threads = [self._thread_for(rank, pair) for rank, pair in pairs.items()]
 
     # --- this process's turns
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
-        for thread in self._threads:  # not before a resumed run's state is here
+        for thread in self._threads:  # not before a resumed run's state is loaded
             thread.start()
         while self.workers and self._clock < self._rounds:
             yield Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
@@ -237,7 +237,7 @@ class ServingCluster(MemberCluster):
     def pull(self, turn: Turn) -> None:
         if turn.workers:
             with self._waiting():
-                self.weights.load(self._pulled)  # to a GPU it takes its time: others need not wait
+                self.weights.load(self._pulled)  # slow to a GPU: others need not wait
 
     def _hand_over(self, report: RoundReport | None) -> bool:
         if report is None:
@@ -247,15 +247,15 @@ class ServingCluster(MemberCluster):
 
     @property
     def _ending(self) -> Answer:
-        """Why no weights are given any more."""
+        """Why no more weights are given."""
         return Answer.FINISHED if self.finished_early else Answer.STOPPED
 
     # --- what any worker asks of the server
 
     def _begin(self, worker: int) -> tuple[Plan, Tensor] | None:
-        """Return the plan and the weights of a worker's next round when it may begin.
+        """Wait until a worker's next round may begin; return its plan and weights.
 
-        Until then both may change. None: the run is to stop.
+        Until then both may change. None: the run must stop.
         """
         with self._changed:
             self._wait_for(
@@ -272,7 +272,7 @@ class ServingCluster(MemberCluster):
             return self.planner.decide(*self._round_of(worker)), weights
 
     def _check_there(self, worker: int) -> None:
-        """Refuse what comes of a worker that was lost."""
+        """Refuse anything from a lost worker."""
         if worker not in self.server.members.active:
             raise SyncError(f"worker {worker} was lost")
 
@@ -281,14 +281,14 @@ class ServingCluster(MemberCluster):
             self._check_there(report.worker)
             try:
                 self.server.push(weights, report)
-            except Exception as error:  # a merge rule's, for one: the worker is not at fault
+            except Exception as error:  # such as a merge rule's: the worker is not at fault
                 self._failure = error
                 raise
             finally:
                 self._changed.notify_all()
 
     def _wait_for(self, predicate: Callable[[], object], limit_s: float | None = None) -> None:
-        # Every worker comes to the end of its round, or is lost.
+        # Every worker ends its round, or is lost.
         self._changed.wait_for(lambda: self._failure or predicate(), limit_s)
         self._raise_failure()
 
@@ -297,7 +297,7 @@ class ServingCluster(MemberCluster):
             raise self._failure
 
     def interrupt(self) -> None:
-        """End this process's waits: the run is to stop."""
+        """End this process's waits: the run must stop."""
         with self._changed:
             self.interrupted = True
             self._changed.notify_all()
@@ -305,7 +305,7 @@ class ServingCluster(MemberCluster):
     # --- workers of other processes
 
     def _thread_for(self, rank: int, pair: dist.ProcessGroup) -> threading.Thread:
-        """Return what serves a rank."""
+        """Return the thread that serves a rank."""
         vector = torch.empty_like(self.weights.vector, device=CPU)
         link = Channel(pair, vector)
         keepalive = Keepalive(
@@ -318,7 +318,7 @@ class ServingCluster(MemberCluster):
         return threading.Thread(target=self._serve, args=own, name=name, daemon=True)
 
     def _heed(self, rank: int) -> None:
-        """Stop the run, as a process asks for it, unless its worker was lost."""
+        """Stop the run at a process's request, unless its worker was lost."""
         if self._owners[rank] in self.server.members.active:
             self.interrupt()
 
@@ -334,7 +334,7 @@ class ServingCluster(MemberCluster):
             self._give_up(rank, keepalive, keepalive.reason(error))
 
     def _give_up(self, rank: int, keepalive: Keepalive, reason: str) -> None:
-        """Serve a rank no more; its thread and its keepalive come to it, and the first counts."""
+        """Stop serving a rank; its thread and its keepalive call this, and the first acts."""
         with self._changed:
             self._changed.notify_all()
             if rank not in self._served:
@@ -344,7 +344,7 @@ class ServingCluster(MemberCluster):
         keepalive.end()  # it may still be there
 
     def _answer(self, rank: int, link: Channel) -> bool:
-        """Hear a message and do what it asks; False: it was the last."""
+        """Receive a message and act on it; False: it was the last."""
         worker = self._owners[rank]
         kind, text = hear(link.pair, Kind)
         if kind == Kind.PUSH:
@@ -358,7 +358,7 @@ class ServingCluster(MemberCluster):
                 tell(link.pair, Answer.GOES_ON, encode(plan))
                 link.send(weights)
                 link.wait()
-        elif kind == Kind.LEAVE:  # this process is to stop as well
+        elif kind == Kind.LEAVE:  # this process must stop as well
             with self._changed:
                 if not self._stopping:
                     self.interrupt()
@@ -369,7 +369,7 @@ class ServingCluster(MemberCluster):
     # --- who is lost
 
     def _lose(self, rank: int, reason: str) -> None:
-        """Go on without a worker, with the lock held, if it has more to give and others do."""
+        """Continue without a worker (lock held), if it has rounds left and others remain."""
         worker, active = self._owners[rank], self.server.members.active
         over = self.server.clocks[worker] >= self._rounds or worker not in active
         if self._failure or self._stopping or over:
@@ -379,7 +379,7 @@ class ServingCluster(MemberCluster):
             return
         try:
             samples = self.planner.drop(worker, self._rounds)
-        except Exception as error:  # the others cannot carry its share: all is as it was
+        except Exception as error:  # the others cannot take its share: nothing has changed
             self._failure = SyncError(
                 f"rank {rank} was lost ({reason}), and no plan is possible without it: {error}"
             )
@@ -394,11 +394,11 @@ class ServingCluster(MemberCluster):
         return self._changed
 
     def state_dict(self) -> dict[str, Any]:
-        # There is none to go on from where something has failed in a thread, such as a merge rule.
+        # No state can be resumed if something has failed in a thread, such as a merge rule.
         with self._changed:
             self._raise_failure()
             state = super().state_dict()
-        state["server"]["inside"] = []  # rounds that were not pushed are taken from their start
+        state["server"]["inside"] = []  # rounds that were not pushed begin again
         return state
 
     # --- the end
@@ -406,8 +406,7 @@ class ServingCluster(MemberCluster):
     def leave(self) -> None:
         """Stop serving.
 
-        The others have until a time to leave as well: they do when they have heard of it, after a
-        step or where they pull.
+        The others have a limited time to leave too: they learn of it after a step or at a pull.
         """
         self._stop_serving()
         patience_s = min(self._timeout_s, _STOP_PATIENCE_S)
@@ -416,7 +415,7 @@ class ServingCluster(MemberCluster):
                 self._changed.wait_for(lambda: not self._served, patience_s)
 
     def finish(self) -> None:
-        """Wait until every worker has heard of it, where it comes to pull."""
+        """End the run once every worker has learned of it, at its pull."""
         self.finished_early = True
         self._stop_serving()
         self.close()
@@ -430,4 +429,4 @@ class ServingCluster(MemberCluster):
 
     def close(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._served)  # silent workers are given up
+            self._changed.wait_for(lambda: not self._served)  # silent workers are dropped

@@ -1,8 +1,8 @@
-"""What an optimizer step is: a worker's own, one of all workers together, or the server's.
+"""Optimizer steps: a worker's own, one of all workers together, or the server's.
 
-First a timer of computation. Each stepper then has the model to call, `micro_batch` around a
-forward and backward pass, `complete`, after which gradients are those of the step, and `stepping`
-around the optimizer's step.
+The module starts with a timer of computation. Each stepper has the model to call, `micro_batch`
+around a forward and backward pass, `complete`, which makes gradients those of the step, and
+`stepping` around the optimizer's step.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from dbsl.plan.types import Turn
 
 
 class ComputeTimer:
-    """Adds up what each worker computes, and makes slowed workers as slow as they are meant to be.
+    """Adds up each worker's compute time, and delays workers that are emulated as slow.
 
-    Waiting for other workers is left out. On CUDA measuring waits for nothing until the times are
-    read. Where `machine` has a factor above 1 the process sleeps.
+    Waiting for other workers is excluded. On CUDA, measuring waits for nothing until the times are
+    read. If `machine` has a factor above 1, the process sleeps.
     """
 
     def __init__(self, device: torch.device, machine: Machine | None = None) -> None:
@@ -52,9 +52,9 @@ class ComputeTimer:
 
     @contextmanager
     def running(self, workers: tuple[int, ...]) -> Iterator[None]:
-        """Count what happens inside as computation of each of these workers.
+        """Measure the time inside as computation of each of these workers.
 
-        If `mark` was called inside, what came after it does not count.
+        If `mark` was called inside, the time after it is excluded.
         """
         self._workers, self._start, self._end = workers, self._now(), None
         yield
@@ -64,7 +64,7 @@ class ComputeTimer:
             self._spans[worker].append((self._start, self._end))
 
     def mark(self) -> None:
-        """Note that the computation ends here, and only waiting follows."""
+        """Note that computation ends here, and only waiting follows."""
         self._end = self._now()
         for worker in self._workers if self._machine else ():
             extra = self._machine.factor(worker, self.epoch) - 1.0
@@ -94,7 +94,7 @@ class ComputeTimer:
 def take_step(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     """Take a step with this learning rate.
 
-    A group of parameters may have a factor on it, ``lr_scale``; see `dbsl.optimizer.keep_ratios`.
+    A parameter group may scale it by its ``lr_scale``; see `dbsl.optimizer.keep_ratios`.
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_scale", 1.0)
@@ -102,10 +102,10 @@ def take_step(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
 
 
 def begin_thawed(optimizer: torch.optim.Optimizer) -> None:
-    """Give parameters that are trained from now on a momentum of 0.
+    """Give newly trained parameters a momentum of 0.
 
-    Up to 2.15 torch's fused SGD fails where some have none, and keeps memory that nobody wrote as
-    the momentum of all where a first step is skipped: float16's gradients may overflow.
+    Up to 2.15, torch's fused SGD fails if some have none. If a first step is skipped, since float16
+    gradients may overflow, it keeps uninitialised memory as the momentum of all.
     """
     for group in optimizer.param_groups:
         if not (group.get("fused") and group.get("momentum")):
@@ -125,8 +125,8 @@ def begin_thawed(optimizer: torch.optim.Optimizer) -> None:
 class Stepper:
     """Each worker steps by itself, with its own optimizer; its weights are pushed later.
 
-    Several passes of a step (micro-batches, workers) normalise by their own statistics each, and
-    move the running ones once, by the mean of what each makes of the same start.
+    Each of a step's several passes (micro-batches, workers) normalises by its own statistics. The
+    running ones move once, to the mean of the passes' results from the same start.
     """
 
     def __init__(
@@ -138,19 +138,19 @@ class Stepper:
     ) -> None:
         self.model, self.timer, self.optimizers = model, timer, optimizers
         self._weights, self._buffers = weights, weights.buffers
-        self._mean: Tensor | None = None  # mean of the buffers that passes have made of `_start`
+        self._mean: Tensor | None = None  # mean of the passes' buffers, each from `_start`
         self._weight = 0.0  # weight of the loss behind this process's gradients
         self._first = {worker: first_state(own) for worker, own in optimizers.items()}
 
     def begin(self, turn: Turn, *, anew: bool = True) -> None:
-        """Note which epoch it is, for emulated slowness; not `anew`: inside a resumed round."""
+        """Note the epoch, for emulated slowness; not `anew`: inside a resumed round."""
         self.timer.epoch = turn.epoch
         for optimizer in self.optimizers.values():
             begin_thawed(optimizer)
 
     @contextmanager
     def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
-        """Enclose a worker's forward and backward pass; it gives the factor on its mean loss."""
+        """Enclose a worker's forward and backward pass; yield the factor on its mean loss."""
         whole = part.first and part.last
         with self.timer.running((part.worker,)) if whole else self._one_of_passes(part, part.share):
             yield part.weight
@@ -159,7 +159,7 @@ class Stepper:
 
     @contextmanager
     def _one_of_passes(self, part: Part, share: float) -> Iterator[None]:
-        """Enclose a pass that makes this share of the step's running statistics."""
+        """Enclose a pass with this share of the step's running statistics."""
         if self._mean is None:
             self._start, self._mean = self._buffers.clone(), torch.zeros_like(self._buffers)
         else:
@@ -173,7 +173,7 @@ class Stepper:
         self._mean = None
 
     def complete(self, step: Step) -> float:
-        """Have gradients be those of the whole step; return the weight of the loss behind them."""
+        """Make gradients those of the whole step; return the weight of their loss."""
         return 1.0
 
     def stepping(self, step: Step) -> AbstractContextManager:
@@ -182,22 +182,22 @@ class Stepper:
         return self.timer.running(tuple(part.worker for part in step.parts))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizers' state, and what else lasts from step to step inside a round."""
+        """Return the optimizers' state, and other state kept between steps of a round."""
         optimizers = {worker: own.state_dict() for worker, own in self.optimizers.items()}
         return {"optimizers": optimizers, "weight": self._weight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned; workers that are not in it have nothing yet."""
+        """Restore what `state_dict` returned; workers not in it have no state yet."""
         for worker, saved in state["optimizers"].items():
             if worker in self.optimizers:
                 load_optimizer(self.optimizers[worker], saved)
         self._weight = state["weight"]
 
     def finish_round(self) -> None:
-        """Do what is due when a round's steps are over."""
+        """Do the work due after a round's steps."""
 
     def drop_remainders(self) -> None:
-        """Keep nothing of gradients that were not sent."""
+        """Discard the parts of gradients that were not sent."""
 
     def forget(self, worker: int) -> None:
         """Clear a worker's optimizer state."""
@@ -206,18 +206,18 @@ class Stepper:
 
 
 class SummedGradients(Stepper):
-    """Gradients add up in one place for the whole run, `vector`.
+    """Gradients are summed in one place for the whole run, `vector`.
 
-    What a CUDA graph returns is overwritten by its next call, so that sums must not lie there.
+    A CUDA graph's next call overwrites what it returned, so sums must not be there.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.vector = torch.zeros_like(self._weights.vector)
-        self._places: list[tuple[Tensor, Tensor]] = []  # parameters, and theirs in `vector`
+        self._places: list[tuple[Tensor, Tensor]] = []  # parameters, and their places in `vector`
 
     def begin(self, turn: Turn, *, anew: bool = True) -> None:
-        """Have what is trained now keep its gradients in the vector."""
+        """Keep the gradients of currently trained parameters in the vector."""
         super().begin(turn, anew=anew)
         self._places = self._weights.attach_gradients(self.vector)
 
@@ -227,9 +227,9 @@ class SummedGradients(Stepper):
 
     @torch.no_grad()
     def _put_in_place(self, cleared: Callable[[Tensor], Tensor] = lambda place: place) -> None:
-        """Put gradients that the loop has replaced where they are read from.
+        """Copy gradients that the loop has replaced to the place they are read from.
 
-        Of what the loop has thawed, or cleared, they are what `cleared` makes of their place.
+        For parameters that the loop thawed or cleared, `cleared` gives them from their place.
         """
         for parameter, place in self._places:
             if not parameter.requires_grad:
@@ -243,8 +243,8 @@ class SummedGradients(Stepper):
 class JointSteps(SummedGradients):
     """All workers of this process step together, with worker 0's optimizer.
 
-    Gradients become what real processes would receive by `wire`: each of these rounds its own to 16
-    bits, here it is done once, to the sum.
+    Gradients become what real processes would receive by `wire`. Each real process rounds its own
+    to 16 bits; here the sum is rounded once.
     """
 
     def __init__(self, *arguments: Any, wire: Wire = FLOAT32) -> None:
@@ -272,14 +272,14 @@ class JointSteps(SummedGradients):
 
 
 class PushedGradients(SummedGradients):
-    """Workers sum weighted gradients; the step is taken by the server's optimizer.
+    """Workers sum weighted gradients; the server's optimizer takes the step.
 
     `vector` is what a worker pushes: gradients, then the change of its floating-point buffers,
-    weighted alike. `complete` gives the weight of the losses so far.
+    weighted alike. `complete` returns the weight of the losses so far.
     """
 
     def begin(self, turn: Turn, *, anew: bool = True) -> None:
-        """Start a push from zero, or, not anew, go on with the one that a stopped run was in."""
+        """Start a push from zero, or, not `anew`, continue the push of a stopped run."""
         super().begin(turn, anew=anew)
         if anew:
             self.vector.zero_()
@@ -309,8 +309,8 @@ class PushedGradients(SummedGradients):
         self.vector.copy_(state["gradients"])
 
 
-# Weights that are compared between processes, and how far they may be apart, of the largest: unlike
-# processors round otherwise.
+# Weights compared between processes, and how far they may differ, relative to the largest:
+# different processors round differently.
 _COMPARED, _ALIKE = 1024, 0.01
 _ONE_BUCKET_MB = 2**20  # more than any gradients
 # Older and newer versions of torch name it differently.
@@ -322,15 +322,15 @@ if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).paramete
 class DistributedSteps(Stepper):
     """All processes step together: DDP sums weighted gradients while they are computed.
 
-    DDP averages, so that the loss is multiplied by the number of workers as well. A step of which
-    some worker has no sample goes without DDP, which waits for a backward pass of every process:
-    its gradients are summed afterwards. Running statistics are local, and averaged with the
-    workers' weights before such a step, where weights change and where a round ends (their update
+    DDP averages, so the loss is also multiplied by the number of workers. A step in which some
+    worker has no sample runs without DDP, which waits for a backward pass of every process; its
+    gradients are summed afterwards. Running statistics are local. They are averaged with the
+    workers' weights before such a step, when weights change and at the end of a round (their update
     is linear: averaging later gives the same).
 
-    `example_loss` is that of a model, as in training; gradients travel as `wire`. Those of an odd
-    step are not made smaller by PowerSGD, whose remainders wait for the next. With a `group` its
-    processes alone step together.
+    `example_loss` gives a model's loss, as in training; gradients are sent as `wire`. PowerSGD does
+    not compress those of an odd step; its remainders wait for the next. With a `group`, only its
+    processes step together.
     """
 
     def __init__(
@@ -351,7 +351,7 @@ class DistributedSteps(Stepper):
         self._wrap()
 
     def begin(self, turn: Turn, *, anew: bool = True) -> None:
-        """Wrap the model again where other parameters are trained than in the round before."""
+        """Wrap the model again if other parameters are trained than in the last round."""
         super().begin(turn, anew=anew)
         if self._low_rank is not None:
             self._low_rank.begin([p.requires_grad for p in self._raw.parameters()])
@@ -365,7 +365,7 @@ class DistributedSteps(Stepper):
         if (step.odd or step.reweighted) and part.first:
             self.average_buffers()
         self._weight = step.parts[0].weight  # all its micro-batches have the same
-        # What is computed without DDP stays here until its last micro-batch sums it all.
+        # Gradients computed without DDP remain local until the last micro-batch sums them all.
         syncs = part.last and not step.odd
         self.model.require_backward_grad_sync, self._exchanged = syncs, not syncs
         with super().micro_batch(step, part) as weight:
@@ -373,17 +373,17 @@ class DistributedSteps(Stepper):
         self._check_exchanged()
 
     def _check_exchanged(self) -> None:
-        """Refuse a backward pass that has gone past DDP, which sums gradients only in its own."""
+        """Refuse a backward pass that bypassed DDP, which sums gradients only in its own."""
         text = "the training loop must call workers.model(...), with DDP around it, and once"
         require(self._exchanged, text, "a backward pass in which no gradient was summed")
 
     def complete(self, step: Step) -> float:
-        """Have gradients be the same in every process."""
+        """Make gradients the same in every process."""
         if step.odd:
             if not len(step.parts[0].indices):  # nothing was computed here
                 self.average_buffers()
                 self._weight = 0.0
-                for optimizer in self.optimizers.values():  # fp16: a loss would have made the scale
+                for optimizer in self.optimizers.values():  # fp16: a loss would have set the scale
                     if (scaler := getattr(optimizer, "scaler", None)) is not None:
                         scaler.scale(torch.zeros((), device=self._weights.vector.device))
             self._sum_gradients()
@@ -404,14 +404,14 @@ class DistributedSteps(Stepper):
             self._low_rank.reset()
 
     def finish_round(self) -> None:
-        """Average running statistics, and hold processes to the same weights."""
+        """Average running statistics, and check that processes have the same weights."""
         self.average_buffers()
         own = self._weights.vector[: len(self._weights.vector) - len(self._buffers)]
         some = own[:: max(1, len(own) // _COMPARED)]
         most = torch.stack([some, -some])
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
         apart, largest = torch.stack([most.sum(0).max(), most.abs().max()]).tolist()
-        if apart > max(_ALIKE, 16 * torch.finfo(own.dtype).eps) * largest:  # not where one is NaN
+        if apart > max(_ALIKE, 16 * torch.finfo(own.dtype).eps) * largest:  # false if one is NaN
             raise RuntimeError(
                 "weights must stay the same in all processes that step together, got some that are "
                 f"{apart:.2g} apart, where the largest is {largest:.2g}: add losses up for one "
@@ -420,36 +420,36 @@ class DistributedSteps(Stepper):
 
     @torch.no_grad()
     def average_buffers(self) -> None:
-        """Average running statistics over processes, weighted as their losses."""
+        """Average running statistics over processes, weighted like their losses."""
         if self._buffers.numel():
             self._buffers.mul_(self._weight)
             dist.all_reduce(self._buffers, group=self._group)
         self._weight = 1 / self._world_size  # equal now: any weights that sum to 1 keep them
 
     def _wrap(self) -> None:
-        """Wrap the model for DDP, which shares the gradients of what is trained at that time.
+        """Wrap the model in DDP, which exchanges gradients of the parameters trained at that time.
 
         Two steps' forward and backward passes are taken and forgotten: in the second one DDP orders
-        its buckets anew, and a sum over three ranks rounds by the buckets. A resumed run would
-        differ from an unbroken one, which has that behind it, and in an odd step processes without
+        its buckets anew, and a sum over three ranks rounds by the buckets. Otherwise a resumed run
+        would differ from an unbroken one, which has done that, and in an odd step processes without
         a sample would not take part.
         """
-        self.model, self._warm = self._raw, False  # the hooks of a wrapper before go with it
+        self.model, self._warm = self._raw, False  # an earlier wrapper's hooks go with it
         self._raw.zero_grad(set_to_none=True)
         self._trained = [p.requires_grad for p in self._raw.parameters()]
         weights, device = self._weights, self._weights.vector.device
         devices = [device] if device.type == "cuda" else None
-        # PowerSGD's three sums follow each other in callbacks. NCCL's run at once, in the order of
-        # buckets, since its futures are complete when a sum is in the stream. Those of gloo run
-        # when a sum is over: sums of two buckets would meet, and the processes abort.
+        # PowerSGD chains its three sums in callbacks. NCCL's callbacks run at once, in the order of
+        # buckets, since its futures are complete when a sum is in the stream. Gloo's run when a sum
+        # is over: sums of two buckets would collide, and the processes abort.
         one = {"bucket_cap_mb": _ONE_BUCKET_MB} if self._low_rank is not None else {}
         self.model = DistributedDataParallel(
             self._raw,
             device_ids=devices,
             process_group=self._group,
             gradient_as_bucket_view=True,
-            init_sync=False,  # weights are alike, and statistics are each process's own
-            **{_SYNC_BUFFERS: False},  # in forward passes, too
+            init_sync=False,  # weights are the same, and statistics are local
+            **{_SYNC_BUFFERS: False},  # also in forward passes
             **one,
         )
         self.model.register_comm_hook(None, self._exchange)
@@ -457,7 +457,7 @@ class DistributedSteps(Stepper):
         with weights.kept(), drawn, global_streams(), uncompiled(self._raw):
             self._example_loss(self.model).backward()
         self._check_exchanged()
-        # The next forward pass would do it, and wait for processes that have no sample then.
+        # Else the next forward pass does it, and waits for processes without a sample then.
         self.model.reducer._rebuild_buckets()
         self._warm = True
         self._raw.zero_grad(set_to_none=True)

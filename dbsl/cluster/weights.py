@@ -1,4 +1,4 @@
-"""A model's floating-point state as one vector, and the model compiled.
+"""A model's floating-point state as one vector, and compilation of the model.
 
 With one vector a merge or a transfer is one operation. Compiled graphs keep its address.
 """
@@ -15,25 +15,25 @@ from torch.utils._triton import has_triton
 
 from dbsl.base.errors import SettingError, require
 
-# Numbers. Kernels read tensors whose address is a multiple of 16 bytes faster, and compiled ones
-# (Inductor) take parameters to be aligned without checking; the bits of sums depend on it, too.
+# In numbers. Kernels read tensors faster at addresses that are multiples of 16 bytes. Compiled ones
+# (Inductor) assume aligned parameters without checking; the bits of sums depend on it, too.
 ALIGNMENT = 64
 
 
 class FlatWeights:
     """One vector that holds a model's parameters and floating-point buffers.
 
-    The model's `tensors` become views into it: reading `vector` costs no copy, writing to it
-    changes the model. Each starts at a multiple of `ALIGNMENT` numbers; the gaps hold zeros. Call
-    it after the model is on its device and in its dtype, and before an optimizer is built on it or
-    it is compiled.
-    `vector`, [P], has parameters, then floating-point `buffers` (batch norm's statistics). The
-    model's other buffers, `counters` (batch norm's step counters), stay outside. So do those that
-    the model does not save: constants, such as a mask with -inf.
+    The model's `tensors` become views into it: reading `vector` makes no copy, writing to it
+    changes the model. Each starts at a multiple of `ALIGNMENT` numbers; the gaps hold zeros. Build
+    it after the model is on its device and in its dtype, and before the model is compiled or an
+    optimizer is built on it.
+    `vector`, [P], has parameters, then floating-point `buffers` (batch norm's statistics). It omits
+    the model's other buffers, `counters` (batch norm's step counters), and those that the model
+    does not save: constants, such as a mask with -inf.
 
-    With `names` the vector has these tensors alone.
-    With `apart` the model keeps its own tensors: `read` copies them, `load` copies back, and
-    `vector` is what was loaded last. It is at least of float32, so that the mean of equal bfloat16
+    With `names`, the vector has only these tensors.
+    With `apart`, the model keeps its own tensors: `read` copies them, `load` copies back, and
+    `vector` is what was loaded last. It is at least float32, so that the mean of equal bfloat16
     numbers is that number.
     """
 
@@ -66,10 +66,10 @@ class FlatWeights:
                     tensor.data = view
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         self._modules: list[nn.Module] = []
-        self._checked: list[int] = []  # what `_places` returned when last all was found in place
+        self._checked: list[int] = []  # result of `_places` when all tensors were last in place
 
     def _now(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the model's tensors by name: all with fractions, or those that were named."""
+        """Return the model's tensors by name: all that may have fractions, or those in `names`."""
         found = _floating(model)
         return found if self._names is None else {n: found[n] for n in found if n in self._names}
 
@@ -109,13 +109,13 @@ class FlatWeights:
         return {name: tensor.detach() for name, tensor in self._now(self._model).items()}
 
     def trained_besides(self) -> str | None:
-        """Return the name of a parameter that trains and that the vector has not."""
+        """Return the name of a trained parameter that is not in the vector."""
         held = self._now(self._model)
         named = self._model.named_parameters()
         return next((n for n, p in named if p.requires_grad and n not in held), None)
 
     def sums_of_others(self) -> list[tuple[str, int]]:
-        """Return a sum over the bits of each parameter that the vector has not."""
+        """Return a sum over the bytes of each parameter that is not in the vector."""
         held = self._now(self._model)
         return [
             (name, int(p.detach().contiguous().flatten().view(torch.uint8).sum(dtype=torch.int64)))
@@ -124,7 +124,7 @@ class FlatWeights:
         ]
 
     def check_views(self) -> None:
-        """Refuse a tensor that the model has elsewhere by now: nobody would merge or save it."""
+        """Refuse a model's tensor that has left the vector: nothing would merge or save it."""
         if self._checked and self._places() == self._checked:
             return
         for (name, tensor), address in zip(
@@ -136,13 +136,13 @@ class FlatWeights:
         self._checked = self._places()
 
     def _places(self) -> list[int]:
-        """Return what differs once the model has another tensor: a look at all names takes long."""
+        """Return values that differ once the model has another tensor: checking names is slow."""
         held = (own for m in self._modules for own in (m._modules, m._parameters, m._buffers))
         found = [id(one) for own in held for one in own.values()]
         return found + [tensor.data_ptr() for tensor in self.tensors]
 
     def first_not_finite(self, vector: Tensor) -> int | None:
-        """Return the number of the first tensor that is not finite in a vector of this layout."""
+        """Return the index of the first tensor that is not finite in a vector of this layout."""
         finite = [bool(view.isfinite().all()) for _, view in _views(vector, self.tensors)]
         return None if all(finite) else finite.index(False)
 
@@ -153,18 +153,18 @@ class FlatWeights:
         return (differ | torch.tensor(trained, device=same.device)).to(torch.uint8)
 
     def frozen(self) -> Tensor | None:
-        """Return which numbers are of frozen parameters, bool [P]; None: none is."""
+        """Return which numbers belong to frozen parameters, bool [P]; None: none do."""
         frozen = [isinstance(t, nn.Parameter) and not t.requires_grad for t in self.tensors]
         if not any(frozen):
             return None
         return self.spread(torch.tensor(frozen, device=self.vector.device))
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return a value for each number, [P], of one for each tensor, [T]."""
+        """Return a value for each number, [P], from one for each tensor, [T]."""
         return values.repeat_interleave(torch.tensor(self._lengths, device=values.device))
 
     def split(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of a vector's matrices, in a row, and of the rest."""
+        """Return copies of a vector's matrices, concatenated, and of the rest."""
         kinds: tuple[list[Tensor], ...] = ([vector[:0]], [vector[:0]])
         for piece, matrix in zip(vector.split(self._lengths), self._matrices, strict=True):
             kinds[not matrix].append(piece)
@@ -181,7 +181,7 @@ class FlatWeights:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Put weights and counters back on leaving."""
+        """Restore weights and counters on exit."""
         state = (self.vector, *self.counters)
         before = [tensor.clone() for tensor in state]
         try:
@@ -231,7 +231,7 @@ def _floating(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _has_fractions(tensor: Tensor) -> bool:
-    """Whether it can be trained, unlike packed integers of a quantised layer."""
+    """Whether it can be trained, unlike a quantised layer's packed integers."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -262,7 +262,7 @@ def _views(vector: Tensor, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, 
 
 @contextmanager
 def kept_modes(model: nn.Module) -> Iterator[None]:
-    """Put each module into the mode that it was in, training or evaluation, on leaving."""
+    """Restore each module's mode, training or evaluation, on exit."""
     before = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -275,10 +275,10 @@ _MOST_GRAPHS = 64  # in a run; further shapes run uncompiled
 
 
 def compiles(config: Any, device: torch.device) -> bool:
-    """Whether a config has models compiled; auto: on CUDA, where torch can and sizes stay."""
+    """Whether a config compiles models; auto: on CUDA, if torch can and sizes do not change."""
     if config.compile != "auto":
         return config.compile
-    changes = getattr(config, "balance", "none") != "none"  # measuring alone does not know of it
+    changes = getattr(config, "balance", "none") != "none"  # a config for measuring only has none
     return device.type == "cuda" and not changes and has_triton()
 
 
@@ -288,11 +288,11 @@ def graphs_made() -> int:
 
 
 def compile_in_place(model: nn.Module, device: torch.device, *, sums: bool = False) -> None:
-    """Compile a model's calls, anew for each shape of its input.
+    """Compile a model's calls, once for each shape of its input.
 
-    On CUDA the graphs are recorded as CUDA graphs, which spare small batches the launch of every
-    kernel. Not where gradients of several calls are to be summed (`sums`): a recorded graph's next
-    call overwrites what its last one returned. What cannot be compiled runs as it is: torch warns.
+    On CUDA, the graphs are recorded as CUDA graphs, which save small batches the launch of every
+    kernel; not if gradients of several calls are summed (`sums`), since a recorded graph's next
+    call overwrites what its last one returned. Code that cannot compile runs as is: torch warns.
     """
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
     torch._dynamo.config.suppress_errors = True
@@ -301,7 +301,7 @@ def compile_in_place(model: nn.Module, device: torch.device, *, sums: bool = Fal
 
 
 def uncompiled(model: nn.Module) -> AbstractContextManager:
-    """Return what keeps a compiled model from being compiled for yet another batch size."""
+    """Keep a compiled model from being compiled for another batch size, inside the result."""
     if all(module._compiled_call_impl is None for module in model.modules()):
-        return nullcontext()  # the other one takes a second to import
+        return nullcontext()  # the one below takes a second to import
     return torch.compiler.set_stance("force_eager")

@@ -1,4 +1,4 @@
-"""How processes talk: messages, reports and plans as JSON, vectors in chunks, collectives.
+"""How processes communicate: messages, reports and plans as JSON, vectors in chunks, collectives.
 
 Nothing is pickled.
 """
@@ -33,19 +33,19 @@ CPU = torch.device("cpu")
 
 
 class Kind(IntEnum):
-    """What a message asks of the server, and what then follows."""
+    """What a message asks of the server, and what follows."""
 
     DONE = 0
-    PUSH = 1  # a report comes with it; then weights, their change since a pull, or gradients
-    PULL = 2  # asks for the worker's next round; where the run goes on, weights follow the answer
+    PUSH = 1  # with a report; then weights, their change since a pull, or gradients
+    PULL = 2  # asks for the worker's next round; if the run continues, weights follow the answer
     LEAVE = 3  # is answered
 
 
 class Answer(IntEnum):
     """What the server answers."""
 
-    GOES_ON = 0  # with the plan of the round
-    STOPPED = 1  # to be gone on with
+    GOES_ON = 0  # with the round's plan
+    STOPPED = 1  # to be resumed
     FINISHED = 2  # before its last epoch
 
 
@@ -69,7 +69,7 @@ def hear(pair: dist.ProcessGroup, kinds: type[IntEnum]) -> tuple[Any, str]:
 
 
 def text_row(text: str, room: int = 0) -> Tensor:
-    """Return a text as uint8, of at least `room` letters."""
+    """Return a text as uint8, of at least `room` bytes."""
     return torch.tensor(list(text.encode().ljust(room, b"\0")), dtype=torch.uint8)
 
 
@@ -116,25 +116,25 @@ def irecv(tensor: Tensor, pair: dist.ProcessGroup, tag: int = 0) -> dist.Work:
 class Channel:
     """A worker's connection with the server, at either end: vectors travel in chunks.
 
-    What is in host memory is sent from, and received into, where it is; a device's vector passes a
-    buffer, pinned for CUDA. What comes is received into `vector`.
+    Vectors in host memory are sent and received in place; a device's vector passes through a
+    buffer, pinned for CUDA. `vector` receives what arrives.
     """
 
     def __init__(self, pair: dist.ProcessGroup, vector: Tensor) -> None:
         self.pair, self.vector, self._host = pair, vector, vector
         if vector.device.type != "cpu":
             self._host = torch.empty_like(vector, device=CPU, pin_memory=vector.is_cuda)
-        self._pending: list[dist.Work] = []  # each keeps what it sends
+        self._pending: list[dist.Work] = []  # each keeps its tensor alive
 
     def ask(self, kind: Kind) -> tuple[Answer, str]:
-        """Ask the server; return its answer. By then the last push has left this process."""
+        """Ask the server; return its answer, once the last push has left this process."""
         tell(self.pair, kind)
         answer = hear(self.pair, Answer)
         self.wait()
         return answer
 
     def send(self, vector: Tensor) -> None:
-        """Begin to send a vector; until `wait` it must stay as it is."""
+        """Begin to send a vector; it must not change until `wait`."""
         self.wait()
         vector = vector if vector.device.type == "cpu" else self._host.copy_(vector)
         self._pending = [isend(chunk, self.pair) for chunk in _chunks(vector)]
@@ -144,7 +144,7 @@ class Channel:
         self.wait()
         for chunk in _chunks(self._host):
             self._pending.append(irecv(chunk, self.pair))
-            # Two at a time: beats, which share the connection, come between those that follow.
+            # Two at a time: beats, which share the connection, come between later ones.
             if len(self._pending) == 2:
                 self._pending.pop(0).wait(EVER)
         self.wait()
@@ -152,7 +152,7 @@ class Channel:
             self.vector.copy_(self._host)
 
     def wait(self) -> None:
-        """Wait until what was sent last has left this process."""
+        """Wait until the last vector sent has left this process."""
         pending, self._pending = self._pending, []
         for work in pending:
             work.wait(EVER)
@@ -166,9 +166,9 @@ def _chunks(vector: Tensor) -> Sequence[Tensor]:
 
 
 def wait_for_all() -> None:
-    """Wait until all processes have come here; one process alone goes on at once (a collective).
+    """Wait until all processes arrive here; a single process does not wait (a collective).
 
-    Over gloo, which fails at once where a process dies: NCCL waits on the device, till its timeout.
+    It uses gloo, which fails at once if a process dies: NCCL waits on the device until its timeout.
     """
     if dist.is_initialized():
         dist.barrier(_in_host_memory(dist.group.WORLD))
@@ -197,7 +197,7 @@ def all_reduce_time_s(size: int, device: torch.device, times: int = 5) -> float:
 
 def share_text(text: str, accelerator: Accelerator) -> str:
     """Return the main process's text on every process (a collective)."""
-    # As bytes: collectives for objects would unpickle whatever comes.
+    # As bytes: collectives for objects would unpickle whatever arrives.
     if not dist.is_initialized():
         return text if accelerator.is_main_process else ""
     return share_from(SERVER_RANK, text, accelerator.device)
@@ -205,7 +205,7 @@ def share_text(text: str, accelerator: Accelerator) -> str:
 
 @contextmanager
 def refused_by_all(accelerator: Accelerator) -> Iterator[None]:
-    """Raise a `SettingError` of the main process in here on all: none is to wait for another."""
+    """Raise the main process's `SettingError` on all, so that none waits for another."""
     error = ""
     try:
         yield
@@ -218,7 +218,7 @@ def refused_by_all(accelerator: Accelerator) -> Iterator[None]:
 def share_from(
     rank: int, text: str, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> str:
-    """Return a text, of any length, of a rank of the group on all its processes (a collective)."""
+    """Return one rank's text, of any length, on all processes of the group (a collective)."""
     length = torch.tensor(1 + len(text.encode()), device=device)  # none would be an error
     dist.broadcast(length, group=group, group_src=rank)
     letters = text_row(text, int(length))[: int(length)].to(device)  # others' may be longer

@@ -1,8 +1,8 @@
-"""What a run was given, and what it found out.
+"""The settings that a run was given, and those that it found.
 
-A run's ``config.yaml`` has settings as they were given at the top level, and a mapping ``found``
-of those that the run found out. Read back unchanged, the file repeats the run. What was found holds
-while no other setting and no number of processes has changed; else all of it is found anew.
+A run's ``config.yaml`` has the given settings at the top level, and a mapping ``found`` of those
+that the run found. Read back unchanged, the file repeats the run. The found settings hold until
+another setting or the number of processes changes; then all are found anew.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dbsl.config.fields import Role, with_role
 from dbsl.config.settings import RunConfig
 
 T = TypeVar("T")
-PROCESSES = "processes"  # beside what was found: how many processes there were
-FOUND = "found"  # the mapping in config.yaml, and the field of Config that has it
+PROCESSES = "processes"  # beside the found settings: the number of processes
+FOUND = "found"  # the mapping in config.yaml, and Config's field for it
 
 
 def says_unlike(config: RunConfig) -> bool:
-    """Whether settings speak of several workers, unlike ones."""
+    """Whether settings ask for several workers that differ."""
     several = config.small_workers is not None or bool(config.local_batch_sizes)
     return several or config.small_ratio > 0
 
@@ -33,11 +33,11 @@ def still_true(
     processes: int,
     launched_precision: str | None = None,
 ) -> dict[str, Any]:
-    """Return what a run found out, as far as it holds: all, unless a setting has changed.
+    """Return the found settings that still hold: all, unless a setting has changed.
 
-    Those count that are not free, or that plans are made from. `before` are the settings that the
-    run was given; `processes` and `launched_precision`, which stands in for ``auto``, are this
-    launch's. More epochs alone change what follows from their number.
+    Only settings that are not free, or that plans are made from, matter. `before` are the settings
+    that the run was given; `processes` and `launched_precision`, which replaces ``auto``, are this
+    launch's. If only epochs changed, what follows from their number is dropped.
     """
     cls, auto = type(now), now.mixed_precision == "auto"
     precision = launched_precision if auto else None
@@ -52,14 +52,14 @@ def still_true(
 
 
 def with_found(given: RunConfig) -> RunConfig:
-    """Return the settings with what an earlier run found out, where it holds, filled in."""
+    """Return the settings, filled in with those that an earlier run found and that hold."""
     values = {name: value for name, value in given.found.items() if name != PROCESSES}
-    said = {"profile": None} if "slope" in values else {}  # it has had its say
+    said = {"profile": None} if "slope" in values else {}  # it was used
     return replace(given, **values, **said)
 
 
 def found_by(given: RunConfig, complete: RunConfig, processes: int) -> dict[str, Any]:
-    """Return what a run found out: where its complete settings are not those it was given."""
+    """Return the settings that a run found: its complete ones that differ from those given."""
     free = {FOUND, *with_role(type(given), Role.FREE)}
     names = (field.name for field in fields(given) if field.name not in free)
     found = (name for name in names if getattr(given, name) != getattr(complete, name))
@@ -71,8 +71,8 @@ def for_workers(
 ) -> list[list[T | None]]:
     """Return a value for each resolution and worker: [resolution][worker].
 
-    From none, one for all, one for each resolution, or one for each resolution and worker (all
-    workers of the first resolution, then of the second). With `processes`: for each of these.
+    `values` is None, one for all, one for each resolution, or one for each resolution and worker
+    (all workers of the first resolution, then of the second). With `processes`: these, not workers.
     """
     rows, workers = len(config.resolutions), processes or config.workers
     values, who = [None] if values is None else list(values), "process" if processes else "worker"
@@ -85,7 +85,7 @@ def for_workers(
 
 
 def check_lengths(config: RunConfig) -> None:
-    """Refuse lists that have not a value for each worker or resolution, of a complete config."""
+    """Refuse a complete config's lists that do not fit its workers or resolutions."""
     rows, workers = len(config.resolutions), config.workers
     small, by_hand = config.small_batch_size, config.local_batch_sizes
     text = f"small_batch_size must have one value, or one per resolution ({rows})"

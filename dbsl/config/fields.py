@@ -1,4 +1,4 @@
-"""What a field of settings says in its type: bounds, and its part in a run.
+"""What a settings field declares in its type: bounds, and its role in a run.
 
 `parse_kwargs` reads the settings that are ``name=value`` texts.
 """
@@ -27,11 +27,11 @@ from dbsl.base.errors import LARGEST, SettingError, as_given, require
 
 M = TypeVar("M")
 
-PAIRS = {"flag": "pairs"}  # metadata of a field of name=value texts, whose values may be lists
-NO_FLAG = {"flag": None}  # a run finds it out by itself
-UNSET = "unset"  # the value that takes back a setting of a file
+PAIRS = {"flag": "pairs"}  # metadata of a field of name=value texts; values may be lists
+NO_FLAG = {"flag": None}  # a run finds it by itself
+UNSET = "unset"  # the value that undoes a file's setting
 
-_NO_TEXT = re.compile("[\0\n\r\ud800-\udc7f\udd00-\udfff]")  # no file has the last of these
+_NO_TEXT = re.compile("[\0\n\r\ud800-\udc7f\udd00-\udfff]")  # no file can have the last of these
 _WORDS = {
     bool: ("true or false", ""),
     int: ("a whole number", "N"),
@@ -43,9 +43,9 @@ _UNIONS = (typing.Union, types.UnionType)
 
 @dataclass(frozen=True)
 class Within:
-    """Bounds of a number, or of each of a list: ``Annotated[float, Within(0, 1)]``.
+    """Bounds of a number, or of each in a list: ``Annotated[float, Within(0, 1)]``.
 
-    A list has one of the `lengths`, or a number at least; `order` holds between neighbours.
+    A list has one of the `lengths`, or at least one number; `order` holds between neighbours.
     """
 
     low: float = -LARGEST
@@ -56,7 +56,7 @@ class Within:
     order: Callable[[float, float], bool] | None = None
 
     def check(self, name: str, value: Any) -> None:
-        """Raise ``SettingError`` naming setting, bound and value unless a value lies within."""
+        """Raise ``SettingError`` naming setting, bound and value unless a value is within."""
         is_list = isinstance(value, (tuple, list))
         for number in value if is_list else (value,):
             if isinstance(number, (int, float)) and (bound := self._missed(number)):
@@ -70,7 +70,7 @@ class Within:
             raise SettingError(f"{name} must have a value, got none")
 
     def _missed(self, value: float) -> str:
-        """Return the bound that a number does not keep, in words; empty: it keeps all."""
+        """Return the bound that a number violates, in words; empty: none."""
         above = value > self.low if self.open_low else value >= self.low
         below = value < self.high if self.open_high else value <= self.high
         if above and below:  # NaN is neither
@@ -86,7 +86,7 @@ class Within:
 
 
 class Choice:
-    """What a text may be: a word, which may have numbers behind a colon, as ``delta:0.7,0.9`` has.
+    """What a text may be: a word, optionally with numbers after a colon, as ``delta:0.7,0.9`` has.
 
     ``Choice(mean={}, delta={"LR": Positive, "MOMENTUM": BelowOne})``, each number with its type.
     """
@@ -96,7 +96,7 @@ class Choice:
         self.forms = [f"{w}[:{','.join(parts)}]" if parts else w for w, parts in words.items()]
 
     def numbers(self, name: str, text: str) -> list[Any]:
-        """Return the numbers behind a word; refuse what is none of the forms."""
+        """Return the numbers after a word; refuse a text of any other form."""
         word, colon, rest = text.partition(":")
         kinds, given = self._words.get(word, {}), rest.split(",") if colon else []
         found = []
@@ -124,20 +124,20 @@ def _shown(value: float) -> str:
 
 
 class Role(Flag):
-    """What a setting is to a run; without a role, weights depend on it."""
+    """A setting's role in a run; without one, weights depend on it."""
 
     FREE = auto()  # a resumed run may change it: no weight depends on it
     COMMAND = auto()  # the command's, not its run's: config.yaml leaves it out
     NODE = auto()  # each machine may have its own
-    WORKERS = auto()  # may change with their number; a list: by resolution, or that and worker
-    PLAN = auto()  # of plans or exchanges: with another value, what a process saved does not fit
-    ORDER = auto()  # the order of an epoch's samples is drawn by it
+    WORKERS = auto()  # may change with their number; a list: by resolution, or also by worker
+    PLAN = auto()  # of plans or exchanges: with another value, a process's saved state does not fit
+    ORDER = auto()  # an epoch's sample order is drawn from it
 
 
 class Needs:
-    """A setting counts only with others: of these values, or, of a name alone, switched on.
+    """A setting takes effect only with others: at these values, or, for a bare name, switched on.
 
-    What is `new` is refused without them where a run begins: one that goes on may have had them.
+    With `new`, it is refused only when a run begins: a resumed run may have had the others.
     """
 
     words = "except with"
@@ -148,7 +148,7 @@ class Needs:
         self._cases = [dict.fromkeys(given) | listed]  # each one's values; None: switched on
 
     def __or__(self, other: Needs) -> Needs:
-        """Return what either meets."""
+        """Return needs that are met if either's are."""
         either = copy(self)
         either._cases = self._cases + other._cases
         return either
@@ -161,16 +161,16 @@ class Needs:
         return " or ".join(map(" and ".join, cases)) + self.why
 
     def are_met(self, config: Any) -> bool:
-        """Whether a config has them."""
+        """Whether a config meets them."""
         return any(all(is_on(config, *one) for one in case.items()) for case in self._cases)
 
     def allowed(self, name: str, config: Any) -> tuple[Any, ...]:
-        """Return the values that a config leaves a setting; none: any."""
+        """Return the values that a config allows a setting; none: any."""
         return () if self.are_met(config) else (getattr(type(config), name),)
 
 
 class Excludes(Needs):
-    """A setting is off with others, which are given as for `Needs`, or has a value in `but`."""
+    """A setting must be off with others, given as for `Needs`, or have a value in `but`."""
 
     words = "with"
 
@@ -179,15 +179,15 @@ class Excludes(Needs):
         self._but = but
 
     def allowed(self, name: str, config: Any) -> tuple[Any, ...]:
-        """Return the values that a config leaves a setting; none: any."""
+        """Return the values that a config allows a setting; none: any."""
         off = is_on(config, name) and self.are_met(config)
         return (self._but or (getattr(type(config), name),)) if off else ()
 
 
 def is_on(config: Any, name: str, among: tuple[Any, ...] | None = None) -> bool:
-    """Whether a setting has one of these values; None: any but its default, 0, false and empty.
+    """Whether a setting has one of these values; None: any except its default, 0, false and empty.
 
-    A value may have more behind a colon, as gradients:4 has.
+    A value may have more after a colon, as gradients:4 has.
     """
     value = getattr(config, name, None)
     if among:
@@ -196,13 +196,13 @@ def is_on(config: Any, name: str, among: tuple[Any, ...] | None = None) -> bool:
 
 
 def word_of(value: Any) -> Any:
-    """Return what a value is without the numbers behind its colon."""
+    """Return a value without the numbers after its colon."""
     return value.partition(":")[0] if isinstance(value, str) else value
 
 
 @lru_cache
 def markers(cls: type, kind: type[M]) -> list[tuple[str, M]]:
-    """Return what of a kind the fields of a dataclass have in their types, each with its field."""
+    """Return the annotations of a kind in a dataclass's field types, each with its field."""
     hints = typing.get_type_hints(cls, include_extras=True)
     names = [f.name for f in fields(cls)] if is_dataclass(cls) else hints
     several = ((name, one) for name in names for one in _metadata(hints[name]))
@@ -227,7 +227,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _is_of(hint: Any, value: Any) -> bool:
-    """Whether a value is of a type; a text that is blank, or that no file can have, is of none."""
+    """Whether a value is of a type; a text that is blank, or that no file can hold, is of none."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin in _UNIONS:
         return any(_is_of(arm, value) for arm in inside)
@@ -242,8 +242,8 @@ def _is_of(hint: Any, value: Any) -> bool:
 
 
 def check_fields(config: Any) -> None:
-    """Refuse the first field that is not as its type says; any number is `Within()`."""
-    for name, choice in markers(type(config), Choice):  # before others are held against it
+    """Refuse the first field that does not match its type; any number is `Within()`."""
+    for name, choice in markers(type(config), Choice):  # before others are compared with it
         if (value := getattr(config, name)) is not None:
             choice.numbers(name, value)
     bounds = dict(markers(type(config), Within))
@@ -256,7 +256,7 @@ def check_fields(config: Any) -> None:
 
 
 def check_needs(config: Any, *, new: bool) -> None:
-    """Raise ``SettingError`` for the first field that does not go with what others are."""
+    """Raise ``SettingError`` for the first field that does not fit the others."""
     for name, needs in markers(type(config), Needs):
         value, allowed = getattr(config, name), needs.allowed(name, config)
         if needs.new == new and allowed and word_of(value) not in (*allowed, None):
@@ -265,7 +265,7 @@ def check_needs(config: Any, *, new: bool) -> None:
 
 
 def read_text(hint: Any, text: str) -> Any:
-    """Return what a text means as a type, or the first of a union; KeyError, ValueError: none."""
+    """Return a text as a type, or as the first that fits of a union; KeyError, ValueError: none."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if hint is types.NoneType:
         return {UNSET: None, "None": None}[text]
@@ -292,13 +292,13 @@ def is_readable(hint: Any) -> bool:
 
 
 def in_words(choices: Sequence[Any]) -> str:
-    """Return choices as a text, the last behind an or."""
+    """Return choices as a text, with an "or" before the last."""
     *before, last = map(as_given, choices)
     return f"{', '.join(before)} or {last}" if before else last
 
 
 def described(hint: Any) -> tuple[str, str]:
-    """Return what a type is in words, and what the help shows."""
+    """Return a type in words, and as the help shows it."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return in_words(inside), "|".join(map(str, inside))
@@ -318,7 +318,7 @@ def parse_kwargs(
     elsewhere: Mapping[str, str] = MappingProxyType({}),
     bounds: Mapping[str, Within] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return ``name=value`` texts as literals, or else texts; `elsewhere` are other settings'."""
+    """Return ``name=value`` texts as literals, or else texts; `elsewhere` names other settings'."""
     found: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
@@ -341,7 +341,7 @@ def parse_kwargs(
 
 
 def check_names(setting: str, given: Collection[str], known: Collection[str]) -> None:
-    """Refuse the first argument that is not known."""
+    """Refuse the first unknown argument."""
     for name in given:
         if name not in known:
             near = ", ".join(difflib.get_close_matches(name, known, 3, 0.5) or sorted(known))
@@ -349,6 +349,6 @@ def check_names(setting: str, given: Collection[str], known: Collection[str]) ->
 
 
 def arguments(*functions: Callable[..., Any]) -> set[str]:
-    """Return the names of the further arguments that functions or classes take."""
+    """Return the names of functions' or classes' arguments, without each one's first."""
     several = [list(inspect.signature(function).parameters.values())[1:] for function in functions]
     return {one.name for own in several for one in own if one.kind is not one.VAR_KEYWORD}

@@ -1,8 +1,8 @@
-"""Extras: parts of a run that lie in dbsl/extras, and the moments at which a run calls them.
+"""Extras: optional parts of a run in dbsl/extras, and the moments at which a run calls them.
 
-An extra, yours too, is a class there, derived from `Extra`, alone in its file or folder. No module
-of the core names it: deleting its file is all it takes to be rid of it. What it needs of slow
-libraries it imports when it is used.
+An extra, including yours, is a class there, derived from `Extra`, alone in its file or folder. No
+module of the core names it: delete its file to remove it. It imports slow libraries only when it is
+used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FOLDER = str(Path(dbsl.__file__).parent / "extras")
 
 
 class Machine:
-    """How the workers' machines and network differ from what is planned: not at all."""
+    """How the workers' machines and network differ from the plan: here, not at all."""
 
     slows = False  # whether a worker is slowed on purpose
 
@@ -39,75 +39,75 @@ class Machine:
         return 1.0
 
     def exchange_s(self, times: Any, steps: int, worker: int) -> float:
-        """Return the seconds that a simulated worker's round of so many steps is on the network."""
+        """Return the network seconds of a simulated worker's round of so many steps."""
         return 0.0
 
 
 class Extra:
-    """A part that a run can do without; each method is a moment, at which it does nothing.
+    """An optional part of a run; each method is a moment, at which this class does nothing.
 
-    `Settings` is a dataclass of its flags, derived from `RunConfig`, or from `ImageConfig` where
-    other programs may load data by them; None: it has none. Objects are made where all settings are
-    known, by `of`.
+    `Settings` is a dataclass of its flags, derived from `RunConfig`, or from `ImageConfig` if other
+    programs may load data with them; None: it has none. `of` makes objects once all settings are
+    known.
     """
 
     Settings: type | None = None
 
     @classmethod
     def of(cls, config: Any) -> Extra | None:
-        """Return the extra of a run with these settings; None: it is not asked for."""
+        """Return the extra for a run with these settings; None: it is not requested."""
         return cls()
 
     # --- before training, on every process
     def data(self, config: Any) -> Any | None:
-        """Return what opens the data, as `dbsl.data.dataset.load_data` has it; else datasets do."""
+        """Return what opens the data for `dbsl.data.dataset.load_data`; None: `datasets` does."""
 
     def machine(self, config: Any, accelerator: Any) -> Machine | None:
-        """Return what stands for the machines; of several extras the first counts."""
+        """Return a stand-in for the machines; of several extras, the first is used."""
 
     # --- while it trains, on every process
     def begin(self, workers: Any, state: Mapping[str, Any], *, same: bool) -> None:
-        """All is built (`dbsl.run.workers.Workers`), and what was saved is back.
+        """Begin: all is built (`dbsl.run.workers.Workers`), and saved state is loaded.
 
-        `state` is what `state_dict` returned; empty: the run is new, or was without this extra.
-        `same`: it goes on in the same workers, at their steps.
+        `state` is what `state_dict` returned; empty: the run is new, or had no such extra. `same`:
+        it continues in the same workers, at their steps.
         """
 
     def measure(self, turn: Any, step: Any, images: Any, labels: Any) -> dict[str, Any] | None:
-        """Return numbers of a round's first step for its report, by the names of `RoundReport`.
+        """Return numbers on a round's first step for its report, by `RoundReport`'s names.
 
-        Gradients are there and not applied. Images [B, 3, R, R] are those of the last part.
+        Gradients are computed and not applied. Images [B, 3, R, R] are those of the last part.
         """
 
     def evaluated(
         self, run: Any, end: Any, metrics: Metrics, evaluate: Callable[[], Mapping[str, Any]]
     ) -> Metrics:
-        """Called with the merged weights loaded: return their metrics, with yours added.
+        """Return the merged weights' metrics, with yours added; the weights are loaded.
 
         `run` is the `dbsl.runs.RunFolder`, `end` the `EpochEnd`.
         """
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on from."""
+        """Return the state that a resumed run continues from."""
         return {}
 
     # --- on the main process
     def epoch(self, epoch: int, plan: Any, reports: Sequence[Any]) -> Iterable[tuple[str, Row]]:
-        """Return events for metrics.jsonl of an epoch, from its `Plan` and `RoundReport`s.
+        """Return an epoch's events for metrics.jsonl, from its `Plan` and `RoundReport`s.
 
-        summary.json has the last of each, by its name.
+        summary.json has the last of each by name.
         """
         return ()
 
     def report(
         self, folder: Path, rows: Sequence[Row]
     ) -> AbstractContextManager[Callable[[Row], object]]:
-        """Return a context that a run is reported in, whose value gets each row as it is written.
+        """Return a context for reporting a run; its value is called with each row as it is written.
 
-        Rows come from metrics.jsonl alone (`python -m dbsl.report RUN` has no more), their epochs
-        count from 0, and `rows` are in it already. The context ends without an exception where the
-        run has come to its end and summary.json is written.
+        Rows come only from metrics.jsonl (`python -m dbsl.report RUN` has no more), their epochs
+        count from 0, and `rows` are already in it. The context ends without an exception if the run
+        has finished and summary.json is written.
         """
         return nullcontext(lambda row: None)
 
@@ -123,15 +123,15 @@ class Extras(dict[str, Extra]):
         return cls({name: extra for name, extra in made.items() if extra is not None})
 
     def each(self, moment: Callable[..., T], *given: Any) -> list[T]:
-        """Call a method of `Extra` of each; return what they return."""
+        """Call a method of `Extra` on each; return their results."""
         return [getattr(extra, moment.__name__)(*given) for extra in self.values()]
 
     def first(self, moment: Callable[..., T | None], *given: Any) -> T | None:
-        """Return the first answer of an extra that is not None."""
+        """Return the first of the extras' answers that is not None."""
         return next((one for one in self.each(moment, *given) if one is not None), None)
 
     def evaluated(self, run: Any, end: Any, metrics: Metrics, evaluate: Any) -> Metrics:
-        """Hand an epoch's metrics from one to the next."""
+        """Pass an epoch's metrics from each extra to the next."""
         for extra in self.values():
             found = extra.evaluated(run, end, metrics, evaluate)
             metrics = metrics if found is None else found
@@ -142,13 +142,13 @@ class Extras(dict[str, Extra]):
         return {name: extra.state_dict() for name, extra in self.items()}
 
     def begin(self, workers: Any, states: Mapping[str, Any], *, same: bool) -> None:
-        """Begin with each one's state, by name."""
+        """Begin each one with its state, by name."""
         for name, extra in self.items():
             extra.begin(workers, states.get(name, {}), same=same)
 
     @contextmanager
     def report(self, folder: Path, rows: Sequence[Row]) -> Iterator[Callable[[Row], object]]:
-        """Open the contexts of all; a row goes to each."""
+        """Open all contexts; each receives every row."""
         with ExitStack() as contexts:
             several = [contexts.enter_context(one) for one in self.each(Extra.report, folder, rows)]
             yield lambda row: [tell(row) for tell in several]
@@ -156,7 +156,7 @@ class Extras(dict[str, Extra]):
 
 @lru_cache
 def found_extras() -> dict[str, type[Extra]]:
-    """Return the extras that lie in dbsl/extras, by the names of their files."""
+    """Return the extras in dbsl/extras, by the names of their files."""
     found = {}
     for name in sorted(module.name for module in pkgutil.iter_modules([_FOLDER])):
         module = importlib.import_module(f"dbsl.extras.{name}")

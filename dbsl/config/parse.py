@@ -1,4 +1,4 @@
-"""Flags and YAML files into settings, and settings into a YAML file."""
+"""Read settings from flags and YAML files, and write them as YAML."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from dbsl.config.settings import CHECKPOINT, CHECKPOINTS, RunConfig
 
 T = TypeVar("T")
 
-# Metadata of a field of texts, which keep their commas.
-POSITIONAL = {"flag": "positional"}  # the values that stand behind no flag
-REPEATED = {"flag": "repeated"}  # one value behind each flag, which may be given again
+# Metadata of a field of texts that keep their commas.
+POSITIONAL = {"flag": "positional"}  # the values that follow no flag
+REPEATED = {"flag": "repeated"}  # one value after each flag, which may be repeated
 
 # What most people need first.
 COMMON = (
@@ -53,8 +53,8 @@ _GROUP = re.compile(r"\s*# --- (.+)")
 _COMMENT = re.compile(r"\s*# (?!--- )(.+)")
 _BETWEEN_PAIRS = re.compile(r",\s*(?=[^,=]*=)")
 _FIELD = re.compile(r"    (\w+): [^#]*(?:# (.+))?")
-_HELP_FROM = 32  # column that the help of a flag begins in
-# What frequent names of timm, transformers and earlier versions are here.
+_HELP_FROM = 32  # column where a flag's help begins
+# What common names in timm, transformers and earlier versions are called here.
 _ELSEWHERE = {
     "--mixed-precision": ("amp", "bf16", "fp16"),
     "--large-batch-size or --local-batch-sizes": ("batch-size", "per-device-train-batch-size"),
@@ -81,16 +81,16 @@ _ELSEWHERE = {
     "--preprocess std=": ("std",),
     "found:": ("resolved",),
 }
-RUN_FOLDER = "run folder"  # what a launch remembers of the run that it may have to restart
+RUN_FOLDER = "run folder"  # the launch's key for the run that it may have to restart
 
 
 def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     """Build the dataclass `cls` from an optional ``--config FILE.yaml`` and flags; flags win.
 
-    The file is read as flags, and so meets the same checks; lists take commas or spaces. A run that
-    is resumed keeps its settings: its own ``config.yaml`` is read before the rest. A process that
-    torchrun or accelerate has restarted resumes what it was doing. What a run found out, and its
-    file says, is taken over unless a setting has changed that it came from.
+    The file is read as flags and passes the same checks; lists take commas or spaces. A resumed run
+    keeps its settings: its own ``config.yaml`` is read before the rest. A process that torchrun or
+    accelerate has restarted resumes its run. Settings that a run found, and that its file has, are
+    kept unless a setting that they depend on has changed.
     """
     said = _read_flags(cls, sys.argv[1:] if argv is None else argv, "accelerate launch train.py")
     path = said.pop("config", None)
@@ -99,7 +99,7 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     # In YAML a folder's name may be a number or a date.
     texts = (settings.get(name) for name in ("resume", "output_dir"))
     resume, output_dir = (None if text is None else str(text) for text in texts)
-    # A run that is named by its folder goes on from its newest checkpoint by itself.
+    # A run named by its folder continues from its newest checkpoint by itself.
     by_folder = resume is not None and not is_checkpoint(resume)
     if not by_folder and (unfinished := recall(RUN_FOLDER)):
         resume, output_dir = "auto", unfinished
@@ -109,7 +109,7 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
         own = run_folder_of(resume, output_dir) / "config.yaml"
         read = {own: _read_files(own, cls)} if own.is_file() else {}
     read |= named
-    given = yaml_to_argv(_merged(chain(*read.values())))  # null takes back what is before it
+    given = yaml_to_argv(_merged(chain(*read.values())))  # null undoes earlier values
     try:
         config = _build(cls, _read_flags(cls, given) | said)
     except SettingError as error:  # its first word is the setting, or its flag
@@ -126,7 +126,7 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
 
 
 def _keep_found(config: T, files: Sequence[Mapping[str, Any]]) -> T:
-    """Return the config with what the last of these files found out, as far as it still holds."""
+    """Return the config with the last file's found settings that still hold."""
     cls, found = type(config), files[-1][FOUND]
     require(isinstance(found, Mapping), f"{FOUND} must map settings to values", found)
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
@@ -140,7 +140,7 @@ def _keep_found(config: T, files: Sequence[Mapping[str, Any]]) -> T:
 
 
 def parse_flags(cls: type[T], flags: Sequence[str] | None = None, prog: str = "") -> T:
-    """Build the dataclass `cls` from flags, of which the last counts; unset: this process's."""
+    """Build the dataclass `cls` from flags, the last of which wins; None: this process's."""
     return _build(cls, _read_flags(cls, sys.argv[1:] if flags is None else flags, prog))
 
 
@@ -172,8 +172,8 @@ def _read_flags(cls: type, flags: Sequence[str], prog: str = "") -> dict[str, An
             print(_help(cls, prog), flush=True)
         raise SystemExit(0)
     positional = next((name for name, f in known.items() if f.metadata == POSITIONAL), None)
-    found: dict[str, list[Any]] = {positional: [[]]} if positional else {}  # by flag, each time
-    taker, last = positional, ""  # the field that the next value is of, and the flag before it
+    found: dict[str, list[Any]] = {positional: [[]]} if positional else {}  # by flag, for each use
+    taker, last = positional, ""  # the next value's field, and the flag before it
     for flag in flags:
         if not flag.startswith("--"):
             if taker is None:
@@ -193,7 +193,7 @@ def _read_flags(cls: type, flags: Sequence[str], prog: str = "") -> dict[str, An
                 raise SettingError(f"{_flag(name)} must have no value ({off}: off), got {value!r}")
             found.setdefault(name, []).append(on if switch else [value] * bool(equals))
             taker, last = (positional if switch else name), flag
-        # Values may stand behind no flag: one value, or all up to the next flag, are the flag's.
+        # With positional values, a flag takes one value, or all up to the next flag.
         if positional and taker != positional and found[taker][-1]:
             one = known[taker].metadata == REPEATED or not _is_list(hints[taker])
             taker = positional if one else taker
@@ -201,7 +201,7 @@ def _read_flags(cls: type, flags: Sequence[str], prog: str = "") -> dict[str, An
 
 
 def _value(name: str, field: dataclasses.Field, hint: Any, given: list[Any]) -> Any:
-    """Return what was given for a field, each time, as its type has it."""
+    """Return the values given for a field, converted to its type."""
     last = given[-1]
     if isinstance(last, bool) or (not last and _is_switch(hint)):
         return last is not False
@@ -225,7 +225,7 @@ def _value(name: str, field: dataclasses.Field, hint: Any, given: list[Any]) -> 
 
 
 def _is_switch(hint: Any) -> bool:
-    """Whether a flag may stand alone, and behind no_."""
+    """Whether a flag may have no value, and the prefix no_."""
     return bool in (hint, *typing.get_args(hint))
 
 
@@ -242,7 +242,7 @@ def _name(flag: object) -> str:
 
 
 def _unknown(cls: type, must: str, got: str, where: str = "") -> SettingError:
-    """Return the refusal of a name that is not known, with what may be meant."""
+    """Return the error for an unknown name, with what may be meant."""
     name = _name(got.removeprefix("--"))
     for here, names in _ELSEWHERE.items() if issubclass(cls, RunConfig) else ():
         if name in map(_name, names):
@@ -253,7 +253,7 @@ def _unknown(cls: type, must: str, got: str, where: str = "") -> SettingError:
 
 
 def _help(cls: type, prog: str) -> str:
-    """Return the help of the flags: of a run the common ones first, then by group."""
+    """Return the help of the flags by group, for a run with the common ones first."""
     known, hints = _flags_of(cls)
     choices, (groups, words) = dict(markers(cls, Choice)), read_source(cls)
     if issubclass(cls, RunConfig):
@@ -282,9 +282,9 @@ def _help(cls: type, prog: str) -> str:
 def read_source(cls: type) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Return the names of fields by group, inherited ones first, and their help, from the source.
 
-    A comment ``# --- title`` begins a group; help stands behind a field, or else right above it.
+    A comment ``# --- title`` begins a group; help is behind a field, or else right above it.
     """
-    title, groups = "options", {"options": []}  # where a class has no groups
+    title, groups = "options", {"options": []}  # if a class has no groups
     words: dict[str, str] = {}
     above: list[str] = []
     sources = [inspect.getsource(c) for c in reversed(cls.__mro__) if dataclasses.is_dataclass(c)]
@@ -302,15 +302,15 @@ def read_source(cls: type) -> tuple[dict[str, list[str]], dict[str, str]]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return a YAML file's settings, on top of those of the file that its ``base`` names.
+    """Return a YAML file's settings, over those of the file that its ``base`` names.
 
-    A ``base`` is relative to its file. What a run found out (``found``) is left out.
+    A ``base`` is relative to its file. Settings that a run found (``found``) are omitted.
     """
     return _merged(_read_files(path, None))
 
 
 def _read_files(path: Path, cls: type | None) -> list[dict[str, Any]]:
-    """Return what a YAML file and its bases have, the deepest base first; None: any names."""
+    """Return a YAML file's and its bases' settings, deepest base first; None: any names."""
     files, seen = [_read_yaml(path, cls)], [path.resolve()]
     while "base" in files[0]:
         base = seen[-1].parent / str(files[0].pop("base"))
@@ -324,7 +324,7 @@ def _read_files(path: Path, cls: type | None) -> list[dict[str, Any]]:
 def _merged(files: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in (pair for file in files for pair in file.items()):
-        found.pop(name, None)  # the last given comes last: of `x` and `no_x` it counts
+        found.pop(name, None)  # the last given comes last: of `x` and `no_x` it wins
         found[name] = value
     found.pop(FOUND, None)
     return found
@@ -345,7 +345,7 @@ def yaml_to_argv(settings: Mapping[str, Any]) -> list[str]:
 
 
 def config_to_yaml(settings: Mapping[str, Any], found: Mapping[str, Any] | None = None) -> str:
-    """Return settings as YAML that `parse_config` reads back to equal ones; unset is left out."""
+    """Return settings as YAML that `parse_config` reads back as equal; unset ones are left out."""
     text = _as_yaml({name: value for name, value in settings.items() if value is not None})
     if found:
         text += "\n# By the run itself; dropped where another setting or the processes change.\n"
@@ -371,7 +371,7 @@ def run_folder_of(resume: str, output_dir: str | None) -> Path:
     folder = Path(resume)
     if is_checkpoint(resume):
         folder = (folder if len(folder.parts) > 1 else folder.absolute()).parent.parent
-    if not os.path.isfile(folder / "config.yaml"):  # of a name that is too long, too
+    if not os.path.isfile(folder / "config.yaml"):  # also for too long a name
         got = as_given(resume) + ", which does not exist" * (not os.path.exists(resume))
         raise SettingError(f"resume must be auto, a run folder or a checkpoint in one, got {got}")
     if output_dir is not None and Path(output_dir).resolve() != folder.resolve():
@@ -381,13 +381,13 @@ def run_folder_of(resume: str, output_dir: str | None) -> Path:
 
 
 def is_checkpoint(resume: str) -> bool:
-    """Whether `--resume` means a checkpoint in a run folder, and not a run."""
+    """Whether `--resume` means a checkpoint in a run folder, not a run."""
     folder = Path(resume).absolute()
     return folder.parent.name == CHECKPOINTS and CHECKPOINT.fullmatch(folder.name) is not None
 
 
 def _read_yaml(path: Path, cls: type | None) -> dict[str, Any]:
-    """Refuse what sets no field of `cls`, and values that no flag has, such as mappings."""
+    """Read a YAML file; refuse unknown names, and values that no flag has, such as mappings."""
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: an endless number, say

@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 _STORE_UP_TO = 64  # pixels; larger images are cheaper to decode when needed than to keep
 _CHUNK = 1024  # images summed at a time
-STORE_BYTES = 2 * 2**30  # most bytes of decoded pixels that are kept
-_PROBES = 64  # images per split whose size is looked at before any are decoded
+STORE_BYTES = 2 * 2**30  # most bytes of decoded pixels to keep
+_PROBES = 64  # images per split checked for their size before any are stored
 
 
 class Statistics(NamedTuple):
-    """Means and deviations of the channels of images in [0, 1], and in words whose they are."""
+    """Channel means and standard deviations of images in [0, 1], and their source in words."""
 
     mean: Means
     std: Means
@@ -51,15 +51,15 @@ class Data:
     train: PixelStore | ImageLoader
     evaluation: PixelStore | ImageLoader
     class_names: tuple[str, ...]
-    mean: Means  # images are normalised by
+    mean: Means  # images are normalised by these
     std: Means
-    source: str  # whose these are, in words
+    source: str  # of mean and std, in words
     mirror: bool  # whether a mirrored image keeps its class
-    # Side of the images in pixels if all are squares of one size, else None. Where images are not
-    # stored, 64 of each split were looked at.
+    # Side of the images in pixels if all are squares of one size, else None. If images are not
+    # stored, 64 of each split were checked.
     image_side: int | None
-    eval_split: str  # name of the split that `evaluation` comes from, or how it was cut off
-    held_out: str  # what tells which training images the seed drew for it; empty: none
+    eval_split: str  # name of the split that `evaluation` comes from, or how it was split off
+    held_out: str  # digest of the training images that the seed drew for it; empty: none
     crop_pct: float  # side of the centre crop of evaluation images over their shorter side
     interpolation: Interpolation  # how evaluation images are resized
     unit: ClassVar[str] = "image"
@@ -71,23 +71,23 @@ class Data:
 
     @property
     def resolutions(self) -> tuple[int, ...]:
-        """Resolutions of the stages where none are given."""
+        """Resolutions of the stages if none are given."""
         return default_resolutions(self.image_side)
 
     def transform(self, resolution: int, augment: Augment, seed: int) -> Transform:
-        """Return what images pass at a resolution."""
+        """Return the transform for images at a resolution."""
         if augment == "crop" and isinstance(self.train, PixelStore):
-            self.train.pad()  # now, before what is left of the device's memory is planned
+            self.train.pad()  # now, before the rest of the device's memory is planned
         look = (self.mirror, self.mean, self.std, seed, self.crop_pct, self.interpolation)
         return Transform(resolution, augment, *look, self.config.aa)
 
     def normalised_for(self, model: Any) -> Data:
-        """Return the data normalised as a model's pretrained weights want it, if it has some."""
+        """Return the data normalised as a model's pretrained weights expect, if it has any."""
         statistics = getattr(model, "input_statistics", None)
         return self.prepared_as(statistics) if statistics else self
 
     def prepared_as(self, statistics: Statistics, **how: Any) -> Data:
-        """Return the data prepared as weights want it, but for what the settings give.
+        """Return the data prepared as weights expect, except where the settings decide.
 
         `how` may have `crop_pct` and `interpolation`.
         """
@@ -97,7 +97,7 @@ class Data:
 
     @property
     def normalisation(self) -> str:
-        """By what images are normalised, in words."""
+        """How images are normalised, in words."""
         shown = ([f"{value:.3f}" for value in values] for values in (self.mean, self.std))
         mean, std = (", ".join(v[:1] if len({*v}) == 1 else v) for v in shown)
         return f"images normalised by mean {mean} and std {std}, {self.source}"
@@ -108,7 +108,7 @@ class Data:
 
 
 def _but_for(given: Mapping[str, Any], statistics: Statistics) -> Statistics:
-    """Return statistics, but what the settings give instead of them."""
+    """Return statistics, replaced where the settings give a mean or std."""
     own = {name: given[name] for name in ("mean", "std") if name in given}
     if not own:
         return statistics
@@ -125,10 +125,10 @@ def load_data(
 ) -> Data:
     """Open a dataset and make its training and evaluation samples readable by number.
 
-    Images that are squares of one size up to 64 px are decoded at once and kept on the device; the
-    decoded pixels are cached in `datasets.config.HF_DATASETS_CACHE`. Others are decoded by loader
-    processes as they are needed. The seed is that of subsets and of what is held out. Of data that
-    are there `only_evaluate`, without a split for it, all images count.
+    Images that are squares of one size up to 64 px are decoded up front and kept on the device; the
+    decoded pixels are cached in `datasets.config.HF_DATASETS_CACHE`. Loader processes decode other
+    images as needed. The seed draws subsets and held-out images. With `only_evaluate`, data without
+    an evaluation split are evaluated whole.
     """
     device = torch.device(device)
     if not sys.stderr.isatty():
@@ -142,7 +142,7 @@ def load_data(
         logger.warning("classes without an evaluation image: %s", listed(unmet))
     side, bits = _look(splits)
     splits = [replace(split, bits=bits) for split in splits]
-    pixels = [None, None]  # of the splits, where they are kept
+    pixels = [None, None]  # of each split, if kept
     size = 3 * (side or 0) ** 2 * sum(map(len, splits))  # bytes
     if not streams and 0 < size <= STORE_BYTES and side <= _STORE_UP_TO:
         found = [decode_cached(split, side, config.max_bad_images) for split in splits]
@@ -179,8 +179,8 @@ def load_data(
 def stratified_subset(labels: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
     """Return `size` sample numbers, ascending int64, that keep the classes' shares.
 
-    Each class gets its share rounded down; what is left goes to the largest remainders, of equal
-    ones to the smaller label.
+    Each class gets its share rounded down; the rest goes to the largest remainders, and in a tie to
+    the smaller label.
     """
     _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
     quotas = largest_remainder(counts, size)
@@ -193,7 +193,7 @@ def stratified_subset(labels: np.ndarray, size: int, rng: np.random.Generator) -
 def _cut(
     train: ImageSplit, evaluation: ImageSplit | None, config: ImageConfig, seed: int
 ) -> tuple[ImageSplit, ImageSplit, str, str]:
-    """Return what to train on, what to evaluate on, where that comes from, and `Data.held_out`."""
+    """Return the training and evaluation splits, the latter's origin, and `Data.held_out`."""
     eval_split, drawn = evaluation.name if evaluation else "a fifth of train", ""
     if config.holdout is not None:
         evaluation, eval_split = None, f"{config.holdout:.3g} of train, held out"
@@ -219,9 +219,9 @@ def _cut(
 
 
 def _look(splits: Iterable[ImageSplit]) -> tuple[int | None, int]:
-    """Return what images of the splits have in common: side, None: no squares; bits of a value.
+    """Return the side that all images share (None: they are not such squares) and bits of a value.
 
-    Values of 16 bits may use 12 of them, or 8 where they come from NumPy's integers.
+    Values of 16 bits may use only 12, or 8 if they come from NumPy's integers.
     """
 
     def seen(image: Image.Image, _: int) -> tuple[tuple[int, int], int]:
@@ -235,7 +235,7 @@ def _look(splits: Iterable[ImageSplit]) -> tuple[int | None, int]:
 
 
 def _channel_statistics(pixels: np.ndarray | None) -> Statistics:
-    """Return those of pixels [N, S, S, 3]; of images that are not at hand ImageNet's."""
+    """Return the statistics of pixels [N, S, S, 3]; without pixels, ImageNet's."""
     if pixels is None:
         constants = timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD
         return Statistics(*constants, "ImageNet's")

@@ -1,4 +1,4 @@
-"""A folder of images as tables: classes by folders, or by lists of labels beside the images."""
+"""A folder of images as tables: classes from folders, or from label lists beside the images."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from dbsl.base.machine import lazy_import
 datasets, parquet = lazy_import("datasets"), lazy_import("pyarrow.parquet")
 logger = logging.getLogger(__name__)
 
-LABEL_COLUMNS = ("label", "labels", "target", "class", "cls")  # names that labels have
+LABEL_COLUMNS = ("label", "labels", "target", "class", "cls")  # usual names of label columns
 _LISTS = ("metadata.csv", "metadata.tsv", "metadata.jsonl", "metadata.parquet")
 _COLUMNS = "file_name,label"  # the first line of a metadata.csv
-_TABLES = {".parquet", ".arrow", ".tar"}  # `datasets` reads them, and images in them
+_TABLES = {".parquet", ".arrow", ".tar"}  # `datasets` reads them and their images
 _TEXTS = {".csv", ".tsv", ".json", ".jsonl"}
 _ARCHIVES = {".zip", ".rar", ".7z", ".tgz", ".gz", ".bz2", ".xz"}
 _HINTS = dict.fromkeys((".heic", ".heif"), " (pip install pillow-heif reads them)")
-_HIDDEN = re.compile(r"\.|__MACOSX$|@eaDir$")  # what systems put beside people's files
-_NO_UTF8 = re.compile("[\ud800-\udfff]")  # how Python has such bytes of a name
+_HIDDEN = re.compile(r"\.|__MACOSX$|@eaDir$")  # what systems add beside users' files
+_NO_UTF8 = re.compile("[\ud800-\udfff]")  # how Python represents such bytes of names
 _NO_PIXELS = {"BUFR", "GRIB", "HDF5", "MPEG", "PDF"}  # Pillow knows these and decodes none
 _INTEGER, _NUMBER = re.compile(r"-?(0|[1-9]\d*)"), re.compile(r"-?\d*\.?\d+([eE]-?\d+)?")
 _WORDS = {  # of each split, with no letter beside them
@@ -42,28 +42,28 @@ _WORDS = {  # of each split, with no letter beside them
     )
 }
 _NO_CLASS = "images without a class"
-Left = list[tuple[str, str]]  # what is left out: its kind, and the file, relative to the folder
-Row = tuple[str, str | None]  # label of an image, '': none; its split, None: not said, '': unknown
+Left = list[tuple[str, str]]  # left out: the kind, and the file, relative to the folder
+Row = tuple[str, str | None]  # label of an image, '': none; its split, None: not given, '': unknown
 
 
 @cache
 def split_of(name: str) -> str | None:
-    """Return the split that a name says by one of its words, in any case."""
+    """Return the split that one of a name's words means, in any case."""
     return next((split for split, words in _WORDS.items() if words.search(name)), None)
 
 
 @cache
 def _endings() -> frozenset[str]:
-    """Return how the files that Pillow decodes end."""
+    """Return the endings of files that Pillow decodes."""
     Image.preinit()  # common formats are loaded first, and tried first on each file
-    known = Image.registered_extensions()  # it loads all of Pillow's formats, too
+    known = Image.registered_extensions()  # this loads all of Pillow's formats, too
     return frozenset(e for e, kind in known.items() if kind in {*Image.OPEN} - _NO_PIXELS)
 
 
 def files_below(folder: str, left: Left) -> list[str]:
-    """Return the files in a folder, however deep, relative to it, in order.
+    """Return the files at any depth in a folder, relative to it, sorted.
 
-    Links are followed, but not in circles. What systems hide is passed over.
+    Links are followed, but not in circles. Hidden and system files are skipped.
     """
     found, folders = [], [(folder, os.path.realpath(folder))]
     while folders:
@@ -77,7 +77,7 @@ def files_below(folder: str, left: Left) -> list[str]:
                 inner = os.path.realpath(entry.path)
                 if not os.path.join(real, "").startswith(os.path.join(inner, "")):
                     folders.append((entry.path, inner))
-            elif not os.path.isfile(entry.path):  # a link to itself, too, at which `entry` raises
+            elif not os.path.isfile(entry.path):  # also a link to itself, for which `entry` raises
                 left.append(("links to nothing", name))
             elif _NO_UTF8.search(name):
                 left.append(("files whose names are not UTF-8", name))
@@ -89,9 +89,9 @@ def files_below(folder: str, left: Left) -> list[str]:
 def read_folder(dataset: Path, label_column: str | None) -> dict[str, datasets.Dataset] | None:
     """Return the splits of a folder of images, or None if it is a folder of another kind.
 
-    The class of an image is the path of its folder below the split, without what all classes have
-    in common. Where a list beside or above the images has labels, those count. What is left out is
-    counted in one line.
+    The class of an image is the path of its folder below the split, without the part that all
+    classes share. Labels from a list beside or above the images win. One line counts files left
+    out.
     """
     folder, left = os.path.abspath(dataset), []
     files = files_below(folder, left)
@@ -115,7 +115,7 @@ def read_folder(dataset: Path, label_column: str | None) -> dict[str, datasets.D
         label, split = rows.get(file, (label, None))
         split = place if split is None else split
         if label and split:
-            # Systems write ä in one part or in two.
+            # Systems write ä as one character or two.
             label = unicodedata.normalize("NFC", label).strip()
             found.setdefault(split, {})[file] = label
         else:
@@ -163,10 +163,10 @@ def _other_kind(
 
 
 def _places(root: str, folders: Iterable[str], lists: Iterable[str]) -> dict[str, Row]:
-    """Return class and split of the images in each folder.
+    """Return the class and split of each folder's images.
 
-    Folders are splits if all of one level are named so, or if one of the first level is for
-    training and some have folders or a list of their own. Else all images are for training.
+    Folders are splits if all of one level have split names, or if one of the first level is for
+    training and some contain folders or a list. Otherwise all images are for training.
     """
     paths, first = [tuple(filter(None, folder.split("/"))) for folder in folders], 0
     while len({path[first] for path in paths if path[first:]}) == 1:
@@ -200,7 +200,7 @@ def _places(root: str, folders: Iterable[str], lists: Iterable[str]) -> dict[str
 def _read_lists(
     folder: str, lists: Iterable[str], label_column: str | None, images: Collection[str], left: Left
 ) -> tuple[list[str], str | None, dict[str, Row]]:
-    """Return the columns, which has labels (None: none), and what rows say of each image."""
+    """Return the columns, the label column (None: none), and each image's label and split."""
     tables = {name: _rows_of(f"{folder}/{name}") for name in lists}
     columns = list(dict.fromkeys(c for rows in tables.values() for row in rows for c in row))
     wanted = LABEL_COLUMNS if label_column is None else (label_column,)
@@ -249,7 +249,7 @@ def _read_lists(
 
 
 def _rows_of(path: str) -> list[dict[str, str]]:
-    """Return the rows of a list, each value as it is written, without blanks around it."""
+    """Return the rows of a list, each value as written, without blanks around it."""
     try:
         if path.endswith(".parquet"):
             rows = parquet.read_table(path).to_pylist()
@@ -272,7 +272,7 @@ def _text(value: object) -> str:
 
 
 def _is_image(path: str) -> bool:
-    """Whether a file is an image: by its ending, without one by its first bytes."""
+    """Whether a file is an image, by its ending or, without one, its first bytes."""
     if ending := _ending(path):
         return ending in _endings()
     try:
@@ -287,7 +287,7 @@ def _ending(path: str) -> str:
 
 
 def _counted(left: Left) -> str:
-    """Return how many of each kind are left out, most first, and the folder with most of them."""
+    """Return how many of each kind are left out, most first, each with its most common folder."""
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     for kind, file in sorted(left):
         kinds[kind][posixpath.dirname(file) or "the top folder"] += 1

@@ -1,7 +1,7 @@
 """Images by sample number: small ones decoded once, others by loader processes when needed.
 
-The caller says which samples make a batch, so that every worker may have another batch size.
-No source here may pass through `accelerator.prepare`, which would shard its batches once more.
+The caller chooses the samples of each batch, so every worker may have its own batch size. No source
+here may pass through `accelerator.prepare`, which would shard its batches again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dbsl.data.sources import Batch, Source
 from dbsl.data.transforms import Transform, as_rgb, to_device
 
 with contextlib.suppress(ImportError):
-    import pillow_heif  # what phones write, where it is installed
+    import pillow_heif  # reads phones' images, if it is installed
 
     pillow_heif.register_heif_opener()
 
@@ -48,10 +48,10 @@ _IMPORTS = [__name__, "datasets", "torchvision.transforms.v2"]  # what loader pr
 _TELLS_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS: there signals end loader processes
 _FORKS = "forkserver" in multiprocessing.get_all_start_methods()  # not on Windows
 _CONTEXT = "forkserver" if _FORKS else "spawn"
-_LOOK_S = 2  # how often a wait for a batch is looked at
+_LOOK_S = 2  # seconds between checks of a wait for a batch
 _ORIENTATION = 0x0112  # the EXIF tag
-_SHARED = Path("/dev/shm")  # batches come through it
-_AHEAD = 2  # batches that each loader process makes before they are asked for
+_SHARED = Path("/dev/shm")  # batches pass through it
+_AHEAD = 2  # batches that each loader process makes before they are requested
 
 _BUFFER = re.compile(r" (file )?<_io.BytesIO .*?>")  # in Pillow's messages
 
@@ -62,31 +62,31 @@ Stored = Mapping[str, Any] | None  # an image as a table has it: bytes and path,
 
 
 class ImageLoader(Source):
-    """Large or uneven images, decoded and cut to size in loader processes as they are needed.
+    """Large or uneven images, decoded and cut to size in loader processes as needed.
 
     Images that cannot be decoded are missing from their batches, float32 [B, 3, R, R]. The
-    processes start with `start`, or else with the first batch, and stay until this object goes. A
-    fork server makes them, because the fork of a process that has CUDA or gloo threads may hang.
-    Each therefore imports the main script, which needs its ``if __name__ == "__main__":``.
+    processes start with `start`, or else with the first batch, and live as long as this object. A
+    fork server makes them, because forking a process that has CUDA or gloo threads may hang. Each
+    therefore imports the main script, which needs its ``if __name__ == "__main__":``.
     """
 
-    _Requests: type[list[Request]] = list  # loader processes get what it iterates over
-    _shared = 0  # bytes of shared memory that the batches under way take
-    _told = False  # that it is too small
+    _Requests: type[list[Request]] = list  # loader processes receive its items
+    _shared = 0  # bytes of shared memory that current batches take
+    _told = False  # whether a shortage was reported
 
     def __init__(
         self,
         split: ImageSplit,
         device: torch.device,
         loader_workers: int,  # processes; 0: this one
-        max_bad: int = 0,  # most images that may fail to be decoded before that is an error
+        max_bad: int = 0,  # images that may fail to decode; more are an error
     ) -> None:
         self.labels, self.device, self.bad = split.labels, device, dict(split.bad)
         self._split = split
         self._max_bad = max_bad
         self._calls = 0  # calls of `batches`
         self._while_waiting: Callable[[], object] = lambda: None
-        self._requests = self._Requests()  # those of the latest call
+        self._requests = self._Requests()  # of the latest call
         self._loader = DataLoader(
             split,
             batch_size=None,  # a request is a whole batch, of any size
@@ -104,22 +104,22 @@ class ImageLoader(Source):
         return len(self.labels)
 
     def start(self, while_waiting: Callable[[], object] = lambda: None) -> None:
-        """Start the loader processes, and wait until each of them is there.
+        """Start the loader processes, and wait until each is running.
 
-        `while_waiting` is called every few seconds in a wait for a batch; what it raises ends it.
+        A wait for a batch calls `while_waiting` every few seconds, and ends if that raises.
         """
         self._while_waiting = while_waiting
         if self._loader.num_workers and not self._calls:
             _start_server()
             iter(self._loader)  # over no requests: they only start
-            iter(self._loader)  # begins again, for which each of them answers
+            iter(self._loader)  # begins again, which each of them confirms
 
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
     ) -> Iterator[Batch]:
-        """See `Source.batches`; a new call ends an earlier one that is still under way.
+        """See `Source.batches`; a new call ends an earlier one still in progress.
 
-        Loader processes begin before the first batch is asked for.
+        Loader processes begin before the first batch is requested.
         """
         self._calls += 1
         requests = [(samples, transform, epoch) for samples in index_batches]
@@ -132,7 +132,7 @@ class ImageLoader(Source):
             if _SHARED.is_dir() and self._shared > _free() and not self._told:
                 self._told = True
                 logger.warning("%s", self._too_small())
-        # With loader processes it is a new epoch of one and the same iterator.
+        # With loader processes, this is the same iterator in a new epoch.
         return self._read(self._calls, requests, iter(self._loader))
 
     def _read(
@@ -156,9 +156,9 @@ class ImageLoader(Source):
                 raise RuntimeError("a later call of batches() took over the loader processes")
 
     def _next(self, loaded: Iterator[Loaded]) -> Loaded:
-        """Return what loader processes bring next; the wait for it ends if they cannot go on."""
+        """Return the loader processes' next batch; the wait ends if they cannot go on."""
         while True:
-            loaded._timeout = _LOOK_S  # not DataLoader's own, within which processes must start
+            loaded._timeout = _LOOK_S  # not DataLoader's own, which also limits their start
             try:
                 return next(loaded)
             except RuntimeError as error:
@@ -175,14 +175,14 @@ class ImageLoader(Source):
                 loaded._timeout = 0
 
     def _too_small(self) -> str:
-        """Return what to do where shared memory does not hold the batches under way."""
+        """Return what to do if shared memory cannot hold the current batches."""
         mib = -(-self._shared // 2**20)
         must = f"{_SHARED} must have {mib} MiB for the batches of loader processes"
         remedy = f"docker run --shm-size {mib + 64}m, or lower --loader-workers (0: none)"
         return f"{must}, got {_free() / 2**20:.0f} MiB free: {remedy}"
 
     def _received(self, number: int) -> None:
-        """Take note that a batch of the latest call has been decoded."""
+        """Note that a batch of the latest call has been decoded."""
 
 
 def _free() -> int:
@@ -190,7 +190,7 @@ def _free() -> int:
 
 
 def note_bad(known: dict[int, str], found: BadRows, most: int, split: ImageSplit) -> None:
-    """Add images of a split that cannot be decoded to those known; refuse more than `most`."""
+    """Add a split's images that cannot be decoded to those known; refuse more than `most`."""
     new = {row: reason for row, reason in found.items() if row not in known}
     known |= new
     if len(known) > most:
@@ -207,7 +207,7 @@ def note_bad(known: dict[int, str], found: BadRows, most: int, split: ImageSplit
 
 @dataclass(frozen=True, eq=False)
 class ImageSplit:
-    """Encoded images and labels of one split; what loader processes receive."""
+    """Encoded images and labels of one split, as loader processes receive them."""
 
     table: datasets.Dataset  # rows as `datasets` reads them, images not decoded
     rows: np.ndarray  # row of each sample in the table, int64 [N]
@@ -215,8 +215,8 @@ class ImageSplit:
     image_column: str
     dataset: str  # as the user named it
     name: str  # the split's
-    bits: int = field(default=16, kw_only=True)  # of a value, where it has more than 8
-    bad: BadRows = field(default_factory=dict, kw_only=True)  # rows that are left out of it, why
+    bits: int = field(default=16, kw_only=True)  # of a value, if more than 8
+    bad: BadRows = field(default_factory=dict, kw_only=True)  # rows left out, and why
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -226,16 +226,16 @@ class ImageSplit:
         return replace(self, rows=self.rows[samples], labels=self.labels[samples])
 
     def spread(self, most: int) -> np.ndarray:
-        """Return at most so many samples that stand for all, int64."""
+        """Return at most `most` evenly spread samples, int64."""
         return np.unique(np.linspace(0, len(self) - 1, most).astype(np.int64))
 
     def read(
         self, samples: np.ndarray, decode: Callable[[Image.Image, int], Any], bad: dict[int, str]
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the place of each of these samples, and what `decode` makes of its image.
+        """Yield the place of each of these samples, and what `decode` returns for its image.
 
-        It gets the image as it is opened, not decoded yet where that can be, and the place. Images
-        that fail are passed over: `bad` gets their rows, and why.
+        It gets the opened image, not yet decoded if possible, and the place. Images that fail are
+        skipped: `bad` gets their rows and the reasons.
         """
         for begin in range(0, len(samples), _CHUNK):
             some = samples[begin : begin + _CHUNK]
@@ -257,7 +257,7 @@ class ImageSplit:
 
     @cached_property
     def _roots(self) -> tuple[str, ...]:
-        """Where images may lie; `datasets` resolves links that a folder is named by."""
+        """Folders that may hold images, also with links resolved, as `datasets` does."""
         here = Path(self.dataset).expanduser()
         roots = [here.parent if here.is_file() else here] if here.exists() else []
         roots += [datasets.config.HF_CACHE_HOME, datasets.config.HF_DATASETS_CACHE]
@@ -266,7 +266,7 @@ class ImageSplit:
         return tuple(os.path.join(form(root), "") for root in roots for form in forms)
 
     def _check_path(self, path: str) -> None:
-        """Refuse to read what lies elsewhere: a stranger's table may name any file, or a URL."""
+        """Refuse paths outside `_roots`: a stranger's table may name any file, or a URL."""
         place = os.path.abspath(path.rpartition("::")[2].removeprefix("file://"))
         if not place.startswith(self._roots):
             raise SettingError(f"path must be inside the dataset's folder, got {path}")
@@ -284,12 +284,12 @@ class ImageSplit:
             return transform.taken(image, drawn[place], self.bits)
 
         for place, image in self.read(samples, decode, bad):
-            if transform.augment == "timm":  # what fails here is no fault of the image
+            if transform.augment == "timm":  # a failure here is not the image's fault
                 image = transform.augmented(image, int(samples[place]), epoch)
             pixels[len(places)] = image
             places.append(place)
         images, decoded = torch.from_numpy(pixels[: len(places)]), torch.tensor(places).long()
-        if get_worker_info():  # now, where an error reaches the trainer; else a thread would do it
+        if get_worker_info():  # now, so an error reaches the trainer; else a thread would do it
             images, decoded = images.share_memory_(), decoded.share_memory_()
         return images, decoded, bad
 
@@ -297,12 +297,12 @@ class ImageSplit:
         return self.table[self.rows[samples]][self.image_column]
 
     def _open(self, value: Stored) -> Image.Image:
-        """Return an image that is not decoded yet, where that can be."""
+        """Return an image, not yet decoded if possible."""
         if value is None or value["bytes"] is value["path"] is None:
             raise SettingError("it is null")
         content, path = value["bytes"], value["path"]
         if content is None:
-            beside = os.path.join(self._roots[0], path)  # a table names files from where it lies
+            beside = os.path.join(self._roots[0], path)  # a table's paths start at its folder
             path = beside if os.path.isfile(beside) else path
             self._check_path(path)
             if Path(path).is_file():
@@ -310,17 +310,17 @@ class ImageSplit:
         if content is None:  # inside an archive
             return datasets.Image().decode_example(value)
         image = Image.open(io.BytesIO(content))
-        turned = image.getexif().get(_ORIENTATION, 1) != 1  # one that is not stays undecoded
+        turned = image.getexif().get(_ORIENTATION, 1) != 1  # else it remains undecoded
         return ImageOps.exif_transpose(image) if turned else image
 
 
 def decode_cached(
     split: ImageSplit, side: int, max_bad: int
 ) -> tuple[np.ndarray, ImageSplit] | None:
-    """Return the pixels of a split that can be decoded, uint8 [N, S, S, 3], and the split of these.
+    """Return the pixels of a split's decodable images, uint8 [N, S, S, 3], and the split of these.
 
-    They are read from the cache if possible: on the CPU, processes that read it share its memory.
-    None: an image has another size.
+    They come from the cache if possible: on the CPU, processes that read it share its memory. None:
+    an image has another size.
     """
     cache, shape = _cache_file(split), (len(split), side, side, 3)
     with contextlib.suppress(Exception):  # no file, or one whose header is damaged in some way
@@ -346,12 +346,12 @@ def decode_cached(
 
 
 def _save(path: Path, pixels: np.ndarray) -> None:
-    with path.open("wb") as file:  # to a path NumPy would add an ending
+    with path.open("wb") as file:  # NumPy would add an ending to a path
         np.save(file, pixels, allow_pickle=False)
 
 
 def _cache_file(split: ImageSplit) -> Path:
-    """Return where a split's pixels belong: the name is a hash of all that they depend on."""
+    """Return the cache file of a split's pixels, named by a hash of all that they depend on."""
     files = [file["filename"] for file in split.table.cache_files]
     if not files:  # a list of image files, or images in memory
         stored = split.table[split.image_column][:]
@@ -368,15 +368,15 @@ def _cache_file(split: ImageSplit) -> Path:
     return Path(datasets.config.HF_DATASETS_CACHE) / "dbsl" / f"pixels-{digest[:32]}.npy"
 
 
-# Whoever asks a run to stop may ask all of its processes at once: a terminal by Ctrl-C, `timeout`
-# and launchers by SIGTERM. The run then finishes its step, for which it needs its loader processes.
-# So they, and the fork server that makes them, heed these signals only if the run sends them.
+# A stop signal may reach all processes of a run at once: Ctrl-C from a terminal, SIGTERM from
+# `timeout` and launchers. The run then finishes its step, and needs its loader processes for it.
+# They, and the fork server that makes them, therefore heed these signals only from the run.
 
 
 def _start_server() -> None:
-    """Start the process that makes loader processes, unless it runs.
+    """Start the process that makes loader processes, unless it is running.
 
-    It inherits that the signals are blocked, and so do the processes that it makes.
+    It and the processes that it makes inherit the blocked signals.
     """
     if _FORKS:
         multiprocessing.set_forkserver_preload(_IMPORTS)  # once, for all loader processes
@@ -384,7 +384,7 @@ def _start_server() -> None:
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        resource_tracker.ensure_running()  # else the server starts it; it unblocks some signals
+        resource_tracker.ensure_running()  # else the server would; it unblocks some signals
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         forkserver.ensure_running()
     finally:
@@ -392,9 +392,9 @@ def _start_server() -> None:
 
 
 def _end_with_parent(_: int) -> None:
-    """End this loader process when the one that it serves is gone, or ends it.
+    """End this loader process when the process that it serves is gone, or ends it.
 
-    DataLoader's own watch is on the fork server, which in turn lives as long as its processes.
+    DataLoader itself watches only the fork server, which lives as long as its processes.
     """
     parent = multiprocessing.parent_process()
 
@@ -404,7 +404,7 @@ def _end_with_parent(_: int) -> None:
 
     def end_after(wait: Callable[[], object]) -> None:
         wait()
-        os._exit(1)  # sys.exit would end the thread alone
+        os._exit(1)  # sys.exit would end only the thread
 
     for wait in (parent.join, asked) if _TELLS_SENDER else (parent.join,):
         threading.Thread(target=end_after, args=(wait,), daemon=True).start()

@@ -1,4 +1,4 @@
-"""What a run needs of its data, whatever it is; and torch datasets of anything of one shape."""
+"""What a run needs from its data; and data from torch datasets with inputs of one shape."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from dbsl.data.transforms import padded_images, to_device
 from dbsl.plan.sampler import Order
 
 Batch = tuple[Tensor, Tensor]  # inputs [B, ...], labels [B]
-_DRAWN_AT_ONCE = 32  # batches: enough to be cheap, and the first of them does not wait long
-_READ_AGAIN = 32  # samples, at most, that are compared with a second reading
+_DRAWN_AT_ONCE = 32  # batches: enough to be cheap, but the first does not wait long
+_READ_AGAIN = 32  # most samples that are compared with a second reading
 
 
 class Source(Protocol):
     """Samples of one split, read by number.
 
-    It may have a method ``start()``, which a run calls before its clock: it returns when the first
-    batch need not wait for what makes them, such as loader processes.
+    It may have a method ``start()``, which a run calls before its clock starts. It returns once
+    whatever makes batches, such as loader processes, is ready.
     """
 
-    bad: Mapping[int, str]  # rows of samples that could not be read and are left out, and why
-    blocks: Order | None = None  # draws the order of an epoch; None: any is as good as another
+    bad: Mapping[int, str]  # rows of unreadable samples, which are left out, and why
+    blocks: Order | None = None  # draws the order of an epoch; None: any order will do
 
     def __len__(self) -> int: ...
 
@@ -45,7 +45,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class TrainingData(Protocol):
-    """Your own data. `dbsl.data.sources.TensorData` is such."""
+    """Your own data. `dbsl.data.sources.TensorData` is an example."""
 
     name: str  # in the settings and the run folder
     unit: str  # what a sample is called
@@ -53,19 +53,19 @@ class TrainingData(Protocol):
     evaluation: Source
     eval_split: str  # where `evaluation` comes from, in words
     num_classes: int  # labels lie in [0, num_classes)
-    resolutions: tuple[int, ...]  # stages', ascending; (0,) where inputs have no side
+    resolutions: tuple[int, ...]  # of stages, ascending; (0,) if inputs have no side
 
     def on(self, device: torch.device) -> TrainingData:
         """Return the data with batches on a device."""
 
     def normalised_for(self, model: Any) -> TrainingData:
-        """Return the data with inputs as a model's pretrained weights want them."""
+        """Return the data with inputs as a model's pretrained weights expect them."""
 
     def transform(self, resolution: int, augment: str, seed: int) -> Any:
-        """Return what `Source.batches` takes: at random as `augment` says, or not at all."""
+        """Return the transform for `Source.batches`, random or not, as `augment` says."""
 
     def example(self, size: int, resolution: int) -> Batch:
-        """Return a batch on the device as training has them, of any content."""
+        """Return a batch on the device like those of training, with any content."""
 
 
 def image_batch(size: int, side: int, classes: int, device: torch.device) -> Batch:
@@ -95,19 +95,19 @@ class TensorSource(Source):
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: Any = None, epoch: int = 0
     ) -> Iterator[Batch]:
-        """See `Source.batches`; inputs are as the model takes them, whatever the transform."""
+        """See `Source.batches`; inputs are ready for the model, and the transform is ignored."""
         for samples in index_batches:
             places = to_device(samples, self.device)
             yield self.inputs.index_select(0, places), self.labels.index_select(0, places)
 
 
 class PixelStore(TensorSource):
-    """Small images of one size, uint8 [N, S, S, 3]: their batches pass the transform."""
+    """Small images of one size, uint8 [N, S, S, 3]; their batches pass the transform."""
 
     _padded: Tensor | None = None  # pixels in a row, [P, 3], as "crop" reads them
 
     def pad(self) -> None:
-        """Keep the images padded, and only so, as "crop" needs them: 1.6 times the memory."""
+        """Replace the images by padded ones, which "crop" needs: 1.6 times the memory."""
         if self._padded is None:
             side, padded = self.inputs.shape[1], padded_images(self.inputs)
             first = (padded.shape[1] - side) // 2
@@ -117,7 +117,7 @@ class PixelStore(TensorSource):
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: Any, epoch: int = 0
     ) -> Iterator[Batch]:
-        """See `Source.batches`. What is random is drawn for many batches at once."""
+        """See `Source.batches`. Random numbers are drawn for many batches at once."""
         index_batches, crops = [*index_batches], transform.augment == "crop"
         for first in range(0, len(index_batches), _DRAWN_AT_ONCE):
             some = index_batches[first : first + _DRAWN_AT_ONCE]
@@ -138,7 +138,7 @@ class PixelStore(TensorSource):
 
 @dataclass(frozen=True)
 class TensorData:
-    """Two map-style datasets of (input tensor, label) as data of a run.
+    """Two map-style datasets of (input tensor, label) as a run's data.
 
     Each sample is read once, checked, and kept on the device: datasets become sources.
     """
@@ -163,7 +163,7 @@ class TensorData:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the training samples, which tells them from others."""
+        """SHA-256 that identifies the training samples."""
         found = hashlib.sha256()
         for tensor in (self.train.inputs, self.train.labels):
             found.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
@@ -174,23 +174,23 @@ class TensorData:
         return replace(self, train=self.train.on(device), evaluation=self.evaluation.on(device))
 
     def normalised_for(self, model: Any) -> TensorData:
-        """Return the data as they are."""
+        """Return the data unchanged."""
         return self
 
     def transform(self, resolution: int, augment: str, seed: int) -> None:
-        """Return None: samples are as they are."""
+        """Return None: samples remain unchanged."""
 
     def example(self, size: int, resolution: int) -> Batch:
-        """Return the first training samples, repeated where there are fewer."""
+        """Return the first training samples, repeated if there are fewer."""
         places = torch.arange(size, device=self.train.device) % len(self.train)
         return self.train.inputs[places], self.train.labels[places]
 
 
 def as_source(given: Any, data: TrainingData, side: int, name: str) -> Source:
-    """Return samples to evaluate a model of `data` on, on its device; errors call them `name`.
+    """Return evaluation samples for a model of `data`, on its device; errors call them `name`.
 
-    They are given as a source, as data with evaluation samples, or as a map-style dataset of (input
-    tensor, label), its inputs as the model takes them. Images have `side` pixels a side.
+    `given` is a source, data with evaluation samples, or a map-style dataset of (input tensor,
+    label), with inputs as the model takes them. Images have `side` pixels a side.
     """
     classes = getattr(given, "num_classes", data.num_classes)
     names = (getattr(of, "class_names", None) for of in (given, data))
@@ -211,7 +211,7 @@ def as_source(given: Any, data: TrainingData, side: int, name: str) -> Source:
 def _read(
     dataset: Sequence[tuple[Tensor, int]], split: str, classes: int, first: Tensor | None
 ) -> TensorSource:
-    """Return the samples of a dataset; all must be like `first`, or else like the first of them."""
+    """Return the samples of a dataset; all must be like `first`, or else like its first sample."""
     has_some = hasattr(dataset, "__len__") and len(dataset)
     shown = f"{type(dataset).__name__} without any"
     require(has_some, f"{split} must be a map-style dataset with samples", shown)

@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 _EVAL_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
 _LABEL_TYPES = ("int", "uint", "string", "large_string", "bool")
-HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]*\w)?")  # a name or user/name; all else is a path
+HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]*\w)?")  # a name or user/name; anything else is a path
 Splits = tuple[ImageSplit, ImageSplit | None, tuple[str, ...]]  # train, evaluation, class names
-# Makes a split of the rows that have a label, and of their classes, int64 [N].
+# Makes a split from the rows with a label and from their classes, int64 [N].
 MakeSplit = Callable[[np.ndarray, np.ndarray], ImageSplit]
 
 
 def open_labelled(config: ImageConfig) -> Splits:
-    """Return train, the evaluation split if one has labels, and the names of the classes."""
+    """Return the training split, an evaluation split if one has labels, and the class names."""
     tables = _open_tables(config.dataset, config.label_column)
 
     def read(name: str, image_column: str, label_column: str) -> tuple[Any, MakeSplit]:
@@ -52,10 +52,10 @@ def open_splits(
     features: Mapping[str, datasets.Features],
     read: Callable[[str, str, str], tuple[Any, MakeSplit]],
 ) -> Splits:
-    """Return what `open_labelled` does, of splits with these columns.
+    """Return what `open_labelled` does, for splits with these columns.
 
-    `read` takes a split's name and the names of its image and label columns. It returns the labels,
-    as Arrow has them, and what makes the split.
+    `read` takes a split's name and the names of its image and label columns. It returns the labels
+    in Arrow's form, and a function that makes the split.
     """
     dataset, train = config.dataset, None
     train_name = str(next(iter(features))) if len(features) == 1 else "train"
@@ -108,7 +108,7 @@ def choose_columns(config: ImageConfig, features: datasets.Features) -> tuple[st
     images = [name for name, feature in features.items() if _is_image(feature)]
     if image_column is None and len(images) == 1:
         image_column = images[0]
-    sizes = {}  # classes of each column that may hold labels; 0: not known from its type
+    sizes = {}  # classes of each column that may hold labels; 0: unknown from its type
     for name, feature in features.items():
         if isinstance(feature, datasets.ClassLabel):
             sizes[name] = feature.num_classes
@@ -134,7 +134,7 @@ def choose_columns(config: ImageConfig, features: datasets.Features) -> tuple[st
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names for a message, the first five of them."""
+    """Return the first five names, for a message."""
     names = sorted(names)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
@@ -144,9 +144,9 @@ def _say_lacks(dataset: str, split: str, what: str) -> None:
 
 
 def _classes_of(found: Any, feature: Any) -> tuple[np.ndarray, np.ndarray, list[Any]]:
-    """Return the rows of labels that have one, and each one's place in a list of classes.
+    """Return the rows with a label, each label's place in a list of classes, and that list.
 
-    The hub's test splits without labels hold -1.
+    Test splits without labels hold -1 on the hub.
     """
     rows, values = np.flatnonzero(found.is_valid()), found.drop_null().to_numpy()
     if isinstance(feature, datasets.ClassLabel):
@@ -192,7 +192,7 @@ def _open_tables(dataset: str, label_column: str | None) -> Mapping[str, dataset
 
 
 def _missing(path: Path) -> str:
-    """Say which folder or file of a path does not exist, and what beside it has a similar name."""
+    """Say which folder or file of a path does not exist, and which similar name is beside it."""
     first = next((one for one in reversed(path.parents) if not one.exists()), path)
     beside = {*os.listdir(first.parent)} - {first.name} if first.parent.is_dir() else ()
     return f"{first} does not exist here{such_as(first.name, beside)}"
@@ -211,15 +211,15 @@ def opening(dataset: str, must: str) -> Iterator[None]:
 
 
 def has_card(folder: Path) -> bool:
-    """Whether a card says which of a folder's files are whose."""
+    """Whether a dataset card assigns a folder's files to splits."""
     cards = (folder / name for name in ("README.md", ".huggingface.yaml"))
     return any("configs:" in card.read_text("utf-8", "replace") for card in cards if card.is_file())
 
 
 def parquet_files(folder: Path) -> dict[str, list[str]]:
-    """Return the parquet files of each split of a folder: the first word for one in their paths.
+    """Return a folder's parquet files by split, which is the first word for one in a path.
 
-    Where no path has a word for training, files without any are for training.
+    If no path has a word for training, files without a split are for training.
     """
     root = os.path.abspath(folder)
     parts = [file.split("/") for file in files_below(root, []) if file.endswith(".parquet")]
@@ -236,9 +236,9 @@ def parquet_files(folder: Path) -> dict[str, list[str]]:
 
 
 def _read_parquet(files: Mapping[str, Sequence[str]]) -> dict[str, datasets.Dataset]:
-    """Return a table of each split's files.
+    """Return a table for each split.
 
-    Each is read alone: `datasets` would take the classes of the first for all, whatever theirs are.
+    Each is read separately: `datasets` would use the first one's classes for all.
     """
     tables = {}
     for name, paths in files.items():
@@ -256,7 +256,7 @@ def _read_columns(file: str) -> tuple[str, datasets.Features]:
 
 
 def same_classes(files: Iterable[tuple[str, datasets.Features]]) -> None:
-    """Refuse files of one split that name other classes: those of the first are taken for all."""
+    """Refuse files of one split with other classes: those of the first file apply to all."""
     first = None
     for file, features in files:
         names = {column: getattr(feature, "names", None) for column, feature in features.items()}
@@ -270,7 +270,7 @@ def _digits() -> datasets.Dataset:
     from sklearn.datasets import load_digits  # slow to import, and only this dataset needs it
 
     digits = load_digits()
-    images = np.round(digits.images * (255 / 16)).astype(np.uint8)  # they come as 0..16
+    images = np.round(digits.images * (255 / 16)).astype(np.uint8)  # they are 0..16
     return datasets.Dataset.from_dict(
         {"image": list(images), "label": digits.target},
         features=datasets.Features(
@@ -280,6 +280,6 @@ def _digits() -> datasets.Dataset:
 
 
 def _is_image(feature: Any) -> bool:
-    """Whether a column has images: said by `datasets`, or as it stores them."""
+    """Whether a column has images, by its type or by how `datasets` stores it."""
     stored = isinstance(feature, dict) and {*feature} == {"bytes", "path"}
     return stored or isinstance(feature, datasets.Image)

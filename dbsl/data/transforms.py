@@ -1,8 +1,7 @@
 """Images at a stage's resolution: cut, resize, augment, normalise, mix.
 
-Whatever is random about a sample is a function of (seed, epoch, sample number). A sample therefore
-looks the same whichever worker trains on it and whichever batch it stands in. Mixing alone is drawn
-for a batch.
+A sample's random changes are a function of (seed, epoch, sample number). A sample therefore looks
+the same whichever worker trains on it and whichever batch it is in. Only mixing is drawn per batch.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from dbsl.plan.sampler import Part
 
 timm = lazy_import("timm")
 
-# Others are Pillow's alone: torch has them on some devices, with other pixels, or not at all.
+# Only Pillow does others: torch has them on some devices, with other pixels, or not at all.
 _BY_TORCH = ("bilinear", "bicubic")
 
 EVAL_CROP = 0.875  # side of the centre crop over the resized shorter side, as for ImageNet
@@ -40,16 +39,16 @@ TRIES = 10
 DRAWS = 4 * TRIES  # uniform numbers that a random crop takes
 
 Means = tuple[float, float, float]  # red, green, blue
-Box = Sequence[float]  # left, top, right, bottom: the part of an image that is in use
+Box = Sequence[float]  # left, top, right, bottom: the part of an image to use
 
 
 @dataclass(frozen=True)
 class Transform:
-    """Turns uint8 images into what a model reads at one resolution.
+    """Turns uint8 images into a model's inputs at one resolution.
 
-    A batch passes one or two stops. Small images of one size stay on the device and pass
-    `__call__` alone. Of large or uneven ones a loader process cuts a part and resizes it, which
-    leaves `__call__` what is cheap on a whole batch.
+    A batch is transformed in one or two places. Small images of one size remain on the device and
+    pass only `__call__`. A loader process crops and resizes large or uneven images, and `__call__`
+    does the rest, which is cheap on a whole batch.
 
     | augment | small images, on the device | others, on the host | then, on the device |
     | --- | --- | --- | --- |
@@ -65,26 +64,26 @@ class Transform:
 
     resolution: int  # side R of the images that come out, pixels
     augment: Augment
-    mirror: bool  # whether a mirrored image keeps its meaning, so that it may be flipped
+    mirror: bool  # whether a mirrored image keeps its meaning and may be flipped
     mean: Means  # subtracted from channels in [0, 1]
     std: Means  # then divides
     seed: int
     crop_pct: float = 1.0  # side of the centre crop of "none" over the image's shorter side
     interpolation: Interpolation = "bilinear"  # how "none" resizes
-    aa: str | None = None  # timm's policy, of "timm"
+    aa: str | None = None  # timm's policy, for "timm"
 
     def __call__(
         self, images: Tensor, samples: np.ndarray, epoch: int, *, prepared: bool = False
     ) -> Tensor:
         """Return normalised float32 images, [B, 3, R, R] in channels_last, on the images' device.
 
-        Never waits for the device, but with an interpolation that is Pillow's alone. `images` are
-        uint8 [B, H, W, 3]: of loader processes if `prepared`, else square with "crop". `samples`
+        Never waits for the device, except with an interpolation that only Pillow has. `images` are
+        uint8 [B, H, W, 3]: from loader processes if `prepared`, else square with "crop". `samples`
         are int64 [B].
         """
         augment = "none" if self.augment != "paper" and prepared else self.augment
         assert augment != "timm", "loader processes augment"
-        if augment == "none" and not prepared:  # the central square, the nearest whole pixels
+        if augment == "none" and not prepared:  # the central square, in whole pixels
             side = images.shape[1]
             cut = max(1, round(side * self.crop_pct))
             first = (side - cut) // 2
@@ -98,7 +97,7 @@ class Transform:
         return _warp(images, *self._changes(samples, epoch)) if augment == "paper" else images
 
     def _changes(self, samples: np.ndarray, epoch: int) -> tuple[np.ndarray, ...]:
-        """Return which samples are mirrored, and two uniform numbers of each, [B]."""
+        """Return which samples are mirrored, and two uniform numbers for each, [B]."""
         stream = stream_seed(self.seed, "augment", epoch)
         chance, first, second = sample_uniforms(stream, samples, 3).T
         return (chance < 0.5) & self.mirror, first, second
@@ -106,7 +105,7 @@ class Transform:
     def windows(
         self, side: int, samples: np.ndarray, epoch: int, places: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return which pixels of `padded_images` of a side "crop" shows, as rows and columns.
+        """Return the pixels of `padded_images` of one side that "crop" shows, as rows and columns.
 
         Their sums are the pixels' numbers: int64 [B, S] each. The images are at `places`, [B].
         """
@@ -119,12 +118,12 @@ class Transform:
         return (rows + wide * places[:, None]) * wide, columns
 
     def drawn(self, samples: np.ndarray, epoch: int) -> np.ndarray:
-        """Return what `taken` needs of each sample, float64 [B, DRAWS + 1]."""
+        """Return what `taken` needs for each sample, float64 [B, DRAWS + 1]."""
         crops = sample_uniforms(stream_seed(self.seed, "crop", epoch), samples, DRAWS)
         return np.column_stack([crops, self._changes(samples, epoch)[0]])
 
     def box(self, size: tuple[int, int], uniforms: np.ndarray) -> Box:
-        """Return the part in use of an image of width and height."""
+        """Return the part to use of an image of (width, height)."""
         if self.augment == "crop":
             return random_box(*size, uniforms)
         (width, height), part = size, self.crop_pct * min(size)
@@ -132,9 +131,9 @@ class Transform:
         return (width - wide) / 2, (height - tall) / 2, (width + wide) / 2, (height + tall) / 2
 
     def taken(self, image: Image.Image, drawn: np.ndarray, bits: int = 16) -> Image.Image:
-        """Return the part in use of an opened image, RGB [R, R]; for timm's pipeline all of it.
+        """Return the part to use of an opened image, RGB [R, R]; for timm's pipeline, the whole.
 
-        It is resized straight from the image, without a copy in between. A JPEG that is at least
+        It is resized directly from the image, without an intermediate copy. A JPEG that is at least
         twice as large as needed is decoded at a half, a quarter or an eighth of its size.
         """
         if self.augment == "timm":
@@ -145,14 +144,14 @@ class Transform:
         if spare >= 2 and hasattr(image, "draft"):
             scale = min(8, 2 ** int(math.log2(spare)))
             drafted = image.draft(None, (width // scale, height // scale))
-            if drafted is not None:  # JPEG alone can
+            if drafted is not None:  # only JPEG can
                 box = [edge * (drafted[1][2] / width) for edge in box]
         image = as_rgb(image, bits).resize((side, side), self.resampling, box)
         mirrored = self.augment == "crop" and drawn[-1]
         return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else image
 
     def augmented(self, image: Image.Image, sample: int, epoch: int) -> np.ndarray:
-        """Return what timm's pipeline makes of a decoded RGB image, uint8 [R, R, 3]."""
+        """Return a decoded RGB image augmented by timm's pipeline, uint8 [R, R, 3]."""
         with global_streams(image_seed(self.seed, epoch, sample)):
             transform = timm_transform(self.aa, self.resolution, self.mean, self.mirror)
             return transform(image).permute(1, 2, 0).numpy()
@@ -183,18 +182,18 @@ class Transform:
     def _normalise(self, images: Tensor) -> Tensor:
         batch, height, width, _ = images.shape
         scale, offset = _affine(self.mean, self.std, width, images.device)
-        # Rows of whole pixels, so that the innermost loop is a row long and not three channels.
+        # Rows of whole pixels: the innermost loop is then a row long, not three channels.
         rows = images.reshape(batch * height, width * 3)
         rows = torch.mul(rows, scale).add_(offset)  # from uint8 to float32 on the way
         return rows.view(batch, height, width, 3).permute(0, 3, 1, 2)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Return the array as a tensor on the device, without waiting for what the device still does.
+    """Return the array as a tensor on the device, without waiting for the device's pending work.
 
     On the CPU the tensor may share the array's memory.
     """
-    # A read-only array, such as a sampler's permutation, is copied: torch would warn of it.
+    # A read-only array, such as a sampler's permutation, is copied: torch would warn about it.
     tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))
     if device.type == "cuda":
         tensor = tensor.pin_memory()  # from pageable memory the copy would not be asynchronous
@@ -215,10 +214,10 @@ def _padding(side: int) -> int:
 
 
 def padded_images(images: Tensor) -> Tensor:
-    """Return images [B, S, S, 3], zero-padded by an eighth of the side on each, from 16 px on.
+    """Return images [B, S, S, 3], zero-padded at each edge by an eighth of S, from 16 px on.
 
-    One gather of their pixels, [P, 3] in a row, then cuts and mirrors, four times as fast on the
-    CPU as indexing batch, row and column apart.
+    One gather of their pixels, as [P, 3], then crops and mirrors. On the CPU it is four times as
+    fast as indexing batch, row and column separately.
     """
     pad = _padding(images.shape[1])
     return F.pad(images, (0, 0, pad, pad, pad, pad))
@@ -245,9 +244,9 @@ def _warp(images: Tensor, flipped: np.ndarray, turn: np.ndarray, zoom: np.ndarra
 def random_box(width: int, height: int, uniforms: np.ndarray) -> Box:
     """Return a random crop of an image, in whole pixels.
 
-    Area and logarithm of the aspect ratio are uniform, as with torchvision's RandomResizedCrop; an
-    image in which ten tries do not fit gives its central part of the nearest allowed ratio.
-    `uniforms` lie in [0, 1), float64 [DRAWS].
+    Area and logarithm of the aspect ratio are uniform, as in torchvision's RandomResizedCrop. If
+    ten tries do not fit, the crop is the central part with the nearest allowed ratio. `uniforms`
+    lie in [0, 1), float64 [DRAWS].
     """
     low, high = _LOG_RATIO
     for area, ratio, right, down in uniforms.reshape(TRIES, 4).tolist():
@@ -263,30 +262,30 @@ def random_box(width: int, height: int, uniforms: np.ndarray) -> Box:
 
 
 def as_rgb(image: Image.Image, bits: int = 16) -> Image.Image:
-    """Return an image as RGB, decoded; of values of so many bits, where it has more than 8.
+    """Return an image as decoded RGB; `bits` are those of a value, if it has more than 8.
 
-    Pillow would make most of them white.
+    Pillow would turn most such values white.
 
     Raises:
-        ValueError: If it has values beyond 16 bits, or floats, whose range is not known.
+        ValueError: If it has values beyond 16 bits, or floats, which have no known range.
     """
     if image.mode[0] in "IF":
         values = np.asarray(image)
         if image.mode == "F" or not 0 <= values.min() <= values.max() < 2**16:
             raise ValueError(f"mode {image.mode}, values of no known range")
         image = Image.fromarray((values >> (bits - 8)).clip(max=255).astype(np.uint8))
-    image.load()  # else what is damaged fails wherever its pixels are first asked for
+    image.load()  # else a damaged image fails where its pixels are first read
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-# --- what timm draws from global random numbers
+# --- timm's draws from global random numbers
 
 
 @functools.lru_cache(maxsize=16)
 def timm_transform(aa: str | None, resolution: int, mean: Means, mirror: bool) -> Any:
     """Return timm's training transform, from a PIL image to uint8 [3, R, R].
 
-    It draws from the global random numbers. Operations that leave a gap fill it with the channel
+    It draws from the global generators. Operations that leave a gap fill it with the channel
     means, in [0, 1]; without `mirror` nothing is flipped.
     """
     flips = {} if mirror else {"hflip": 0.0}
@@ -302,27 +301,27 @@ def timm_transform(aa: str | None, resolution: int, mean: Means, mirror: bool) -
 
 
 def _posterize(image: Image.Image, bits: int, **more: Any) -> Image.Image:
-    """Keep so many bits of each channel; Pillow 13 refuses none of them, which timm may draw."""
+    """Keep `bits` bits of each channel; timm may draw 0, which Pillow 13 refuses."""
     if bits < 1:
         return Image.new(image.mode, image.size)  # black, as from older Pillow
     return timm.data.auto_augment.posterize(image, bits, **more)
 
 
 def image_seed(seed: int, epoch: int, sample: int) -> int:
-    """Return the seed of what timm draws for a sample, in [0, 2**63)."""
+    """Return the seed of timm's draws for a sample, in [0, 2**63)."""
     (own,) = sample_seeds(stream_seed(seed, "timm", epoch), np.array([sample]))
     return int(own >> np.uint64(1))
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """Mixes each image of a batch with another of it, and their labels.
+    """Mixes each image and label of a batch with another of it.
 
-    One mixing is drawn for a batch, from (seed, epoch, the batch's first sample), so that
-    a resumed run draws as an unbroken one. Partners are of the same batch: how an epoch is split
-    into batches matters, as it does not without mixing.
+    Each batch draws one mixing, from (seed, epoch, the batch's first sample), so a resumed run
+    draws as an unbroken one. Partners are in the same batch: unlike without mixing, the split of an
+    epoch into batches matters.
 
-    With both alphas, each batch gets one of the two.
+    With both alphas, each batch uses one of the two.
     """
 
     mixup_alpha: float  # of mixup's Beta distribution (arXiv 1710.09412); 0: off
@@ -333,9 +332,9 @@ class Mixing:
     def mixed(
         self, batches: Iterable[tuple[Tensor, Tensor]], parts: Iterable[Part], epoch: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the batches of these parts mixed: images [B, 3, R, R], shares of classes [B, C].
+        """Yield the batches of these parts, mixed: images [B, 3, R, R], shares of classes [B, C].
 
-        The last image of an odd batch stays as it is: timm mixes pairs. Images are written to.
+        The last image of an odd batch is not mixed: timm mixes pairs. Images change in place.
         """
         classes = self.num_classes
         mix = timm.data.Mixup(

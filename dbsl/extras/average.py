@@ -1,7 +1,7 @@
 """An exponential moving average of the global weights, evaluated like them.
 
 Batch norm's running statistics belong to the weights that they were measured with. Averaged weights
-give other activations, so their statistics are measured again wherever they are used.
+give different activations, so their statistics are measured again before each use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dbsl.model import EMA, batch_norms, set_training
 from dbsl.plan.sampler import Order
 from dbsl.run.workers import Workers
 
-_STATISTICS_SAMPLES = 8192  # at most: running statistics remember fewer (19 batches of 128)
+_STATISTICS_SAMPLES = 8192  # at most; running statistics span fewer (19 batches of 128)
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,18 @@ class AverageSettings(RunConfig):
 
 
 class Average(Extra):
-    """Averages the merged weights over epochs: a <- decay * a + (1 - decay) * g at each one's end.
+    """Averages the merged weights at each epoch's end: a <- decay * a + (1 - decay) * g.
 
-    Only merged weights are worth averaging: in between, each worker has its own. The average is one
-    vector; timm's ModelEmaV3 and torch's AveragedModel would keep a second model. With a decay of
-    0.8 the last five epochs have two thirds of the weight.
+    Only merged weights are worth averaging: between merges, each worker has its own. The average is
+    one vector; timm's ModelEmaV3 and torch's AveragedModel would keep a second model. With a decay
+    of 0.8, the last five epochs have two thirds of the weight.
     """
 
     Settings = AverageSettings
 
     def __init__(self, decay: float) -> None:
         self.decay = decay  # in (0, 1), per epoch
-        self.vector: Tensor | None = None  # [P], statistics of batch norm included; None: no epoch
+        self.vector: Tensor | None = None  # [P], with batch norm's statistics; None: no epoch yet
 
     @classmethod
     def of(cls, config: AverageSettings) -> Average | None:
@@ -57,7 +57,7 @@ class Average(Extra):
 
     @torch.no_grad()
     def add(self, weights: Tensor) -> None:
-        """Take in the weights of an epoch's end, [P]."""
+        """Add the weights of an epoch's end, [P]."""
         if self.vector is None:
             self.vector = weights.clone()
         else:
@@ -70,7 +70,7 @@ class Average(Extra):
     def evaluated(
         self, run: Any, end: Any, metrics: Metrics, evaluate: Callable[[], Mapping[str, Any]]
     ) -> Metrics:
-        """Take in the merged weights, and evaluate the average, too."""
+        """Add the merged weights, and evaluate the average as well."""
         weights, before = run.workers.cluster.weights, self.vector
         self.add(weights.vector)
         if metrics is None:
@@ -80,10 +80,10 @@ class Average(Extra):
             recompute_statistics(run.workers)
             try:
                 found = evaluate()
-            except RunStopped:  # a resumed run takes the weights in again
+            except RunStopped:  # a resumed run adds the weights again
                 self.vector = before
                 raise
-            run.save_model(EMA)  # the run may end here: that is known later
+            run.save_model(EMA)  # the run may end here, which shows only later
         own = found.keys() - {"samples", "top5_accuracy", "time_s"}
         return {**metrics, **{f"ema_{name}": found[name] for name in sorted(own)}}
 
@@ -99,27 +99,27 @@ def statistics_batches(
     world_size: int = 1,
     blocks: Order | None = None,
 ) -> list[np.ndarray]:
-    """Return this rank's index batches of training images to measure batch norm's statistics on.
+    """Return this rank's index batches of training images for batch norm's statistics.
 
-    They are the same images at every epoch. All batches of all ranks have one size, so that their
-    plain mean is the mean over the images; it is at least 2, since one image has no variance. The
-    first images fill the last batches up. `blocks` draw the images; None: any are as likely.
+    The images are the same at every epoch. All batches of all ranks have one size, so their plain
+    mean is the mean over the images. The size is at least 2, since one image has no variance. The
+    first images fill up the last batches. `blocks` draw the images; None: all are equally likely.
     """
     rng = generator(seed, "batch statistics")
     order = (blocks.order(rng) if blocks else rng.permutation(samples))[:_STATISTICS_SAMPLES]
     size = min(max(batch_size, 2), len(order))
-    each = -(-len(order) // (size * world_size))  # batches of a rank, equally many for a collective
+    each = -(-len(order) // (size * world_size))  # batches of each rank, the same on all
     return list(np.resize(order, (each * world_size, size))[rank::world_size])
 
 
 @torch.no_grad()
 def recompute_statistics(workers: Workers) -> None:
-    """Set batch norm's running statistics to those of the model's present weights, one vector.
+    """Set batch norm's running statistics to those of the model's current weights.
 
-    The cost is a forward pass over at most 8,192 training images, transformed as evaluation does,
-    which draws nothing at random. A model without running statistics stays as it is, and no image
-    is read. `together` all processes call this: each passes a part of the images, and all get the
-    mean. Else this process passes all of them.
+    The cost is a forward pass over at most 8,192 training images, transformed as in evaluation,
+    with nothing random. A model without running statistics is not changed, and no image is read.
+    If processes share the evaluation, all call this: each passes part of the images, and all
+    receive the mean. Otherwise, this process passes all images.
     """
     model, images, seed = workers.raw_model, workers.data.train, workers.config.seed
     weights, accelerator = workers.cluster.weights, workers.accelerator
@@ -128,7 +128,7 @@ def recompute_statistics(workers: Workers) -> None:
     # Some models drop layers at random in training mode.
     drawn = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with kept_modes(model), drawn:
-        set_training(model)  # statistics of frozen layers stay
+        set_training(model)  # frozen layers keep their statistics
         norms = [own for own in batch_norms(model) if own.training and own.track_running_stats]
         if not norms:
             return

@@ -1,7 +1,7 @@
-"""Uneven and disturbed machines on even ones, and a network; the same for each seed.
+"""Emulation of uneven and disturbed machines, and of a network; reproducible by seed.
 
-Real processes wait for the extra time after their own compute time; in the simulated cluster the
-factors are on the virtual clock, and so is what exchanges cost. A vector of S bytes goes over a
+Real processes wait for the extra time after their own compute time. In the simulated cluster, the
+virtual clock includes the factors and the cost of exchanges. A vector of S bytes goes over a
 link of G bit/s, the same in both directions, with a delay of L seconds for each message. A ring
 all-reduce of n workers sends 2 (n - 1) messages of S / n in turn (Patarasu and Yuan 2009); a vector
 to or from the server is one message of S.
@@ -45,7 +45,7 @@ class EmulateSettings(RunConfig):
 
 
 class Emulate(Extra):
-    """Makes machines and the network differ from what is planned."""
+    """Makes machines and the network differ from the plan."""
 
     Settings = EmulateSettings
 
@@ -54,7 +54,7 @@ class Emulate(Extra):
         return cls() if config.slowdown or config.emulate else None
 
     def machine(self, config: EmulateSettings, accelerator: Accelerator) -> Emulation:
-        """Return it; refuse what is for simulated workers in several processes."""
+        """Return it; with several processes, refuse settings for simulated workers."""
         more = parse_kwargs("emulate", config.emulate, bounds=_BOUNDS)
         check_names("emulate", more, {"disturb", *_BOUNDS})
         require("gbps" in more or "ms" not in more, "emulate must have gbps with ms", "none")
@@ -72,7 +72,7 @@ class Emulate(Extra):
 
 @dataclass(frozen=True)
 class Disturbance:
-    """An undisturbed worker is slowed by `factor` with a probability per epoch, for some epochs.
+    """Slows an undisturbed worker by `factor` with a probability per epoch, for some epochs.
 
     The test of Ye et al. (arXiv 2007.11831): probability 0.1, 4 to 20 epochs.
     """
@@ -111,9 +111,9 @@ class Emulation(Machine):
         return math.exp(sigma * stream.standard_normal() - sigma**2 / 2)
 
     def exchange_s(self, times: SimulatedTimes, steps: int, worker: int) -> float:
-        """Return the seconds that a simulated worker's round takes on its links.
+        """Return the seconds that a simulated worker's round spends on its links.
 
-        The server is with worker 0, unless it has a process of its own.
+        The server runs with worker 0, unless it has its own process.
         """
         config, link = times.plans.config, self.link
         if link is None:
@@ -131,11 +131,11 @@ class Emulation(Machine):
 
 @lru_cache(maxsize=4096)
 def _disturbed(disturbance: Disturbance, seed: int, worker: int, epoch: int) -> bool:
-    """Walk the worker's epochs up to this one: slowed or not follows from those before."""
+    """Return whether a worker is slowed, from a walk through its epochs up to this one."""
     stream = generator(seed, "disturbance", worker)
     left = 0
     for _ in range(epoch + 1):
-        # Every epoch makes two draws, so that its draws do not depend on other epochs.
+        # Every epoch makes two draws, so its draws do not depend on other epochs.
         starts, length = stream.random(), stream.random()
         left = max(0, left - 1)
         if not left and starts < disturbance.probability:
@@ -184,11 +184,11 @@ class EmulatedLink:
         return 8 * size / (self.gbps * 1e9) + self.ms / 1e3
 
     def all_reduce_s(self, size: float, workers: int) -> float:
-        """Return the seconds in which `workers` sum a vector, in a ring."""
+        """Return the seconds of a vector's ring all-reduce over `workers`."""
         return 2 * (workers - 1) * self.message_s(size / workers)
 
     def barrier_s(self, size: float, workers: int, *, at_server: bool) -> float:
-        """Return the seconds of a meeting at a barrier: a sum; from a server, a broadcast too."""
+        """Return the seconds of an exchange at a barrier: a sum, and from a server, a broadcast."""
         if workers == 1:
             return 0.0
         return self.all_reduce_s(size, workers) + at_server * self.message_s(size)

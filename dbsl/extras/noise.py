@@ -1,14 +1,14 @@
-"""The gradient noise scale: about how large a batch may be before more of it is wasted.
+"""The gradient noise scale: roughly, the batch size above which more samples are wasted.
 
 McCandlish, Kaplan, Amodei et al.: An Empirical Model of Large-Batch Training (arXiv 1812.06162).
 G is the gradient of the whole training set and Sigma the covariance of single samples' gradients;
-B_simple = tr(Sigma)/|G|^2. Training with a batch of B_simple takes about twice the fewest steps,
-and twice the fewest samples, that any batch size can do with.
+B_simple = tr(Sigma)/|G|^2. Training with a batch of B_simple takes about twice the fewest steps
+and twice the fewest samples of any batch size.
 
 An epoch draws its batches without replacement: a batch of b out of N training samples has
 E|g_b|^2 = |G|^2 + tr(Sigma) * (1/b - 1/N). Two batch sizes at the same weights give both numbers
 (`NoiseProbe` measures them at the first step of a round, when a worker has just pulled its
-weights). Augmentation makes new images of the same samples, so that the true term lies between
+weights). Augmentation makes new images of the same samples, so the true term lies between
 1/b - 1/N and 1/b. The estimate is then too low: 1/B_simple is too large, by at most 1/N.
 """
 
@@ -40,12 +40,12 @@ from dbsl.run.workers import Workers
 
 special = lazy_import("scipy.special")
 
-Squares = Sequence[tuple[int, float]]  # batch sizes, and the squared norms of their gradients
+Squares = Sequence[tuple[int, float]]  # batch sizes, and squared norms of their gradients
 Kind = Literal["micro", "joined"]
 
 CONFIDENCE = 0.95
-_KEPT = 0.95  # share of a pair's weight that is left when the next one comes: about 40 count
-_FEW = 10  # measurements, below which no line is printed
+_KEPT = 0.95  # factor on a pair's weight at each new pair: about 40 pairs matter
+_FEW = 10  # fewer measurements print no line
 _MICRO = 4  # a micro-batch is this part of a batch
 _COST = 0.015  # share of the compute that extra passes may take; the promise is 2 %
 
@@ -66,8 +66,8 @@ def separate(squares: Squares, samples: int) -> tuple[float, float]:
     """Return |G|^2 and tr(Sigma) from gradients of two or more batch sizes.
 
     tr(Sigma) is the slope of the least-squares line of the squares over 1/b, and |G|^2 the value of
-    that line at b = N, `samples`, where a batch has every training sample. Either may come out
-    negative: their means do not.
+    that line at b = N, `samples`, where a batch has every training sample. Either may be
+    negative; their expected values are not.
     """
     inverse = np.array([1 / batch for batch, _ in squares])
     values = np.array([square for _, square in squares])
@@ -93,18 +93,18 @@ class Noise(Extra):
 
     @classmethod
     def of(cls, config: NoiseSettings) -> Noise | None:
-        """Return it where a measurement says something."""
+        """Return it if measurements are meaningful."""
         # Images of a mixed batch are not independent.
         return cls() if config.noise_scale and not config.mixes else None
 
     def begin(self, workers: Workers, state: Mapping[str, Any], *, same: bool) -> None:
-        """Choose how to measure; not at all with fp16, which scales gradients.
+        """Choose how to measure; measure nothing with fp16, which scales gradients.
 
-        Other workers begin their rounds again.
+        Workers that have changed begin their rounds again.
         """
         self.mean, self._samples = NoiseAverage(), len(workers.data.train)
         self._loss_of = workers.loss_of
-        # Whether a step's gradients are those of several workers, or of a worker's processes.
+        # Whether a step's gradients come from several workers, or from a worker's processes.
         self._joint = workers.config.sync == "step" or workers.plans.place is not None
         self.probe = None if workers.accelerator.scaler else choose_probe(workers)
         if state:
@@ -128,7 +128,7 @@ class Noise(Extra):
 
     @contextmanager
     def report(self, folder: Path, rows: Sequence[Row]) -> Iterator[Callable[[Row], object]]:
-        """Say what is known of a run that has come to its end."""
+        """Print the advice, if any, once a run has ended."""
         yield lambda row: None
         if self._advice:
             print(self._advice, flush=True)
@@ -139,7 +139,7 @@ class Noise(Extra):
 
 @dataclass
 class NoiseAverage:
-    """Means of |G|^2 and tr(Sigma), each smoothed before they are divided, with an interval."""
+    """Means of |G|^2 and tr(Sigma), each smoothed before the division, with an interval."""
 
     weight: float = 0.0
     weight_squares: float = 0.0
@@ -147,7 +147,7 @@ class NoiseAverage:
     pairs: int = 0
 
     def add(self, gradient_square: float, trace: float) -> None:
-        """Count a measurement in; those before it count less. What is not finite is left out."""
+        """Add a measurement, with less weight on earlier ones; ignore one that is not finite."""
         x, y = gradient_square, trace
         if not (math.isfinite(x) and math.isfinite(y)):
             return
@@ -183,16 +183,16 @@ def _ratio_interval(
     ends = sorted(((b - math.sqrt(root)) / a, (b + math.sqrt(root)) / a)) if a else (0.0, math.inf)
     if a > 0:
         return max(ends[0], 0.0), max(ends[1], 0.0)
-    # The mean of x may be 0: then all ratios fit but those between the ends.
+    # The mean of x may be 0: then all ratios fit, except those between the ends.
     return (max(ends[1], 0.0) if ends[0] < 0 else 0.0), math.inf
 
 
 def pairs_of(reports: Iterable[RoundReport], samples: int) -> list[tuple[float, float]]:
-    """Return |G|^2 and tr(Sigma) of each measurement that an epoch's rounds have brought.
+    """Return |G|^2 and tr(Sigma) of each measurement in an epoch's rounds.
 
-    Workers that each measured their own batch and a part of it give one each. Else a round gives
-    one altogether, because its measurements are not independent: workers' parts of the one batch
-    that all of them share, or workers' batches and all of them joined.
+    Workers that each measured their own batch and a part of it give one pair each. Otherwise a
+    round gives one pair, because its measurements are not independent: workers' parts of one
+    shared batch, or workers' batches and their joint batch.
     """
     rounds: dict[int, list[RoundReport]] = {}
     for report in sorted(reports, key=lambda report: (report.round, report.worker)):
@@ -214,7 +214,7 @@ def pairs_of(reports: Iterable[RoundReport], samples: int) -> list[tuple[float, 
 
 
 def advice_on(scale: NoiseScale, plan: Plan) -> str:
-    """Return a line on a noise scale that is known well enough, and the plan's largest batch."""
+    """Return a line on the noise scale and the plan's largest batch, empty if too uncertain."""
     if scale.pairs < _FEW or math.isinf(scale.b_simple):
         return ""
     batch = plan.global_batch_size or max(worker.local_batch_size for worker in plan.workers)
@@ -234,12 +234,12 @@ class NoiseProbe:
     | kind | the larger batch | the smaller | costs |
     | --- | --- | --- | --- |
     | joined | those of all workers of a round together | each worker's | a sum in memory |
-    | micro | a worker's, or of a joint step the global one | a quarter of a worker's | its pass |
+    | micro | a worker's, or a joint step's global batch | a quarter of a worker's | its pass |
 
-    `joined` is the most precise by far; its workers share a process and start a round from the same
-    weights. A worker is measured again after `every` rounds; a micro-batch has `least` samples or
-    more. Gradients, batch norm's statistics and random streams stay as they were. Nothing in it
-    waits for the device.
+    `joined` is far more precise; its workers share a process and start a round from the same
+    weights. A worker is measured every `every` rounds; a micro-batch has at least `least` samples.
+    Gradients, batch norm's statistics and random streams are not changed. No measurement waits for
+    the device.
     """
 
     def __init__(
@@ -254,29 +254,29 @@ class NoiseProbe:
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
-        """What is trained now: layers may be frozen for a while."""
+        """The parameters trained now: layers may be frozen temporarily."""
         return [p for p in self._model.parameters() if p.requires_grad]
 
     def due(self, turn: Turn) -> bool:
-        """Whether a worker's turn is to be measured."""
+        """Return whether to measure a worker's turn."""
         clock = turn.epoch * self._rounds + turn.round
-        own = 0 if self.kind == "joined" else turn.workers[0]  # joined ones are due in one round
+        own = 0 if self.kind == "joined" else turn.workers[0]  # joined: all in one round
         return (clock + own) % self.every == 0
 
     def measure(
         self, turn: Turn, step: Step, joint: bool, images: Tensor, labels: Tensor, loss_of: LossOf
     ) -> dict[str, Any]:
-        """Return what a report tells of the gradients, the squares still on the device.
+        """Return a report's entries on the gradients, with squares still on the device.
 
         The gradients of the step's last part have been computed; `joint` ones are of all workers'
-        batches together. Images [B, 3, R, R] and labels [B] are those of that part, or of its last
+        batches together. Images [B, 3, R, R] and labels [B] belong to that part, or to its last
         micro-batch.
         """
         parts = [part for part in step.parts if len(part.indices)]
         if not parts or (joint and step.odd):  # not summed over the processes yet
             return {}
         part, batch = parts[-1], len(parts[-1].indices)
-        if not any(p.grad is not None for p in self._parameters):  # the loop left the batch out
+        if not any(p.grad is not None for p in self._parameters):  # the loop skipped the batch
             return {}
         # A joint step has the gradients of the mean over all; other steps carry the part's weight.
         square = _square(p.grad for p in self._parameters if p.grad is not None)
@@ -295,9 +295,9 @@ class NoiseProbe:
         return _named("gradient", whole, square)
 
     def launch_s(self, workers: Workers) -> float:
-        """Return the seconds of a pass of very few images: those of its launches.
+        """Return the seconds of a pass over very few images, which are those of its launches.
 
-        Steps that are compiled, or recorded as CUDA graphs, do not tell them: a pass is neither.
+        Compiled steps and CUDA graphs do not show them: a pass is neither.
         """
         batch = workers.data.example(self._least, min(workers.plans.first))
         for _ in range(2):  # the first one loads what it needs
@@ -318,7 +318,7 @@ class NoiseProbe:
 
     @torch.no_grad()
     def _join(self, turn: Turn, batch: int, weight: float) -> bool:
-        """Add a worker's gradient to its round's; say whether that was the last."""
+        """Add a worker's gradient to its round's; return whether it was the last."""
         clock = turn.epoch * self._rounds + turn.round
         if clock != self._clock:
             self._clock, self._joined, self._sum = clock, {}, []
@@ -334,7 +334,7 @@ class NoiseProbe:
         # Trials of cuDNN's algorithms for this one size would take longer than the pass.
         with without_trace(self._model), uncompiled(self._model), without_trials():
             loss = loss_of(self._model, images, labels)
-            # DDP would take a backward() for the step's own.
+            # DDP would mistake a backward() for the step's own.
             gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         return _square(gradient for gradient in gradients if gradient is not None)
 
@@ -342,7 +342,7 @@ class NoiseProbe:
 def choose_probe(workers: Workers) -> NoiseProbe | None:
     """Return the probe for a run: joined where its workers allow it, else micro.
 
-    None: gradients are of low rank before they can be measured, as PowerSGD sends them.
+    None: gradients have low rank before they can be measured, as with PowerSGD.
     """
     plans, model = workers.plans, workers.raw_model
     if wire_of(plans.config).rank:
@@ -352,8 +352,8 @@ def choose_probe(workers: Workers) -> NoiseProbe | None:
     kind = "joined" if plans.config.sync == "bsp" and alone and count > 1 else "micro"
     probe = NoiseProbe(kind, every=1, workers=count, rounds=rounds, least=least, model=model)
     is_cuda = next(model.parameters()).is_cuda
-    # To join gradients is a sum in the CPU's memory. A fast GPU waits for its launches, which cost
-    # less than a pass, but not nothing where rounds are short.
+    # On the CPU, joining gradients is a sum in memory. A fast GPU waits for its launches, which
+    # cost less than a pass, but not nothing if rounds are short.
     if kind == "joined" and not is_cuda:
         return probe
     launch_s = probe.launch_s(workers) if is_cuda and kind == "micro" else 0.0
@@ -368,10 +368,10 @@ def choose_probe(workers: Workers) -> NoiseProbe | None:
 def probe_interval(
     model: TimeModel, batch: int, steps: int, least: int, launch_s: float = 0.0
 ) -> int:
-    """Return the rounds from one extra pass of a micro-batch to the next, within 1.5 % of the time.
+    """Return the rounds between extra micro-batch passes that keep within 1.5 % of the time.
 
-    A round has `steps` of `batch` samples, a micro-batch `least` of them at least. A pass takes the
-    `launch_s` of its launches at least.
+    A round has `steps` of `batch` samples; a micro-batch has at least `least` samples. A pass takes
+    at least the `launch_s` of its launches.
     """
     step_s = model.time(batch, 1)
     extra_s = max(model.time(max(least, -(-batch // _MICRO)), 1), step_s / _MICRO, launch_s)
@@ -383,21 +383,21 @@ def _named(name: str, batch: int, square: Tensor) -> dict[str, Any]:
 
 
 def _numbers(gradient: Tensor) -> Tensor:
-    """Return a gradient's numbers in one order, that of channels_last, [numel].
+    """Return a gradient's numbers in channels_last order, [numel].
 
-    It is a view where the gradient lies in memory like that, as those of images' models do. One
-    from a checkpoint does not.
+    The result is a view if the gradient has that memory layout, as in image models. One from a
+    checkpoint does not.
     """
     return (gradient.permute(0, 2, 3, 1) if gradient.dim() == 4 else gradient).reshape(-1)
 
 
 def _square(gradients: Iterable[Tensor]) -> Tensor:
-    """Return the squared norm of gradients together.
+    """Return the squared norm of all gradients together.
 
-    On the CPU it is to the bit the same wherever they lie. The order in which numbers are added up,
-    and so the last bits, may depend on their order in memory and on the address. The squares are
-    new tensors, whose address torch aligns. On CUDA, where no bits are promised, a few launches do
-    for all parameters.
+    On the CPU, it is bit-identical wherever they are in memory. The order of summation, and so the
+    last bits, may depend on the order of numbers in memory and on the address. The squares are new
+    tensors with addresses that torch aligns. On CUDA, where bits may differ, a few launches do for
+    all parameters.
     """
     numbers = [_numbers(gradient) for gradient in gradients]
     if numbers[0].is_cuda:

@@ -1,1 +1,1 @@
-"""What a run says: metrics and lines."""
+"""A run's output: metrics and lines."""

@@ -1,4 +1,4 @@
-"""Lines for people: what a run will do, its steps and its workers as it goes, and its result."""
+"""Lines for people: what a run will do, its steps and workers while it runs, and its result."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from dbsl.run.plans import Plans
 _BAR = "{percentage:3.0f} %|{bar}| {n_fmt}/{total_fmt} [<{remaining}{postfix}]"  # fits 80 columns
 _BAR_EVERY_S, _LINE_EVERY_S = 0.5, 60.0
 _MAX_PRINTED_WORKERS = 8
-_MOST_PRINTED = 8  # metrics of a loop's own
+_MOST_PRINTED = 8  # of a loop's own metrics
 _TOLERANCE = 0.50  # relative, of a worker's time in an epoch
 
 
-# --- before it begins
+# --- before the run
 
 
 def print_run(
@@ -50,8 +50,8 @@ def print_run(
 ) -> None:
     """Print what the run will do: the device, the data, each stage and each resolution's plan.
 
-    Without a folder it is the plan alone that was asked for: then with timelines. `begin` is the
-    epoch that a resumed run goes on with; `unset`: nobody has said how many workers there are.
+    Without a folder, only the plan was requested; it is then printed with timelines. `begin` is the
+    epoch at which a resumed run continues; `unset`: the number of workers was not given.
     """
     config, processes = plans.config, accelerator.num_processes
     where = f"in {processes} processes"
@@ -93,13 +93,13 @@ def print_run(
 
 
 def _named(model: nn.Module, data: TrainingData, config: RunConfig) -> str:
-    """Return model and data by the settings, or by what a script has in their place."""
+    """Return model and data, named by the settings or by a script's own objects."""
     own = config.model if hasattr(model, "created_with") else type(model).__name__
     return f"{own} on {getattr(data, 'name', config.dataset)}"
 
 
 def _on_wire(plans: Plans, model: nn.Module) -> list[str]:
-    """Return a line on how much workers send, where it is not float32."""
+    """Return a line on how much workers send, if not in float32."""
     wire = wire_of(plans.config)
     if wire == FLOAT32:
         return []
@@ -117,9 +117,9 @@ def _sent_bytes(config: RunConfig, model: nn.Module, wire: Wire) -> int:
 
 
 def _on_ways(plans: Plans, model: nn.Module, accelerator: Accelerator) -> list[str]:
-    """Return for each resolution what an epoch takes with all workers and with the fastest alone.
+    """Return, for each resolution, an epoch's time with all workers and with only the fastest.
 
-    Real processes that wait for each other measure what one sum over them takes (a collective).
+    Real processes that wait for each other measure the time of one all-reduce over them.
     """
     config, known = plans.config, plans.known
     if config.workers == 1:
@@ -148,7 +148,7 @@ def _rates(config: RunConfig, stage: Stage) -> str:
     return f"{config.lr:g} to {config.min_lr:g} (cosine)" if falls else f"{stage.learning_rate:g}"
 
 
-# --- as it goes
+# --- during the run
 
 
 class Display:
@@ -161,15 +161,15 @@ class Display:
         how = {"bar_format": _BAR, "dynamic_ncols": True, "disable": quiet}
         self._bar = tqdm(total=total, initial=done, **how)
         self._every_s = _LINE_EVERY_S if self._bar.disable else _BAR_EVERY_S
-        self.loss = math.nan  # the latest that is known
+        self.loss = math.nan  # the latest known
         self.pause()
 
     def pause(self) -> None:
-        """Begin to measure the speed again: what came before was an evaluation, say."""
+        """Restart the measurement of the speed, as after an evaluation."""
         self._samples, self._since = 0, time.perf_counter()
 
     def step(self, taken: TakenSteps) -> None:
-        """Note steps that were taken."""
+        """Note steps taken."""
         self.done += taken.steps
         self._samples += taken.samples
         spent = time.perf_counter() - self._since
@@ -189,12 +189,12 @@ class Display:
         self._bar.update(taken.steps)
 
     def expect(self, more: int) -> None:
-        """Note that the run takes so many more steps than it was to take, or fewer."""
+        """Note that the run takes `more` steps than expected; negative: fewer."""
         self.total += more
         self._bar.total = self.total
 
     def print(self, line: str) -> None:
-        """Print a line to stdout; the bar gets out of its way."""
+        """Print a line to stdout; the bar makes way for it."""
         tqdm.write(line)
         sys.stdout.flush()
         self.pause()
@@ -205,7 +205,7 @@ class Display:
 
 
 def loss_of_worker(change: LostWorker) -> str:
-    """Return a line on a worker whose process died."""
+    """Return a line on a lost worker."""
     out = f"; {change.samples} samples of epochs under way are left out" if change.samples else ""
     return (
         f"warning: rank {change.rank} (worker {change.worker}) was lost after "
@@ -235,7 +235,7 @@ def missed_times(workers: Mapping[int, Mapping[str, float]]) -> str | None:
     errors = {
         worker: values["time_s"] / values["predicted_time_s"] - 1
         for worker, values in workers.items()
-        if values["predicted_time_s"] > 0 and len(workers) > 1  # alone, nothing is planned by it
+        if values["predicted_time_s"] > 0 and len(workers) > 1  # one worker: no plan needs it
     }
     far = {worker: error for worker, error in errors.items() if abs(error) > _TOLERANCE}
     if not far:
@@ -248,7 +248,7 @@ def missed_times(workers: Mapping[int, Mapping[str, float]]) -> str | None:
 
 
 def plan_changes(before: Plan, plan: Plan) -> str:
-    """Return in words what a new plan changes."""
+    """Return a new plan's changes in words."""
     if len(plan.workers) > _MAX_PRINTED_WORKERS:
         moved = sum(a != b for a, b in zip(before.workers, plan.workers, strict=True))
         return f"new batches and shares for {moved} of {len(plan.workers)} workers"
@@ -263,7 +263,7 @@ def speed_in_words(speed: float, unit: str) -> str:
 
 
 def times_in_words(times_s: Sequence[float]) -> str:
-    """Return the workers' times, from the shortest to the longest; nothing if none is known."""
+    """Return the workers' times, from the shortest to the longest; empty if none is known."""
     if not times_s or max(times_s) <= 0:
         return ""
     ends = [_two_digits(min(times_s)), _two_digits(max(times_s))]
@@ -274,11 +274,11 @@ def _two_digits(value: float) -> str:
     return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
-# --- what it comes to
+# --- the result
 
 
 def evaluation_in_words(evaluation: Mapping[str, Any] | None) -> str:
-    """Return an evaluation as a part of the epoch's line; nothing where there was none."""
+    """Return an evaluation as part of the epoch's line; empty if there was none."""
     if evaluation is None:
         return ""
     ema, top5 = evaluation.get("ema_accuracy"), evaluation.get("top5_accuracy")
@@ -293,9 +293,9 @@ def evaluation_in_words(evaluation: Mapping[str, Any] | None) -> str:
 
 
 def result_in_words(values: Mapping[str, Any], samples: int, unit: str, folder: Path) -> str:
-    """Return what came of a run, what it took, and what to try next, a line each.
+    """Return a run's result, its times, its folder and what to try next, a line each.
 
-    `values` are those of summary.json; `samples` is how many it was evaluated on.
+    `values` are those of summary.json; `samples` is the number of evaluation samples.
     """
     best, top5 = values["best_accuracy"], values.get("final_top5_accuracy")
     simulated_s = values.get("virtual_time_s", 0.0)

@@ -1,6 +1,6 @@
-"""What a run leaves: metrics.jsonl, summary.json and lines for people.
+"""A run's records: metrics.jsonl, summary.json and lines for people.
 
-The main process does it all; on the others the same calls do nothing.
+Only the main process writes them; on the others, the same calls do nothing.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ from dbsl.run.workers import Workers
 
 timm = lazy_import("timm")
 
-_TRAINED = ("train_accuracy", "train_loss")  # of an evaluation, in summary.json by these names
-_OF_ROWS = ("samples", "resolution", "time_s")  # of an evaluation, that summary.json leaves out
+_TRAINED = ("train_accuracy", "train_loss")  # of an evaluation: summary.json keeps these names
+_OF_ROWS = ("samples", "resolution", "time_s")  # of an evaluation: summary.json omits these
 _MISHAPS = "lost_"  # fields of `_SoFar` that summary.json has only if not empty
-_FEW = 4  # samples: fewer give batch norm no mean and deviation to speak of
-_RISES = 3  # times the first epoch's training loss, and 1: above it has diverged
-_JUDGED_EPOCH = 2  # whose times are held against the plan: caches and the device are warm
+_FEW = 4  # samples: fewer give batch norm a poor mean and deviation
+_RISES = 3  # times the first epoch's training loss, plus 1: a higher loss has diverged
+_JUDGED_EPOCH = 2  # compared with the plan's times: caches and the device are warm
 
 
 def _clocks(**seconds: float | None) -> dict[str, float]:
-    """Return the clocks that there are."""
+    """Return the clocks that are given."""
     return {name: value for name, value in seconds.items() if value is not None}
 
 
 @dataclass
 class _SoFar:
-    """What a run has come to, over all its sessions."""
+    """A run's totals over all its sessions."""
 
     epochs: int = 0
     train_time_s: float = 0.0  # at the last epoch's end
     samples: int = 0  # trained on
-    first_loss: float = math.nan  # training loss of the first epoch; infinite: a rise was told
-    lost_workers: list[int] = field(default_factory=list)  # whose processes died
+    first_loss: float = math.nan  # training loss of the first epoch; infinite: a rise was reported
+    lost_workers: list[int] = field(default_factory=list)  # their processes died
     lost_samples: int = 0  # samples that nobody trained on because a worker was lost
-    unreported: int = 0  # samples of the epoch under way that were handed over without a report
+    unreported: int = 0  # samples of the current epoch that were handed over without a report
     all_refused: bool = False  # rounds of the last epoch
     last_events: dict[str, Any] = field(default_factory=dict)  # of extras, by name
 
@@ -73,9 +73,9 @@ class _SoFar:
 class RunLog:
     """Writes a run's files, moves its progress bar and prints its epochs; extras get every row.
 
-    `state` is what `state_dict` of the run that goes on here returned: metrics.jsonl loses what was
-    written later. Of it, `taken` are samples of joint steps of the round under way that other
-    workers took: no report has them.
+    `state` is the resumed run's `state_dict`: metrics.jsonl loses what was written later. Its
+    `taken` is the number of samples in the current round's joint steps that other workers took: no
+    report has them.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RunLog:
     ) -> None:
         self._workers, self._plans, self._config = workers, workers.plans, workers.plans.config
         self.folder, self.enabled = folder, workers.accelerator.is_main_process
-        self.evaluated_epoch = -1  # the last that was, in this session and on the main process
+        self.evaluated_epoch = -1  # the last in this session, on the main process
         self._exits = ExitStack()
         if not self.enabled:
             return
@@ -94,7 +94,7 @@ class RunLog:
         simulated = workers.accelerator.num_processes == 1 and config.sync != "step"
         all_count = config.dedicated_server or simulated
         self._counted = range(config.workers) if all_count else (0,)  # a joint step is counted once
-        self._told = dict(plans.planner.plans.last)  # by resolution: the last that was told
+        self._told = dict(plans.planner.plans.last)  # by resolution: the last one recorded
         self._unit = "images" if plans.stages[-1].resolution else "samples"
         self._normalises = config.local_batch_sizes is None and has_batch_norm(workers.raw_model)
         self._rounds: defaultdict[int, list[RoundReport]] = defaultdict(list)  # by epoch
@@ -104,7 +104,7 @@ class RunLog:
             for epoch, reports in state["rounds"].items():
                 self._rounds[epoch] = [report_from_plain(report) for report in reports]
             self._evaluations, self._so_far = state["evaluations"], _SoFar(**state["so_far"])
-        # Line buffering: a killed run leaves whole lines. Others may write lines of theirs, too.
+        # Line buffering: a killed run leaves whole lines. Others may also write lines.
         path = self.folder / "metrics.jsonl"
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         os.truncate(path, state["metrics_bytes"] if state else 0)
@@ -122,7 +122,7 @@ class RunLog:
             self._so_far.samples += samples
             self._so_far.unreported += samples
             self.write("restart", {"epoch": done, "samples": samples})
-        for stage in self._plans.stages:  # a resumed run's that are not over and are new
+        for stage in self._plans.stages:  # of a resumed run: those new and not over
             known = state and asdict(stage) in state["stages"]
             if not known and (state is None or stage.end_epoch > done):
                 row = rows.plan_row(stage, self._told[stage.resolution])
@@ -132,12 +132,12 @@ class RunLog:
     def __exit__(self, *error: Any) -> None:
         if self.enabled:
             self._display.close()
-            with suppress(OSError):  # a full disk: it was said when the line was written
+            with suppress(OSError):  # a full disk: reported when the line was written
                 self._file.close()
         self._exits.__exit__(*error)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run's log goes on from."""
+        """Return the state that a resumed run's log continues from."""
         self._file.flush()
         return {
             "metrics_bytes": os.path.getsize(self._file.name),
@@ -159,11 +159,11 @@ class RunLog:
         done += sum(report.steps for report in under_way if report.worker in self._counted)
         done += sum(steps[: self._so_far.epochs])
         real = self._workers.accelerator.num_processes > 1 and not config.dedicated_server
-        whose = "worker 0: " if real else ""  # this process's: of others it hears at a round's end
+        whose = "worker 0: " if real else ""  # this process's: others report at a round's end
         return lines.Display(sum(steps), done, config, self._unit, whose)
 
     def write(self, event: str, row: Mapping[str, Any]) -> None:
-        """Append a row to metrics.jsonl, its epochs counted from 0; extras get it."""
+        """Append a row, its epochs counted from 0, to metrics.jsonl; pass it to extras."""
         if not self.enabled:
             return
         row = rows.strict_numbers({"event": event, **row})
@@ -175,14 +175,14 @@ class RunLog:
         self._tell(row)
 
     def started(self, start_up_s: float) -> None:
-        """Say how long it took until training began."""
+        """Print how long it took until training began."""
         if self.enabled:
             self._say(f"start-up {duration(start_up_s)}, not counted as training")
 
     def hear(self, cluster: Cluster) -> None:
-        """Record what workers say of their steps and rounds since the last call, and who was lost.
+        """Record the workers' reports of steps and rounds since the last call, and lost workers.
 
-        Elsewhere than on the main process the cluster tells of nobody.
+        On other processes than the main one, the cluster reports nobody.
         """
         reports = [*cluster.reports()]
         if not self.enabled:
@@ -201,26 +201,26 @@ class RunLog:
             self._say(lines.loss_of_worker(lost))
 
     def step(self, line: StepLine) -> None:
-        """Record what a worker says of itself every so many steps."""
+        """Record a line that a worker reports every few steps."""
         self.write("step", rows.step_row(line))
         self._display.loss = line.loss
 
     def round(self, report: RoundReport, *, virtual_time_s: float | None = None) -> None:
-        """Record what a worker says of its round, and the simulated clock at its end."""
+        """Record a worker's report of its round, and the simulated clock at its end."""
         workers, config = self._workers, self._config
-        for line in report.lines:  # a worker in another process has sent them
+        for line in report.lines:  # from a worker in another process
             self.step(line)
         workers.meter.hear(report)
-        if report.fault != NO_FAULT:  # without: another report of the joint steps says why
+        if report.fault != NO_FAULT:  # else another report of the joint steps says why
             precision, names = workers.accelerator.mixed_precision, names_of(workers.raw_model)
             self._say(lines.refusal(report, config, str(precision), names))
         report = replace(report, lines=())
-        if config.push == "weights":  # else by epoch and worker, at its end
+        if config.push == "weights":  # else by epoch and worker, at the epoch's end
             self.write("round", rows.round_row(report) | _clocks(virtual_time_s=virtual_time_s))
         self._rounds[report.epoch].append(report)
         self._so_far.samples += report.samples
         self._display.loss = report.loss
-        # A dedicated server takes no steps: they are counted, and new plans told, here.
+        # A dedicated server takes no steps: count them, and record new plans, here.
         if config.dedicated_server:
             plan = self._plans.planner.at(report.epoch, report.round)
             if plan is not None:
@@ -229,7 +229,7 @@ class RunLog:
             self._display.step(TakenSteps(report.steps, report.samples, *place))
 
     def plan(self, epoch: int, plan: Plan) -> None:
-        """Record the plan in force in a round of an epoch, if it is another than before."""
+        """Record the plan in force in a round of an epoch, if it has changed."""
         if not self.enabled:
             return
         sizes = [worker.local_batch_size or math.inf for worker in plan.workers]
@@ -262,10 +262,10 @@ class RunLog:
         train_time_s: float,
         virtual_time_s: float | None = None,
     ) -> None:
-        """Record the end of an epoch, whose rounds have been recorded; print a line.
+        """Record the end of an epoch after its rounds, and print a line.
 
-        `evaluation` is a row; `train_time_s` has no evaluation in it; `virtual_time_s` is the
-        simulated cluster's clock.
+        `evaluation` is a row; `train_time_s` excludes evaluation; `virtual_time_s` is the simulated
+        cluster's clock.
         """
         if not self.enabled:
             return
@@ -294,7 +294,7 @@ class RunLog:
         for event, values in chain(*self._plans.extras.each(Extra.epoch, epoch, plan, reports)):
             self.write(event, place | values)
             so_far.last_events[event] = dict(values)
-        # Other workers may have taken all of its steps: their losses are not known.
+        # Other workers may have taken all of its steps: their losses are unknown.
         told = {"loss": found["loss"]} | figures if found["samples"] else {}
         loss = "".join(f"  {name} {short_loss(value)}" for name, value in told.items())
         epochs, side = config.epochs, px(stage.resolution, after="  ")
@@ -309,11 +309,11 @@ class RunLog:
 
     def _warn(self, epoch: int, workers: Mapping[int, Mapping[str, float]], loss: float) -> None:
         plans, config, so_far = self._plans, self._config, self._so_far
-        # Plans that follow measured times, and workers slowed on purpose, are not warned of.
+        # No warning for plans that follow measured times, or for workers slowed on purpose.
         expected = plans.known.measured and config.balance == "none" and not plans.machine.slows
         if expected and epoch == _JUDGED_EPOCH and (warning := lines.missed_times(workers)):
             self._say(warning)
-        # A training loss may be anybody's function: it is only known to fall.
+        # A training loss may be any function: it is only known to fall.
         if math.isnan(so_far.first_loss) and math.isfinite(loss):
             so_far.first_loss = loss
         if loss > _RISES * abs(so_far.first_loss) + 1:
@@ -322,12 +322,12 @@ class RunLog:
                 f"{so_far.first_loss:.3g} in the first epoch: training diverges; lower lr "
                 f"({config.lr:g} with {config.optimizer})"
             )
-            so_far.first_loss = math.inf  # said once
+            so_far.first_loss = math.inf  # warn once
 
     def is_best(self, accuracy: float, loss: float) -> bool:
-        """Whether an evaluation that is not recorded yet is the best; only the main process knows.
+        """Whether a not yet recorded evaluation is the best; only the main process knows.
 
-        The others say yes: who asks for an early end leaves it to the main process.
+        The others return True: they leave an early end to the main process.
         """
         if not self.enabled:
             return True
@@ -335,7 +335,7 @@ class RunLog:
         return better and math.isfinite(loss)
 
     def results(self) -> dict[str, Any]:
-        """Return what the run came to so far: accuracies, loss, time, samples."""
+        """Return the run's results so far: accuracies, loss, time, samples."""
         last, so_far = self._evaluations[-1], self._so_far
         trained = {name: value for name, value in last.items() if name in _TRAINED}
         final = {name: v for name, v in last.items() if name not in (*_TRAINED, *_OF_ROWS)}
@@ -350,7 +350,7 @@ class RunLog:
         }
 
     def sum_up(self) -> None:
-        """Write summary.json in one go, print the result, and have extras report on the run."""
+        """Write summary.json atomically, print the result, and have extras report on the run."""
         if not self.enabled:
             return
         must = "end_epoch must call run.epoch with the metrics of the last epoch"
@@ -391,7 +391,7 @@ class RunLog:
 
 
 def check_result(folder: Path, config: RunConfig, accelerator: Accelerator) -> None:
-    """Raise ``DivergedError`` on the main process if a finished run's result is none."""
+    """Raise ``DivergedError`` on the main process if a finished run has no usable result."""
     if not accelerator.is_main_process:
         return
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))

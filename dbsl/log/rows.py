@@ -1,6 +1,6 @@
-"""Rows of metrics.jsonl: how they are read, made of records, and summed up over an epoch.
+"""Rows of metrics.jsonl: how they are read, made from records, and summed up over an epoch.
 
-Epochs count from 0 in the code, and from 1 in all that is written: files and lines for people.
+Epochs count from 0 in the code, and from 1 in files and printed lines.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dbsl.loss import check_free
 from dbsl.plan.stages import Stage
 from dbsl.plan.types import RESERVED, Plan, RoundReport, StepLine
 
-# Fields of a plan that its row has; `epoch_time_s` is its `time_s`.
+# Fields of a plan in its row; `epoch_time_s` is its `time_s`.
 PLAN_TOTALS = ("time_ratio", "epoch_time_s", "all_large_time_s", "equal_batch_time_s")
 PLAN_TOTALS += ("idle_share", "small_share")
-_FROM_1 = {"epoch", "from_epoch", "first_epoch"}  # counted so in files; in the code from 0
+_FROM_1 = {"epoch", "from_epoch", "first_epoch"}  # counted from 1 in files, from 0 in the code
 # Figures of an evaluation; other names are a loop's own metrics.
 EVALUATED = ("accuracy", "loss", "samples", "resolution", "top5_accuracy", "time_s")
 EVALUATED += ("ema_accuracy", "ema_loss", "train_accuracy", "train_loss")
-# Times the loss of guessing. A loss like that means logits wrong by thousands for most samples:
+# Times the loss of guessing. Such a loss means logits wrong by thousands for most samples:
 # confident or overfitted models that still tell classes apart are far below it.
 _NO_RESULT = 1000.0
 
@@ -33,7 +33,7 @@ _NO_RESULT = 1000.0
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the records of a metrics.jsonl, their epochs counted from 0 as everywhere in the code.
 
-    A last line that a killed run left half is dropped.
+    A last line that a killed run left incomplete is dropped.
     """
     whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
     try:
@@ -50,13 +50,13 @@ def for_people(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_code(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row as it was before `for_people`."""
+    """Return the row that `for_people` was given."""
     names = {"last_epoch": "end_epoch"}
     return {names.get(k, k): v - 1 if k in _FROM_1 else v for k, v in row.items()}
 
 
 def evaluation_row(metrics: Mapping[str, Any], resolution: int) -> dict[str, Any]:
-    """Return what a loop's `evaluate` found, in plain numbers; its own metrics stand last."""
+    """Return the results of a loop's `evaluate` as plain numbers; its own metrics come last."""
     missing = {"accuracy", "loss", "samples"} - metrics.keys()
     text = "evaluate must return accuracy, loss and samples"
     require(not missing, text, f"no {min(missing, default='')}")
@@ -66,7 +66,7 @@ def evaluation_row(metrics: Mapping[str, Any], resolution: int) -> dict[str, Any
         value = metrics[name]
         if name in own:
             check_free(name, "a metric of evaluate", {"resolution": "evaluate itself"})
-        # Numbers of numpy and torch are made those of Python.
+        # NumPy's and torch's numbers become Python's.
         value = value if getattr(value, "ndim", 1) else value.item()
         require(isinstance(value, int | float), f"{name} of evaluate must be a number", value)
         row[name] = value
@@ -85,7 +85,7 @@ def plan_row(stage: Stage, plan: Plan) -> dict[str, Any]:
 def round_row(report: RoundReport) -> dict[str, Any]:
     """Return a round's report as a row, without what was not measured."""
     row = asdict(report)
-    del row["fault"], row["lines"], row["figures"]  # said in words, or in rows of their own
+    del row["fault"], row["lines"], row["figures"]  # printed, or in rows of their own
     seldom = ("refused", "micro_batch", "micro_square", "gradient_batch", "gradient_square")
     given = {name: value for name, value in row.items() if value or name not in seldom}
     return given | report.figures
@@ -100,7 +100,7 @@ def joined_row(reports: Sequence[RoundReport], values: Mapping[str, float]) -> d
 
 
 def report_from_row(row: Mapping[str, Any]) -> RoundReport:
-    """Return a round's report from its row in a file; what was not finite is nan."""
+    """Return a round's report from its row in a file; values that were not finite are nan."""
     names = {field.name for field in fields(RoundReport)} & row.keys()
     found = {name: math.nan if row[name] is None else row[name] for name in names}
     return RoundReport(**found, figures=figures_of(row))
@@ -113,14 +113,14 @@ def step_row(line: StepLine) -> dict[str, Any]:
 
 
 def figures_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the loss function's figures in a round's row or in a step's."""
+    """Return the loss function's figures in a round's or step's row."""
     return {n: math.nan if row[n] is None else row[n] for n in row if n not in RESERVED}
 
 
 def together(reports: Sequence[RoundReport]) -> dict[str, float]:
-    """Return what rounds come to together.
+    """Return the sums and means over rounds.
 
-    Loss and figures are means over samples, of the rounds that were not refused if there are any.
+    Loss and figures are means over the samples of accepted rounds, or of all if none was.
     """
     samples = sum(report.samples for report in reports)
     taken = _taken(reports)
@@ -142,7 +142,7 @@ def _taken(reports: Sequence[RoundReport]) -> Sequence[RoundReport]:
 
 
 def figures_together(reports: Sequence[RoundReport]) -> dict[str, float]:
-    """Return the loss function's figures, each the mean over the samples of the rounds with it."""
+    """Return the loss function's figures, each a mean over the samples of rounds with it."""
     reports, found = _taken(reports), {}
     for name in dict.fromkeys(name for report in reports for name in report.figures):
         own = [(r.figures[name], r.samples) for r in reports if name in r.figures]
@@ -152,14 +152,14 @@ def figures_together(reports: Sequence[RoundReport]) -> dict[str, float]:
 
 
 def last_learning_rate(reports: Sequence[RoundReport]) -> float:
-    """Return the learning rate of an epoch's last step; of workers with unlike ones the highest."""
+    """Return the learning rate of an epoch's last step; if workers differ, the highest."""
     last = max((report.round for report in reports), default=0)
     rates = (report.learning_rate for report in reports if report.round == last)
     return max(rates, default=math.nan)
 
 
 def of_workers(reports: Sequence[RoundReport]) -> dict[int, dict[str, float]]:
-    """Return what rounds, sorted by worker, come to for each, with its shares of work and time."""
+    """Return each worker's sums and means over rounds sorted by worker, with its shares."""
     groups = itertools.groupby(reports, key=lambda report: report.worker)
     workers = {worker: together(list(group)) for worker, group in groups}
     longest = max((values["compute_time_s"] for values in workers.values()), default=0.0)
@@ -171,9 +171,9 @@ def of_workers(reports: Sequence[RoundReport]) -> dict[int, dict[str, float]]:
 
 
 def times_row(workers: Mapping[int, Mapping[str, float]], plan: Plan) -> dict[str, Any]:
-    """Return the workers' times, and the mean of small and of large ones, as predicted too."""
+    """Return the workers' times, and the small and large ones' means, measured and predicted."""
     row: dict[str, Any] = {}
-    # An epoch that a resumed run finished with fewer workers has some without a plan.
+    # If a resumed run finished the epoch with fewer workers, some have no plan.
     planned = dict(enumerate(plan.workers))
     for small, name in ((True, "small"), (False, "large")):
         own = [v for w, v in workers.items() if w in planned and planned[w].small == small]
@@ -187,7 +187,7 @@ def times_row(workers: Mapping[int, Mapping[str, float]], plan: Plan) -> dict[st
 
 
 def no_result(summary: Mapping[str, float]) -> str | None:
-    """Return why a run's summary tells of no trained model, or None."""
+    """Return why a run's summary shows no trained model, or None."""
     loss = summary.get("final_loss", 0.0)
     if loss is None or not math.isfinite(loss):  # JSON has no number for it
         return "the loss of the final evaluation is not finite"
@@ -203,7 +203,7 @@ def no_result(summary: Mapping[str, float]) -> str | None:
 
 
 def strict_numbers(value: Any) -> Any:
-    """Return `value` in JSON's own types, with null for what JSON has no number for."""
+    """Return `value` in JSON's own types, with null for numbers that JSON lacks."""
     if isinstance(value, Mapping):
         return {str(key): strict_numbers(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Is it worth training together: equal batches, balanced ones, and the fastest worker alone."""
+"""Whether joint training pays: equal batches, balanced ones, or the fastest worker alone."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class EpochTimes:
     """Predicted seconds of an epoch in three ways of training on the same workers."""
 
     equal_s: float  # all have the same batch and the same share
-    balanced_s: float  # all end together; in rounds with large batches
-    alone_s: float  # the fastest worker has all samples, and nobody to wait for
+    balanced_s: float  # all end together; in rounds, with large batches
+    alone_s: float  # the fastest worker takes all samples and waits for nobody
     fastest: int  # that worker
 
     def describe(self) -> str:
@@ -45,14 +45,14 @@ def epoch_times(
     """Predict an epoch of the plan's samples in the three ways.
 
     Args:
-        plan: Joint steps are split anew, each of the plan's global batch. In rounds the balanced
-            way is that of large batches.
+        plan: Joint steps, each of the plan's global batch, are split again. In rounds, the balanced
+            way uses large batches.
         model: Time of a step of each worker, arrays [n].
         most: Largest batch of each worker, [n]. In joint steps None is no bound, and a worker alone
             takes a larger global batch in several passes.
         rounds: Rounds per epoch; joint steps exchange in each step.
         least: Fewest samples of a worker in a joint step.
-        exchange_s: Seconds of a sum over all workers, of which the first two ways have some.
+        exchange_s: Seconds of a sum over all workers, which the first two ways need.
     """
     samples, joint = plan.samples, plan.global_batch_size is not None
     limits = np.array([plan.global_batch_size if size is None else size for size in most])

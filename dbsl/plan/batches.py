@@ -1,4 +1,4 @@
-"""The batches of a turn: whose samples they are, and what a process computes of them at once."""
+"""The batches of a turn: each worker's samples, and the part a process computes at once."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from dbsl.plan.types import Plan, TimeModel
 
 @dataclass(frozen=True)
 class TurnSampler:
-    """Whose samples a turn takes, in which batches, by the plan in force.
+    """The samples of a turn, by worker and batch, under the plan in force.
 
-    `known` has what a process computes at once, and how fast those of one worker are; `place` is
-    this process's among them. None: it takes its worker's whole batches.
+    `known` has what a process computes at once, and the speeds of one worker's processes; `place`
+    is this process's place among them. None: it takes its worker's whole batches.
     """
 
     config: RunConfig
     samples: int  # per epoch
-    rounds: int  # per epoch; where gradients are pushed, pushes
+    rounds: int  # per epoch; pushes, if gradients are pushed
     least: int  # samples of a worker in a shorter global batch, unless it has none
-    blocks: Order | None = None  # draws an epoch's order where data are read in groups
+    blocks: Order | None = None  # draws an epoch's order if data are read in groups
     known: WorkerProfiles | None = None
     resolution_at: Callable[[int], int] = lambda epoch: 0
     place: int | None = None
 
     def batches_of(self, plan: Plan, workers: Sequence[int], epoch: int, round_: int) -> list[Step]:
-        """Return the steps of these workers' turn as this process takes them, with their batches.
+        """Return the steps of these workers' turn for this process, with their batches.
 
-        There are none where a remainder has too few samples for all workers and rounds.
+        There are none if a remainder has too few samples for all workers and rounds.
         """
         steps, resolution = self.steps(plan, workers, epoch, round_), self.resolution_at(epoch)
         if self.place is not None and steps:
@@ -63,7 +63,7 @@ class TurnSampler:
         return None if sizes is None else sizes[resolution][worker]
 
     def inside(self, plan: Plan, worker: int, epoch: int) -> tuple[tuple[int, ...], TimeModel]:
-        """Return what each process takes of its worker's whole batch, and their time models."""
+        """Return each process's part of its worker's whole batch, and the processes' models."""
         models = self.known.processes[self.resolution_at(epoch)]
         models = models[list(Islands.of(self.config).processes[worker])]
         return split_inside(plan.workers[worker].local_batch_size, models, self.least), models
@@ -84,11 +84,11 @@ class TurnSampler:
         return [sampler.step(epoch, n, sizes, workers) for n in range(first, min(last, count))]
 
     def sampler(self, plan: Plan) -> EpochSampler:
-        """Return the sampler of a plan of rounds, from the round on in which it came into force."""
+        """Return the sampler of a plan of rounds, from the round in which it took effect."""
         shares = np.array([worker.samples for worker in plan.workers])
         rounds, remaining = self.rounds - plan.first_round, self.samples - plan.taken
         if plan.taken or plan.first_round:  # an epoch's shares, scaled to what remains of it
-            there = np.flatnonzero(shares)  # a worker that was lost stays without
+            there = np.flatnonzero(shares)  # a lost worker gets none
             each = rounds * self.least
             there = there[: max(1, remaining // each)]  # few samples go to the first workers
             weights, shares = shares[there], np.zeros_like(shares)
@@ -104,13 +104,13 @@ class TurnSampler:
         )
 
     def taken_before(self, plan: Plan, round_: int) -> int:
-        """Return the samples of the epoch that rounds take before one with this plan."""
+        """Return how many of the epoch's samples are taken before a round of this plan."""
         if plan.global_batch_size is not None:
             return 0  # a joint step has the same samples with any plan
         return self.sampler(plan).start_of(round_)
 
     def count(self, plan: Plan, worker: int, epoch: int, round_: int) -> int:
-        """Return the samples of a worker's round."""
+        """Return how many samples a worker's round has."""
         steps = self.steps(plan, (worker,), epoch, round_)
         return sum(len(part.indices) for step in steps for part in step.parts)
 
@@ -118,9 +118,9 @@ class TurnSampler:
 def _steps_of_process(
     steps: Sequence[Step], sizes: tuple[int, ...], place: int, least: int
 ) -> list[Step]:
-    """Return one process's parts of a worker's steps; over all its places each sample is in one.
+    """Return one process's parts of a worker's steps; each sample belongs to one process.
 
-    Parts are in proportion to `sizes`, and weigh as much of the step's loss.
+    Parts are in proportion to `sizes`, as are their weights in the step's loss.
     """
     found, before = [], 0
     for step in steps:

@@ -1,10 +1,10 @@
-"""A run's plans: how each is made from what the workers can do, and which is in force when.
+"""A run's plans: how each is made from the workers' speeds, and when each is in force.
 
 `dbs` is the rule of Ye, Zhou, Shi, Sun, Lv (arXiv 2007.11831): parts in proportion to part over
-time. `dynamic` estimates both coefficients of a*x + b for each worker (`SpeedEstimate`), and moves
-only where the prediction gains more than a dead band. A first, noisy measurement may have put a
-plan wrong by less than that; so each doubling of the measurements gets one chance with a narrow
-band.
+time. `dynamic` estimates both coefficients of a*x + b for each worker (`SpeedEstimate`), and
+changes plans only if the predicted gain exceeds a dead band. A noisy first measurement may have
+made a plan wrong by less than that. Each doubling of the measurements therefore gives one chance
+with a narrow band.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from dbsl.plan.members import EpochPlans, Members
 from dbsl.plan.spec import PlanSpec, make_plan, resize_plan
 from dbsl.plan.types import Plan, RoundReport, TimeModel
 
-DEAD_BAND = 0.05  # relative gain in time below which a plan stays
-REFINE = 0.01  # the gain that is enough whenever the number of measurements has doubled
+DEAD_BAND = 0.05  # a plan is kept below this relative gain in time
+REFINE = 0.01  # the sufficient gain whenever the number of measurements has doubled
 
 
 class Planner:
     """The plan of each epoch: one for each resolution, or one that follows the workers' times.
 
-    The plan of a round is decided when it is first asked for, so that workers that are not in step
-    with each other still share an epoch's samples by one plan. Call it under the server's lock.
+    A round's plan is decided when it is first requested, so that workers in different rounds still
+    share an epoch's samples by one plan. Call it under the server's lock.
 
-    It begins with each resolution's `plans` and planned time `models`, and may change plans `every`
-    so many rounds. Without `members` all workers are there, in epochs of one round. `specs` are
-    needed where plans or workers change, a `sampler` where they do inside an epoch.
+    It begins with each resolution's `plans` and planned time `models`, and may change plans each
+    `every` rounds. Without `members`, all workers are active, in epochs of one round. `specs` are
+    needed if plans or workers change, a `sampler` if they change inside an epoch.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Planner:
         self._resolution_at, self._models = resolution_at, models
         self._every, self._rounds = every, self.members.rounds
         self._sampler = sampler
-        # Of the plans that follow, which go by measured times.
+        # For later plans, which use measured times.
         again = {"by_hand": (), "measured": True}
         self._specs = {r: replace(spec, **again) for r, spec in (specs or {}).items()}
-        self._begun = 0  # the run's rounds whose plan is kept since a worker was lost
+        self._begun = 0  # the run's rounds that keep their plan since a worker was lost
         self._epochs = [0] * workers  # epoch of each worker's last report
         self._speeds = [SpeedEstimate() for _ in range(workers)]
         self._refine_at = 2  # measurements of each worker
@@ -71,7 +71,7 @@ class Planner:
         self._since: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros(2))
 
     def at(self, epoch: int, round_: int = 0) -> Plan | None:
-        """Return the plan of a round that is decided, if it is still known.
+        """Return the decided plan of a round, if it is still known.
 
         It needs no lock.
         """
@@ -79,7 +79,7 @@ class Planner:
         return self.plans.at(epoch, round_) if known else None
 
     def decide(self, epoch: int, round_: int = 0) -> Plan:
-        """Return the plan of a round, which stands from now on."""
+        """Return the plan of a round, which is fixed from now on."""
         plans = self.plans
         if (plan := self.at(epoch, round_)) is None:
             before = plans.at(epoch, round_)
@@ -88,22 +88,22 @@ class Planner:
                 taken = self._sampler.taken_before(before, round_)
                 plan = replace(plan, first_round=round_, taken=taken)
             plans.set(epoch, round_ + 1, plan)
-            # Plans of epochs that every worker has left behind are forgotten.
+            # Forget plans of epochs that every worker has passed.
             plans.forget(range(min(self._epochs[worker] for worker in self.members.active)))
         return plan
 
     def adopt(self, epoch: int, round_: int, plan: Plan) -> None:
-        """Have this plan stand in a round that all workers are in, as another process decided."""
+        """Fix this plan, decided by another process, for a round that all workers are in."""
         self.plans.set(epoch, round_ + 1, plan)
         self.plans.forget(range(epoch))
 
     def is_boundary(self, epoch: int, round_: int) -> bool:
-        """Whether the plan may change where this round begins."""
+        """Whether the plan may change when this round begins."""
         clock = epoch * self._rounds + round_
         return self.balance != "none" and (round_ == 0 or clock % self._every == 0)
 
     def observe(self, report: RoundReport) -> None:
-        """Take in the compute time of a worker's round."""
+        """Record the compute time of a worker's round."""
         self._epochs[report.worker] = max(self._epochs[report.worker], report.epoch)
         if self.balance == "none" or not report.samples or report.compute_time_s <= 0:
             return
@@ -116,9 +116,9 @@ class Planner:
         )
 
     def bring_back(self, last: int) -> int:
-        """Plan with the lost workers, too, from the first epoch on that nobody has begun.
+        """Include the lost workers in plans from the first epoch that nobody has begun.
 
-        The epochs before keep theirs to their end. Of the run's rounds, `last` in all.
+        Earlier epochs keep their plans to the end. The run has `last` rounds.
 
         Returns the first epoch.
         """
@@ -132,15 +132,15 @@ class Planner:
         return first
 
     def drop(self, worker: int, last: int) -> int:
-        """Plan without a worker, who still counts as there, from the first round not begun.
+        """Plan without a worker, still in the active set, from the first round not begun.
 
-        Returns the samples that nobody will train on because it was lost: its part of the rounds,
-        of `last` in the run, that it had not pushed and that keep their plan.
+        Returns the number of samples that nobody will train on due to its loss: its part of those
+        of the run's `last` rounds that it had not pushed and that keep their plan.
         """
         members, plans, rounds = self.members, self.plans, self._rounds
         there, clock, lost = members.active - {worker}, members.clocks[worker], 0
         others = self._plans_of(there)
-        # Those count, too, in which the lost worker was ahead, or that an earlier loss has kept.
+        # This includes rounds in which the lost worker was ahead, or that an earlier loss kept.
         self._begun = max(self._begun, members.begun(last, but=worker), min(clock, last))
         stop = -(-self._begun // rounds)
         for epoch in range(min(clock, members.slowest(but=worker)) // rounds, stop):
@@ -157,7 +157,7 @@ class Planner:
         return lost
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plans and estimates in plain values."""
+        """Return plans and estimates as plain values."""
         return {
             **self.plans.state_dict(),
             "rounds": self._rounds,
@@ -168,7 +168,7 @@ class Planner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned, for as many workers."""
+        """Restore what `state_dict` returned, for as many workers."""
         self.plans.load_state_dict(state)
         self._begun, self._refine_at = state["begun"], state["refine_at"]
         for speed, saved in zip(self._speeds, state["speeds"], strict=True):
@@ -187,13 +187,13 @@ class Planner:
         return {r: make_plan(spec, self._models[r], active) for r, spec in self._specs.items()}
 
     def _begin_with(self, epoch: int, plans: Mapping[int, Plan]) -> None:
-        """Use these plans from an epoch on that nobody has begun."""
+        """Use these plans from an epoch that nobody has begun."""
         self.plans.forget(range(epoch, sys.maxsize))
         self.plans.last = dict(plans)
         self._since.clear()
 
     def _renewed(self, epoch: int, round_: int, plan: Plan) -> Plan:
-        """Return a plan, or the one that takes its place from this round on."""
+        """Return a plan, or the one that replaces it from this round on."""
         measured = min(self._speeds[worker].measured for worker in self.members.active)
         if (epoch * self._rounds + round_) % self._every or measured == 0:
             return plan
@@ -203,7 +203,7 @@ class Planner:
                 candidate = self._proportional(resolution, plan)
             else:
                 candidate = self._faster(resolution, plan, measured)
-        except SettingError:  # the estimates leave no plan
+        except SettingError:  # the estimates allow no plan
             return plan
         if candidate is not plan:
             self.changes += 1
@@ -211,7 +211,7 @@ class Planner:
         return candidate
 
     def _faster(self, resolution: int, plan: Plan, measured: int) -> Plan:
-        """Return the plan for the speeds as estimated, if it gains enough over this one."""
+        """Return the plan for the estimated speeds if it gains enough, else this one."""
         models = self.estimates(resolution)
         candidate = make_plan(self._specs[resolution], models, self.members.active)
         rows = (np.array([(w.samples, w.steps) for w in p.workers]).T for p in (plan, candidate))
@@ -224,7 +224,7 @@ class Planner:
     def _proportional(self, resolution: int, plan: Plan) -> Plan:
         """Return the plan by the published rule, p_i <- (p_i/t_i) / sum_j(p_j/t_j).
 
-        It takes a step to cost nothing but its samples, and believes each measurement.
+        It assumes that a step costs only its samples, and trusts each measurement.
         """
         active = sorted(self.members.active)
         if not self._since.keys() >= set(active):  # since the last change

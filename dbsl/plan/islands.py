@@ -1,7 +1,7 @@
-"""Workers of several processes: whose each process is, and what it takes of its worker's batch.
+"""Workers of several processes: each process's worker, and its part of that worker's batch.
 
-Processes of a worker follow each other by rank. They take joint steps, so that a worker is as fast
-as they are together.
+A worker's processes have consecutive ranks. They take joint steps, so a worker has their combined
+speed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Islands:
 
     @staticmethod
     def of(config: RunConfig) -> Islands:
-        """Return those of a run's workers, one each where nothing is said."""
+        """Return the islands of a run's workers, by default one process each."""
         return Islands(config.worker_processes or (1,) * config.workers)
 
     @property
@@ -44,11 +44,11 @@ class Islands:
         return [worker for worker, size in enumerate(self.sizes) for _ in range(size)]
 
     def place(self, process: int) -> int:
-        """Return a process's place among those of its worker; of a dedicated server (-1) 0."""
+        """Return a process's place in its worker; 0 for a dedicated server (-1)."""
         return process - self.processes[self.owners[process]].start if process >= 0 else 0
 
     def join(self, models: TimeModel) -> TimeModel:
-        """Return the time models of workers whose processes, with these, end a step together."""
+        """Return workers' time models from those of their processes, which end a step together."""
         if not self.several:
             return models
         joined = []
@@ -60,9 +60,9 @@ class Islands:
 
 
 def split_inside(batch: int, model: TimeModel, least: int) -> tuple[int, ...]:
-    """Return what each process takes of its worker's batch, such that all end a step together.
+    """Return each process's part of its worker's batch, such that all end a step together.
 
-    `model` has their times. A process has at least `least` samples, or none of a batch that is too
+    `model` has their times. A process has at least `least` samples, or none if the batch is too
     small for all.
     """
     count = len(model)

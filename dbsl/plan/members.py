@@ -1,4 +1,4 @@
-"""Who is there and how far, and which plan each round has: known once, read by all."""
+"""Which workers are active, their progress, and each round's plan, stored once for all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dbsl.plan.types import Plan, plan_from_plain
 
 
 class Members:
-    """Which workers are there, and how far each of them is.
+    """Which workers are active, and the progress of each.
 
     The server changes it, under its lock; planners read it there.
     """
@@ -18,35 +18,35 @@ class Members:
     def __init__(self, workers: int, rounds: int = 1) -> None:
         self.rounds = rounds  # per epoch
         self.clocks = [0] * workers  # rounds that each has pushed, lost workers included
-        self.active = set(range(workers))  # those that are there
-        self.inside: set[int] = set()  # have begun a round, and not pushed it
+        self.active = set(range(workers))  # workers that are not lost
+        self.inside: set[int] = set()  # workers with a round begun, not pushed
 
     @property
     def lost(self) -> set[int]:
-        """Workers that are not there."""
+        """Workers that are not active."""
         return set(range(len(self.clocks))) - self.active
 
     def slowest(self, but: int | None = None) -> int:
-        """Return how many rounds all workers that are there have pushed, `but` left out."""
+        """Return how many rounds all active workers have pushed, `but` excluded."""
         return min(self.clocks[worker] for worker in self.active if worker != but)
 
     def begun(self, last: int, but: int | None = None) -> int:
-        """Return how many of the run's `last` rounds some worker has begun, `but` left out."""
+        """Return how many of the run's `last` rounds some worker has begun, `but` excluded."""
         there = self.active - {but}
         return min(max(self.clocks[w] + (w in self.inside) for w in there), last)
 
     def leave(self, worker: int) -> None:
-        """Go on without a worker."""
+        """Continue without a worker."""
         self.active.discard(worker)
         self.inside.discard(worker)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return who is there, in plain values."""
+        """Return the workers' state as plain values."""
         sets = {"active": sorted(self.active), "inside": sorted(self.inside)}
         return {"clocks": list(self.clocks), **sets}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.clocks = list(state["clocks"])
         self.active, self.inside = set(state["active"]), set(state["inside"])
 
@@ -54,7 +54,7 @@ class Members:
 class EpochPlans:
     """The plan in force in each round.
 
-    A round's plan stands once it is decided, whatever is measured later. Rounds of other epochs
+    A round's plan is fixed once it is decided, whatever is measured later. Rounds of other epochs
     have the last plan of their resolution.
     """
 
@@ -62,7 +62,7 @@ class EpochPlans:
         self.first = dict(first)  # by resolution: the plan that the run begins with
         self.last = dict(first)  # by resolution
         self._epochs: dict[int, list[Plan]] = {}  # in the order of their first rounds
-        self._decided: dict[int, int] = {}  # by epoch: rounds whose plan stands
+        self._decided: dict[int, int] = {}  # by epoch: rounds with a fixed plan
         self._resolution_at = resolution_at
 
     def of_epoch(self, epoch: int) -> list[Plan]:
@@ -70,7 +70,7 @@ class EpochPlans:
         return self._epochs.get(epoch) or [self.last[self._resolution_at(epoch)]]
 
     def at(self, epoch: int, round_: int) -> Plan | None:
-        """Return the plan of a round; None: it was over before those that are known."""
+        """Return the plan of a round; None: the round ended before the known plans."""
         plans = reversed(self.of_epoch(epoch))
         return next((plan for plan in plans if plan.first_round <= round_), None)
 
@@ -79,25 +79,25 @@ class EpochPlans:
         return round_ < self._decided.get(epoch, 0)
 
     def set(self, epoch: int, rounds: int, *plans: Plan) -> None:
-        """Have so many of an epoch's first rounds keep these plans, and those before them."""
+        """Fix the plans of an epoch's first `rounds` rounds: earlier ones, then these."""
         known, first = self._epochs.get(epoch, ()), plans[0].first_round
         earlier = (plan for plan in known if plan.first_round < first)
         self._epochs[epoch] = [*earlier, *plans]
         self._decided[epoch] = max(rounds, self._decided.get(epoch, 0))
 
     def forget(self, epochs: range) -> None:
-        """Forget what was decided of epochs."""
+        """Forget decisions for these epochs."""
         for epoch in [epoch for epoch in self._epochs if epoch in epochs]:
             del self._epochs[epoch], self._decided[epoch]
 
     def under_way(self, members: Members, last: int) -> range:
-        """Return the epochs, of `last` rounds, that are begun or planned, and are not complete."""
+        """Return the epochs, of `last` rounds, that are begun or planned but not complete."""
         stop = -(-members.begun(last) // members.rounds)
         planned = (epoch + 1 for epoch in self._epochs)
         return range(members.slowest() // members.rounds, max(stop, *planned, 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plans, and what stands, in plain values."""
+        """Return plans, and which are fixed, as plain values."""
         return {
             "last": {resolution: asdict(plan) for resolution, plan in self.last.items()},
             "epochs": {e: [asdict(plan) for plan in plans] for e, plans in self._epochs.items()},
@@ -105,7 +105,7 @@ class EpochPlans:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.last = {r: plan_from_plain(plan) for r, plan in state["last"].items()}
         self._epochs = {e: [*map(plan_from_plain, own)] for e, own in state["epochs"].items()}
         self._decided = dict(state["decided"])

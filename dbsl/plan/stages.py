@@ -1,8 +1,8 @@
-"""When what changes: an epoch's stage, resolution, dropout and learning rate.
+"""The schedule of a run: each epoch's stage, resolution, dropout and learning rate.
 
-Pure functions. A *stage* is the epochs between two learning-rate milestones. Cyclic progressive
+Functions are pure. A *stage* is the epochs between two learning-rate milestones. Cyclic progressive
 learning (arXiv 2509.26092) raises the resolution from low to high inside every stage, so that high
-resolutions also meet the high learning rates; one-pass progressive resizing raises it once per run.
+resolutions also get high learning rates; one-pass progressive resizing raises it once per run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dbsl.config.settings import NO_SIDE, RunConfig, Schedule
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive epochs with one resolution and one batch plan (a sub-stage where it cycles)."""
+    """Consecutive epochs with one resolution and one batch plan (a sub-stage if it cycles)."""
 
     index: int  # number of the learning-rate stage
     substage: int  # number inside that stage, from 0
@@ -26,7 +26,7 @@ class Stage:
     end_epoch: int  # exclusive
     resolution: int  # image side, pixels
     dropout: float
-    learning_rate: float  # after the warm-up, with --lr-schedule step; others do not follow stages
+    learning_rate: float  # after the warm-up, with --lr-schedule step; others ignore stages
 
     @property
     def epochs(self) -> range:
@@ -35,9 +35,9 @@ class Stage:
 
 
 class Stages(Sequence[Stage]):
-    """The stages of a run, in order, and the settings by which they were made.
+    """The stages of a run, in order, and the settings that determine them.
 
-    `resolutions` are those of the data, for a run that names none; `say` takes a warning.
+    `resolutions` are those of the data, for a run that names none; `say` receives a warning.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Stages(Sequence[Stage]):
         alike = sideless == (tuple(resolutions) == (NO_SIDE,))
         require(alike, f"resolutions must {must}", given)
         epochs, milestones, warmup = config.epochs, config.lr_milestones, config.warmup_epochs
-        # What is left open is settled here; the rest of the run has it from this config.
+        # Open settings are fixed here; the rest of the run reads them from this config.
         self.config = config = replace(
             config,
             resolutions=given,
@@ -83,9 +83,9 @@ class Stages(Sequence[Stage]):
 
 
 def default_resolutions(image_side: int | None) -> tuple[int, ...]:
-    """Return 3/4 of the images' side and the side itself; 160 and 224 px where sides differ.
+    """Return 3/4 of the images' side and the side itself; 160 and 224 px if sides differ.
 
-    Sides below 16 px count as 16, since a ResNet divides the side by 8 after its stem; the lower
+    Sides below 16 px become 16, since a ResNet divides the side by 8 after its stem; the lower
     resolution is rounded down to a multiple of 8, on which convolutions run fastest (32: 24).
     """
     if image_side is None:
@@ -111,12 +111,12 @@ def make_stages(
 ) -> tuple[Stage, ...]:
     """Return the stages of a run in order; together they cover each epoch once.
 
-    A span of epochs is shared equally by the resolutions, low to high; where it does not divide,
-    the higher ones get the extra epochs, and a span too short for all drops the lowest.
+    Resolutions share a span of epochs equally, low to high. If it does not divide evenly, the
+    higher ones get the extra epochs. A span too short for all drops the lowest.
 
-    `resolutions` are image sides in pixels, of which `fixed` uses the last. `dropout` is one
-    probability per resolution, or one for all. At each of the `milestones`, epochs, a new stage
-    starts, and `gamma` multiplies the learning rate.
+    `resolutions` are image sides in pixels; `fixed` uses only the last. `dropout` is one
+    probability per resolution, or one for all. At each epoch in `milestones`, a new stage starts,
+    and `gamma` multiplies the learning rate.
     """
     bounds = [0, *milestones, epochs]
     ascends = all(a < b for a, b in itertools.pairwise(bounds))
@@ -125,7 +125,7 @@ def make_stages(
     require(len(dropout) in (1, len(resolutions)), must, f"{len(dropout)} values")
     rates = dict(zip(resolutions, dropout, strict=True)) if len(dropout) > 1 else {}
     used = resolutions[-1:] if schedule == "fixed" else resolutions
-    # One-pass progressive resizing climbs over the whole run, cyclic over each stage.
+    # One-pass progressive resizing rises over the whole run, cyclic over each stage.
     spans = [(0, epochs)] if schedule == "progressive" else itertools.pairwise(bounds)
     sides: list[int] = []  # of each epoch
     for first, end in spans:

@@ -18,7 +18,7 @@ _WIDTHS = {"worker": 9, "batch": 8, "samples": 10, "steps": 8, "weight": 8, "tim
 
 
 def worker_rows(plan: Plan) -> list[tuple[str, WorkerPlan]]:
-    """Return the plan's workers as rows of numbers and plan; neighbours with equal ones share."""
+    """Return the plan's workers as rows of numbers and plan; equal neighbours share a row."""
     rows, first = [], 0
     for worker, group in itertools.groupby(plan.workers):
         last = first + len(list(group)) - 1
@@ -31,7 +31,7 @@ def epoch_spans(stages: Sequence[Stage]) -> str:
     """Return the epochs of these stages in words, counted from 1: ``epochs 1-40, 81-100``."""
     spans: list[tuple[int, int]] = []
     for start, end in sorted((stage.first_epoch, stage.end_epoch) for stage in stages):
-        if spans and spans[-1][1] == start:  # they follow each other
+        if spans and spans[-1][1] == start:  # they are consecutive
             start, _ = spans.pop()
         spans.append((start, end))
     texts = [str(end) if end == start + 1 else f"{start + 1}-{end}" for start, end in spans]
@@ -57,7 +57,7 @@ def sizes_in_words(sizes: Sequence[int]) -> str:
 
 
 def format_plan(plan: Plan) -> str:
-    """Return the plan as a table, equal workers on one line, with what it costs below."""
+    """Return the plan as a table, equal workers on one line, with its cost below."""
     rows, left_out = worker_rows(plan), {"weight", "idle"} if len(plan.workers) == 1 else set()
 
     def line(*cells: object) -> str:
@@ -77,12 +77,12 @@ def format_plan(plan: Plan) -> str:
 
 
 def comparison(plan: Plan) -> str:
-    """Return one line: an epoch's seconds, and of several workers those of other plans."""
+    """Return one line: an epoch's seconds and, for several workers, those of other plans."""
     if len(plan.workers) == 1:
         return f"{duration(plan.time_s)} an epoch of {plural(plan.workers[0].steps, 'step')}"
     if plan.global_batch_size is not None:
         steps = plan.workers[0].steps
-        size, larger = divmod(plan.samples, steps)  # steps of one sample more
+        size, larger = divmod(plan.samples, steps)  # steps with one more sample
         return (
             f"{duration(plan.time_s)} an epoch of {steps} joint steps, "
             f"{f'{size} or {size + 1}' if larger else size} samples each; split equally "
@@ -116,10 +116,10 @@ def format_run(
     begin: int = 0,
     simulated: bool = False,
 ) -> str:
-    """Return the plans of a run in the order in which it meets them, and what it takes in all.
+    """Return the plans of a run in the order of their use, and its total time.
 
-    `rates` says which learning rates a stage has. Epochs before `begin` are left out. Workers that
-    are `simulated` compute in turn, which takes as long as all of them together.
+    `rates` returns a stage's learning rates. Epochs before `begin` are left out. Workers that are
+    `simulated` compute in turn, which takes the sum of their times.
     """
     lines, epochs = [], stages[-1].end_epoch
     stages = [

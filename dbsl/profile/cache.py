@@ -1,4 +1,4 @@
-"""Step profiles kept between runs, each with what it was measured on: none is used elsewhere."""
+"""Step profiles kept between runs, each with its setup: none is used for another setup."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from dbsl.profile.timing import (
 logger = logging.getLogger(__name__)
 
 _FORMAT = 3
-# Samples with which memory is measured at most. It costs seconds, and a line to tens of thousands
-# needs a long base.
+# Bounds of the largest batch that measures memory. It costs seconds, but a line to tens of
+# thousands of samples needs a wide range.
 _MEMORY_UP_TO = (64, 1024)
-_MUCH_LESS = 0.75  # of a kept time: the machine was busy when that was measured
+_MUCH_LESS = 0.75  # share of a kept time; below it, the machine was busy when it was measured
 _BAD_FIT = "; a bad fit or noise, here or elsewhere: predictions may be far off (--profile again)"
 
 
@@ -40,22 +40,22 @@ _BAD_FIT = "; a bad fit or noise, here or elsewhere: predictions may be far off 
 class Profiler:
     """Profiles of one model on this device: from a file, from the cache, or measured.
 
-    Every process gets profiles of its own device. They measure together or not at all, since one
-    alone would find the machine idle.
+    Each process profiles its own device. Either all measure or none does: one measuring by itself
+    would find the machine idle.
     """
 
     spec: StepSpec
-    seconds: float  # about how long measuring may take for each resolution
-    rough: bool = False  # times need not be good: of three batch sizes, and nothing is kept
+    seconds: float  # approximate limit on measuring one resolution
+    rough: bool = False  # rough times suffice: measure three batch sizes, save nothing
     refresh: bool = False  # measure even what the cache has
-    file: Path | None = None  # has the profiles instead, and must be of the same setup
-    # Bytes that a run needs besides one worker's training, from those of an optimizer's state.
+    file: Path | None = None  # read profiles from it instead; its setup must match
+    # Bytes that a run needs besides one worker's training, given those of an optimizer's state.
     reserve: Callable[[float], float] = lambda state_bytes: 0.0
 
     def __post_init__(self) -> None:
         self._accelerator = self.spec.accelerator
         self.path = self.file or cache_file(self.spec.setup)
-        # By resolution, and by the most samples that are computed at once; None: all of a batch.
+        # By resolution and micro-batch size; None: the whole batch at once.
         self._known: dict[tuple[int, int | None], StepProfile] = {}
         try:
             kept = [] if self.refresh else read_profiles(self.path, self.spec.setup)
@@ -65,9 +65,9 @@ class Profiler:
                 raise
 
     def largest_batch(self, resolution: int, at_most: int) -> int:
-        """Return the largest batch whose step fits into CUDA memory, at most `at_most`.
+        """Return the largest batch with a step that fits into CUDA memory, at most `at_most`.
 
-        One step with it confirms what the line of memory predicts.
+        One step with it confirms the prediction of the memory model.
         """
         known = self._known.get((resolution, None))
         memory = known and known.memory
@@ -89,11 +89,11 @@ class Profiler:
     def profile(self, resolution: int, largest: int, micro_batch: int | None = None) -> StepProfile:
         """Return the profile of steps with up to `largest` samples, and print it.
 
-        Kept times of a machine that was busy, as it seems, are measured again: no line fits them,
-        or steps are now much shorter. Longer ones are no reason: the machine may be busy now.
+        Kept times are measured again if the machine seems to have been busy: no line fits them, or
+        steps are now much shorter. Longer steps are no reason: the machine may be busy now.
         """
         profile = self._known.get((resolution, micro_batch))
-        # A line that was fitted to much larger batches says little of small ones.
+        # A line fitted to much larger batches says little about small ones.
         usable = profile and profile.batch_sizes[0] <= largest <= profile.batch_sizes[-1]
         if self.file and not usable:
             known = self._known.items()
@@ -111,7 +111,7 @@ class Profiler:
         return profile
 
     def _holds(self, kept: StepProfile) -> bool:
-        """Whether a few steps with the fewest and the most samples are not much below the line."""
+        """Return whether a few of the smallest and the largest steps are not far below the line."""
         if kept.misses or self.spec.setup["compile"]:  # compiling takes longer than measuring
             return not kept.misses
         step = TrainingStep(self.spec, kept.resolution, kept.micro_batch)
@@ -119,9 +119,9 @@ class Profiler:
         return all(shortest_step(step, n) > _MUCH_LESS * kept.time_model.time(n) for n in ends)
 
     def _measured(self, resolution: int, largest: int, micro_batch: int | None) -> StepProfile:
-        """Return new times, and keep them.
+        """Measure and save new times, and return them.
 
-        Those that no line fits are measured once more, for twice as long; the better ones count.
+        If no line fits them, measure once more, for twice as long, and use the better ones.
         """
         sizes, setup = batch_sizes_to_measure(largest), self.spec.setup
         if self.rough:
@@ -144,14 +144,14 @@ class Profiler:
         return best
 
     def _for_now(self, memory: MemoryModel | None) -> MemoryModel | None:
-        """Return a memory model, kept or new, for what this run holds and what is free now."""
+        """Return a memory model, kept or new, with the room that this run has for it now."""
         if memory is None:
             return None
         room = room_bytes(self._accelerator.device) - self.reserve(memory.state_bytes)
         return replace(memory, room_bytes=room)
 
     def all(self, here: Any) -> bool:
-        """Whether this is true in all processes (a collective)."""
+        """Return whether this is true in all processes (a collective)."""
         failing = torch.tensor([int(not here)], device=self._accelerator.device)
         return self._accelerator.reduce(failing).item() == 0
 
@@ -162,16 +162,16 @@ def _steps(resolution: int, micro_batch: int | None, largest: int) -> str:
 
 
 def cache_file(setup: Mapping[str, Any]) -> Path:
-    """Return where this process's profiles are kept, under ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Return the file of this process's profiles, under ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(json.dumps(setup, sort_keys=True).encode()).hexdigest()
-    # Devices of one name differ in what else runs on them: each process of a machine has its own.
+    # Devices with one name may run other jobs too: each process of a machine has its own file.
     place = f"-{os.environ.get('LOCAL_RANK', 0)}" if setup["local_processes"] > 1 else ""
     return root / "dbsl" / "profiles" / f"{setup['model']}-{digest[:24]}{place}.json"
 
 
 def read_profiles(path: Path, setup: Mapping[str, Any]) -> list[StepProfile]:
-    """Return a file's profiles; refuse one that is none, or of another setup."""
+    """Return a file's profiles; refuse another kind of file, or another setup."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:
@@ -188,14 +188,14 @@ def read_profiles(path: Path, setup: Mapping[str, Any]) -> list[StepProfile]:
             f"got {path} ({error})"
         ) from None
     for name, ours in setup.items():
-        if name != "loss":  # a file's is for its user to say
+        if name != "loss":  # the file's user answers for its loss
             must, got = f"profile must be of this run's {name} {ours!r}", theirs[name]
             require(ours == got, must, f"{got!r} in {path}")
     return profiles
 
 
 def write_profiles(path: Path, setup: Mapping[str, Any], profiles: Iterable[StepProfile]) -> None:
-    """Write profiles and what they are of, as JSON."""
+    """Write profiles and their setup as JSON."""
     rows = [asdict(profile) for profile in profiles]
     content = {"format": _FORMAT, "setup": setup, "profiles": rows}
     path.parent.mkdir(parents=True, exist_ok=True)

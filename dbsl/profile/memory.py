@@ -1,7 +1,7 @@
-"""How much CUDA memory a training step needs, ``M = p + x*q`` (eq. 9), and what fits.
+"""CUDA memory of a training step, ``M = p + x*q`` (eq. 9), and the largest batch that fits.
 
-The caching allocator's reserved bytes are measured. A CPU's memory is not: its system promises more
-than there is, and ends the process later.
+The bytes that the caching allocator reserves are measured. CPU memory is not: the system
+overcommits it, and kills the process later.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dbsl.base.machine import local_processes
 from dbsl.cluster.launch import chosen_backend
 
 GIB = 2**30
-_MARGIN = 0.05  # share of the capacity that is left free
-# Texts of errors where memory is short. cuDNN and cuBLAS need memory for handles and workspaces,
-# and do not raise torch.OutOfMemoryError.
+_MARGIN = 0.05  # share of the capacity left free
+# Texts of out-of-memory errors. cuDNN and cuBLAS need memory for handles and workspaces, and do not
+# raise torch.OutOfMemoryError.
 _SHORT_OF_MEMORY = (
     "out of memory",
     "STATUS_ALLOC_FAILED",
@@ -37,8 +37,8 @@ class MemoryModel:
 
     fixed_bytes: float  # p: parameters, optimizer state, workspace
     sample_bytes: float  # q: activations of a sample
-    state_bytes: float  # optimizer state of one model; a part of p
-    # What there is for it. It belongs to the moment and the run: a kept model gets that of now.
+    state_bytes: float  # optimizer state of one model; part of p
+    # Bytes available to a step. They depend on the run and the moment: a kept model is updated.
     room_bytes: float = 0.0
 
     def fits(self) -> int:
@@ -46,7 +46,7 @@ class MemoryModel:
         return max(0, int((self.room_bytes - self.fixed_bytes) // self.sample_bytes))
 
     def describe(self) -> str:
-        """Return the line, and what it admits in memory."""
+        """Return the line and the largest batch that fits, as text."""
         return (
             f"memory {self.sample_bytes / 2**20:.3g} MiB * x + {self.fixed_bytes / 2**20:.4g} MiB, "
             f"batches up to {self.fits()} fit into {self.room_bytes / GIB:.1f} GiB"
@@ -54,7 +54,7 @@ class MemoryModel:
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> float:
-    """Return the most bytes that the allocator of a CUDA device has reserved during a call."""
+    """Return the peak bytes that the allocator of a CUDA device reserves during a call."""
     give_back(device)
     torch.cuda.reset_peak_memory_stats(device)
     call()
@@ -63,13 +63,13 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> float:
 
 
 def room_bytes(device: torch.device) -> float:
-    """Return the bytes of a CUDA device that this process may use: its own, and what is free.
+    """Return the bytes of a CUDA device that this process may use: its own and the free ones.
 
-    A margin of 5 % is left.
+    A margin of 5 % is excluded.
     """
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    # With gloo several processes may share a GPU of this machine; NCCL refuses.
+    # With gloo, several processes may share a GPU of this machine; NCCL refuses.
     alone = not chosen_backend()
     sharing = 1 if alone else -(-local_processes() // torch.cuda.device_count())
     return (free / sharing + torch.cuda.memory_reserved(device)) * (1 - _MARGIN)
@@ -77,7 +77,7 @@ def room_bytes(device: torch.device) -> float:
 
 @contextmanager
 def without_trials() -> Iterator[None]:
-    """Have cuDNN try no algorithms inside: trials take memory that training does not."""
+    """Keep cuDNN from trying algorithms inside: trials take memory that training does not."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = False
     try:
@@ -87,21 +87,21 @@ def without_trials() -> Iterator[None]:
 
 
 def give_back(device: torch.device) -> None:
-    """Give memory that is free in this process back to the CUDA device, for its other processes."""
+    """Release this process's unused memory on the CUDA device, for other processes."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def memory_in_use(device: torch.device) -> float:
-    """Return bytes: on CUDA the most that were allocated so far, elsewhere what is resident now."""
+    """Return the bytes in use: the peak allocated so far on CUDA, else those resident now."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return float(psutil.Process().memory_info().rss)
 
 
 def confirm_batch(step: Callable[[int], object], batch: int) -> int:
-    """Return the largest batch, from `batch` down in steps of 5 %, with which a step runs."""
+    """Return the largest batch with which a step runs, from `batch` down in steps of 5 %."""
     while True:
         try:
             step(batch)
@@ -115,6 +115,6 @@ def confirm_batch(step: Callable[[int], object], batch: int) -> int:
 
 
 def is_short_of_memory(error: RuntimeError) -> bool:
-    """Whether an error says that the device's memory is short."""
+    """Return whether an error says that the device is out of memory."""
     said = any(words in str(error) for words in _SHORT_OF_MEMORY)
     return said or isinstance(error, torch.OutOfMemoryError)

@@ -1,8 +1,8 @@
-"""How long a training step takes: measured, and fitted by a line, with a floor where there is one.
+"""Time of a training step: measured, and fitted by a line, with a floor where there is one.
 
-Step time is ``t = a*x + b`` (eq. 2). Where a line alone is clearly wrong, as on a fast GPU that
-waits for its host in small steps, it has a floor as well: ``t = max(f, a*x + b)``. Warm-up is left
-out, the device synchronised, and the fit minimises relative errors.
+Step time is ``t = a*x + b`` (eq. 2). Where a line is clearly wrong, as on a fast GPU that waits for
+its host in small steps, there is also a floor: ``t = max(f, a*x + b)``. Warm-up is excluded, the
+device is synchronised, and the fit minimises relative errors.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from dbsl.profile.memory import MemoryModel, peak_bytes, without_trials
 timm = lazy_import("timm")
 
 _LR = 1e-8  # while measuring: some optimizers refuse 0
-# Largest relative error of a fitted line above which predictions from it are not to be trusted. R2
-# would not do: it is low as well where steps take one time whatever their batch.
+# Largest relative error of a fitted line above which its predictions are not trusted. R2 would not
+# do: it is also low where step time does not depend on the batch size.
 _BAD_FIT = 0.20
-_UNSURE = 0.10  # standard error of a time, relative to it, from which a good fit is chance
+_UNSURE = 0.10  # relative standard error of a time above which a good fit is chance
 NO_OPTIMIZER = "none"  # for workers that push gradients: the server takes the step
 
 Example = Callable[[int, int], Batch]  # by batch size and resolution
@@ -49,11 +49,11 @@ Example = Callable[[int, int], Batch]  # by batch size and resolution
 def setup_of(
     name: str, model: nn.Module, num_classes: int, accelerator: Accelerator, **step: Any
 ) -> dict[str, Any]:
-    """Return all that the time of a model's step depends on, but resolution and batch size.
+    """Return all that a model's step time depends on, except resolution and batch size.
 
-    `step` says what is in it: ``optimizer`` (or `NO_OPTIMIZER`), whether it has ``momentum`` and
+    `step` describes the step: ``optimizer`` (or `NO_OPTIMIZER`), whether it has ``momentum`` and
     ``weight_decay``, whether gradients are clipped (``clip``) and the model compiled (``compile``),
-    and ``loss``, a digest of the loss function's text, not of what it calls.
+    and ``loss``, a digest of the loss function's text, but not of functions it calls.
     """
     return {
         "device": device_name(accelerator.device),
@@ -87,7 +87,7 @@ def device_name(device: torch.device) -> str:
 class StepSpec:
     """A training step at any resolution and batch size."""
 
-    setup: Mapping[str, Any]  # what its times are kept by; see `setup_of`
+    setup: Mapping[str, Any]  # key of its kept times; see `setup_of`
     model: nn.Module  # on its device
     accelerator: Accelerator
     loss_of: LossOf
@@ -105,9 +105,9 @@ class StepProfile:
     errors: Sequence[float]  # standard error of each median, relative to it
     slope: float  # a, seconds per sample
     intercept: float  # b, seconds per step
-    floor: float  # f, the least that a step takes, seconds
+    floor: float  # f, shortest time of a step, seconds
     largest_error: float  # largest relative error of the line against the measured times
-    micro_batch: int | None = None  # samples that were computed at once; None: all of a batch
+    micro_batch: int | None = None  # samples computed at once; None: the whole batch
     memory: MemoryModel | None = None
 
     @property
@@ -117,11 +117,11 @@ class StepProfile:
 
     @property
     def misses(self) -> bool:
-        """Whether predictions are not good: the line misses measured times, or these are noise."""
+        """Whether predictions are poor: the line misses measured times, or they are noise."""
         return self.largest_error > _BAD_FIT or max(self.errors, default=0.0) > _UNSURE
 
     def describe(self, note: str = "") -> str:
-        """Return the fit with a note in one line, and in another what fits into memory."""
+        """Return the fit and a note in one line, and the memory model in another."""
         least = f", and {1e3 * self.floor:.4g} ms at least" if self.floor else ""
         text = (
             f"{px(self.resolution, after=': ')}a step with x samples takes "
@@ -147,7 +147,7 @@ class TrainingStep:
         self._batch: Batch | None = None
 
     def __call__(self, batch_size: int) -> None:
-        """Take one step; a batch size larger than any before makes new images."""
+        """Take one step; make new images for a batch larger than any before."""
         parts = micro_parts(Part(0, np.arange(batch_size), 1.0), self.micro_batch)
         at_once = max(len(part.indices) for part in parts)
         if self._batch is None or at_once > len(self._batch[0]):
@@ -170,18 +170,18 @@ class TrainingStep:
 
 
 def profile_steps(step: TrainingStep, batch_sizes: Sequence[int], *, seconds: float) -> StepProfile:
-    """Measure training steps on this device, and fit time, on CUDA also memory, to them.
+    """Measure training steps on this device, and fit their time and, on CUDA, their memory.
 
-    Weights and data stay untouched, and what the data path costs is not in it. All processes
-    measure at once, as they will train. It stops repeating after about `seconds`.
+    Weights and data are not changed, and the cost of the data path is excluded. All processes
+    measure at once, as they will train. Repeats stop after about `seconds`.
     """
     wait_for_all()
     sizes, began, device = sorted(set(batch_sizes)), time.perf_counter(), step.accelerator.device
-    # With micro-batches it does not grow with the batch.
+    # With micro-batches, memory does not grow with the batch.
     whole_on_cuda = device.type == "cuda" and step.micro_batch is None
     memory = profile_memory(step, sizes) if whole_on_cuda else None
-    # Only now: memory of the eager copy is an upper bound, and has batch sizes of its own, each of
-    # which would make a graph.
+    # Compile only now: memory of the eager copy is an upper bound, and measuring it takes other
+    # batch sizes, each of which would compile a graph.
     if step.compiles:
         compile_in_place(step.model, device, sums=step.micro_batch is not None)
     left = seconds - (time.perf_counter() - began)
@@ -192,23 +192,23 @@ def profile_steps(step: TrainingStep, batch_sizes: Sequence[int], *, seconds: fl
 
 
 def profile_memory(step: TrainingStep, batch_sizes: Sequence[int]) -> MemoryModel | None:
-    """Fit a line to a step's peak CUDA memory; None where batch sizes make hardly a difference."""
-    # cuDNN keeps to the algorithm that it first took for a shape, tried or not. So these are other
-    # shapes than those of training, for which it is to try all.
+    """Fit a line to a step's peak CUDA memory; None if the batch size hardly matters."""
+    # cuDNN keeps the algorithm that it first chose for a shape, tried or not. These shapes differ
+    # from those of training, for which it should try all.
     sizes = [size - (size > 4) for size in batch_sizes]
     with without_trials():
-        step(sizes[0])  # the optimizer's state exists from now on
+        step(sizes[0])  # creates the optimizer's state
         used = [peak_bytes(partial(step, size), step.accelerator.device) for size in sizes]
     slope, intercept = np.polyfit(sizes, used, 1) if len(sizes) > 1 else (0.0, 0.0)
-    if slope * (sizes[-1] - sizes[0]) < 2**20:  # a MiB in all is no difference
+    if slope * (sizes[-1] - sizes[0]) < 2**20:  # less than a MiB in total
         return None
     return MemoryModel(max(float(intercept), 0.0), float(slope), float(step.state_bytes))
 
 
 def batch_sizes_to_measure(large_batch_size: int, points: int = 5) -> list[int]:
-    """Return a geometric grid of batch sizes that ends at the large one, each half of the next.
+    """Return a geometric grid of batch sizes up to the large one, each half of the next.
 
-    It stays above 1, where batch norm refuses a feature map of one pixel.
+    It leaves out 1, with which batch norm refuses a feature map of one pixel.
     """
     smallest = min(2, large_batch_size)
     return sorted({max(smallest, large_batch_size >> k) for k in range(points)})
@@ -221,7 +221,7 @@ def fit_profile(
     errors: Sequence[float],
     **more: Any,
 ) -> StepProfile:
-    """Fit the line of step times, with a floor where they show one; say how well it holds."""
+    """Fit a line to step times, with a floor where they show one; record its largest error."""
     line = fit_time_model(batch_sizes, times_s, errors)
     rows = zip(batch_sizes, times_s, strict=True)
     off = max(abs(line.time(size, 1) / time_s - 1) for size, time_s in rows)

@@ -1,1 +1,1 @@
-"""From settings to all that a run trains with, its folder, and when it is to stop."""
+"""All that a run needs from its settings: workers, plans, folder and stopping."""

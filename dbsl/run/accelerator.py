@@ -1,4 +1,4 @@
-"""This process's Accelerator: who else was launched, on which device, in which precision."""
+"""This process's Accelerator: the other processes, the device and the precision."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from dbsl.cluster.launch import chosen_backend, group_timeout, prepare_group
 from dbsl.cluster.wire import wait_for_all
 from dbsl.config.settings import Precision
 
-# What `accelerate launch` can be asked for and is not done as it means it: what its processes then
-# have in their environment, the values there that ask for it, its name, and the way here.
+# Options of `accelerate launch` that are not supported here as it means them: the environment
+# variable that it sets, the values that turn the option on, its name, and what to use instead.
 _ON, _NOT_ONE = "(?!(0|no|false)?$).*", "(?!(0|no|false|1|auto)?$).*"
 _WHOLE_MODEL = (
     "every worker holds the whole model, and --micro-batch-size lowers the memory of a step"
@@ -48,22 +48,22 @@ _BF16_CPUS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 
 
 class PlainAccelerator(Accelerator):
-    """Accelerate's, without what a step does not need where nothing scales its gradients.
+    """Accelerate's, without what a step does not need if no scaler is used.
 
     Its optimizer looks for a package and reads a signature at each step (70 us). Its backward pass
-    divides by the accumulation steps, which are 1 here: two more kernels.
+    divides by the accumulation steps, which are 1 here: two extra kernels.
     """
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, **more: Any) -> Any:
-        """Return the optimizer, with fp16's scaler if there is one."""
+        """Return the optimizer, wrapped for fp16's scaler if there is one."""
         return super().prepare_optimizer(optimizer, **more) if self.scaler else optimizer
 
     def backward(self, loss: torch.Tensor, **more: Any) -> None:
-        """Compute gradients of a loss, scaled if there is a scaler."""
+        """Compute the gradients of a loss, scaled if there is a scaler."""
         super().backward(loss, **more) if self.scaler else loss.backward(**more)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Refuse fp16, where it would divide by the scale once for each worker's optimizer."""
+        """Refuse fp16, where it would divide by the scale once per worker's optimizer."""
         text = "gradients must be clipped by --clip-grad with mixed_precision fp16"
         require(self.scaler is None, text, "a call that unscales them")
 
@@ -73,21 +73,21 @@ def start_accelerator(
     timeout_s: float,
     check: Callable[[PartialState], object] = lambda state: None,
 ) -> Accelerator:
-    """Meet the other processes, waiting so long at most, and settle on a precision for all of them.
+    """Connect the processes within `timeout_s` seconds and choose one precision for all of them.
 
-    ``auto`` is what `accelerate launch` was asked for; else bf16 where every process's device has
-    it, else float32. `check` is called in all processes once they have met, before any other
+    ``auto`` is the precision given to `accelerate launch`; else bf16 if every process's device
+    supports it, else float32. All processes call `check` once connected, before any other
     exchange.
     """
     cpu = _set_up_process()
     timeout = group_timeout(timeout_s, cpu=cpu)
     group = InitProcessGroupKwargs(backend=chosen_backend(), timeout=timeout)
-    # Where OMP_NUM_THREADS is unset, Accelerate would give torch other threads on a CPU.
+    # If OMP_NUM_THREADS is unset, Accelerate would change torch's threads on a CPU.
     with patch_environment(omp_num_threads=torch.get_num_threads()):
         try:
             prepare_group(timeout_s, cpu=cpu)
             state = PartialState(cpu, **group.to_kwargs())
-        except dist.DistError as error:  # torch says how many have come
+        except dist.DistError as error:  # torch says how many have joined
             limit = f"within {timeout.total_seconds():g} s (--worker-timeout)"
             raise SyncError(f"not all processes have met {limit}: {words_of(error)}") from error
         check(state)
@@ -106,7 +106,7 @@ def start_accelerator(
 
 @contextlib.contextmanager
 def first_on_node(accelerator: Accelerator) -> Iterator[None]:
-    """Let the first process of each node through before its others enter (a collective)."""
+    """Let the first process of each node finish before its others enter (a collective)."""
     first = accelerator.local_process_index == 0
     if not first:
         wait_for_all()
@@ -116,14 +116,14 @@ def first_on_node(accelerator: Accelerator) -> Iterator[None]:
 
 
 def nodes_of(accelerator: Accelerator) -> tuple[int, ...]:
-    """Return the number of each process's node, from 0 (a collective)."""
+    """Return each process's node number, from 0 (a collective)."""
     # Launchers number the processes node by node.
     first = _of_all(accelerator.local_process_index == 0, accelerator)
     return tuple(node - 1 for node in itertools.accumulate(first))
 
 
 def common_threads(accelerator: Accelerator) -> int | None:
-    """Return the CPU threads that each process has; None: nodes differ in them (a collective)."""
+    """Return the CPU threads of each process; None if nodes differ (a collective)."""
     threads = {*_of_all(torch.get_num_threads(), accelerator)}
     return threads.pop() if len(threads) == 1 else None
 
@@ -133,19 +133,19 @@ def _of_all(value: int, accelerator: Accelerator) -> list[int]:
 
 
 def _set_up_process() -> bool:
-    """Set what holds for any process, and return whether it computes on the CPU."""
+    """Set up this process, and return whether it computes on the CPU."""
     check_launcher()
     keep_freed_memory()
-    # Without cpu=True, processes on a machine that has no accelerator would train alone. The state
-    # is made before Accelerate reads what `accelerate launch --cpu` has set.
+    # Without cpu=True, processes on a machine without an accelerator would train separately. The
+    # state is made before Accelerate reads what `accelerate launch --cpu` sets.
     cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
-    # Few shapes, many steps: trying cuDNN's algorithms once for each pays.
+    # Few shapes, many steps: trying cuDNN's algorithms once per shape pays off.
     torch.backends.cudnn.benchmark = not cpu
     return cpu
 
 
 def check_launcher() -> None:
-    """Refuse what `accelerate launch` was asked for, by the environment, and is not done here."""
+    """Refuse unsupported options of `accelerate launch`, which the environment shows."""
     for name, asks, what, way in _NOT_HERE:
         value = os.environ.get(name, "").lower()
         if re.fullmatch(asks, value):
@@ -156,22 +156,22 @@ def check_launcher() -> None:
 
 
 def describe_precision(accelerator: Accelerator) -> str:
-    """Return the precision of forward passes; of float32 on CUDA, also what runs in TF32."""
+    """Return the precision of forward passes; for float32 on CUDA, also what runs in TF32."""
     precision = str(accelerator.mixed_precision)
     if precision != "no" or accelerator.device.type != "cuda":
         return precision
-    # Not by `allow_tf32`, which raises where a script has set one of these.
+    # Not `allow_tf32`, which raises if a script has set one of these.
     kinds = torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision
     convolutions, products = ("TF32" if kind == "tf32" else "float32" for kind in kinds)
     return f"no (convolutions in {convolutions}, matrix products in {products})"
 
 
 def _others_expected() -> str | None:
-    """Return why somebody may have expected other processes beside this one, which trains alone."""
+    """Return why the user may have expected several processes; this one trains by itself."""
     if "WORLD_SIZE" in os.environ:
         return None
-    # accelerate's simple launcher names a meeting point where there are several, but gives no
-    # ranks, and starts one.
+    # For several processes, accelerate's simple launcher sets a master address, but sets no ranks
+    # and starts one process.
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
         return (
             "accelerate launch was asked for several processes and has started one; without GPUs, "
@@ -188,10 +188,10 @@ def _others_expected() -> str | None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc reuse the memory of large tensors instead of giving it back to the system.
+    """Have glibc reuse the memory of large tensors instead of returning it to the system.
 
-    By default everything above 32 MiB comes in fresh pages, which are zeroed and mapped at each
-    use: activations of a training step, over and over. Does nothing where there is no glibc.
+    By default, each allocation above 32 MiB takes fresh pages, which are mapped and zeroed: for the
+    activations of a training step, at every step. Without glibc it does nothing.
     """
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL("libc.so.6")
@@ -200,7 +200,7 @@ def keep_freed_memory() -> None:
 
 
 def computes_bf16(device: torch.device) -> bool:
-    """Whether a device multiplies matrices of bfloat16 without converting them first."""
+    """Return whether a device multiplies bfloat16 matrices without converting them first."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "cpu":

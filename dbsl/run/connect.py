@@ -1,4 +1,4 @@
-"""The cluster and the stepper that processes, `--sync` and `--push` ask for."""
+"""The cluster and stepper for the launched processes, `--sync` and `--push`."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from dbsl.model import train_mode
 from dbsl.optimizer import BuildOptimizer, make_clip
 from dbsl.run.plans import Plans, SimulatedTimes
 
-# Calls of each graph before training. CUDA graphs warm up in the first and are recorded in the
-# second; the third shows that the recording runs.
+# Calls of each graph before training. The first warms a CUDA graph up, the second records it, and
+# the third checks that the recording runs.
 _CALLS = 3
 
 
 class Parts(Protocol):
-    """What workers are made of."""
+    """What `Workers` provides to `connect`."""
 
     plans: Plans
     config: RunConfig
@@ -50,15 +50,15 @@ class Parts(Protocol):
     raw_model: nn.Module
     data: Any
     loss_of: LossOf
-    graphs: int  # that were compiled before training
+    graphs: int  # graphs compiled before training
 
 
 def connect(
     parts: Parts, build_optimizer: BuildOptimizer, merge: MergeRule | None = None
 ) -> tuple[Cluster, Stepper]:
-    """Build this process's cluster (how weights move) and stepper (what a step is).
+    """Build this process's cluster (how weights move) and stepper (how a step is taken).
 
-    From here on the model's state is one vector, which workers push and pull.
+    From here on, the model's state is one vector, which workers push and pull.
     """
     plans, model, accelerator = parts.plans, parts.raw_model, parts.accelerator
     config, timeout_s = plans.config, plans.config.worker_timeout
@@ -75,7 +75,7 @@ def connect(
         device = accelerator.device if alone or in_step else CPU
         server = _server(plans, model, weights, device, build_optimizer, rule, alone)
     compiled = compiles(config, accelerator.device)
-    if compiled or torch.backends.cudnn.benchmark:  # only now: graphs keep weights' addresses
+    if compiled or torch.backends.cudnn.benchmark:  # not earlier: graphs keep weights' addresses
         make_ready(parts, weights, workers, compiled)
     stepper = _stepper(parts, build_optimizer, weights, workers, control, island)
     common = {
@@ -102,9 +102,9 @@ def connect(
 
 
 def _meet(plans: Plans, accelerator: Accelerator) -> tuple[ControlGroup, WorkerGroup]:
-    """Return what all processes agree on, and this one's place in its worker (a collective).
+    """Return the control group, and this process's group within its worker (a collective).
 
-    Not by a device mesh: workers may be of unlike sizes, and a dedicated server is of none.
+    A device mesh would not do: worker sizes may differ, and a dedicated server has no worker.
     """
     config, timeout_s = plans.config, plans.config.worker_timeout
     if not plans.islands.several:
@@ -127,7 +127,7 @@ def _meet(plans: Plans, accelerator: Accelerator) -> tuple[ControlGroup, WorkerG
 
 
 def _say_hello(device: torch.device, *groups: dist.ProcessGroup | None) -> None:
-    """Exchange a number: NCCL connects a group at its first sum, else on the training clock."""
+    """Exchange a number: NCCL connects a group at its first sum, else during training time."""
     for group in groups:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
@@ -162,7 +162,7 @@ def _stepper(
     island: WorkerGroup,
 ) -> Stepper:
     config, model, accelerator = parts.config, parts.raw_model, parts.accelerator
-    # Simulated machines are as slow as they are meant to be in simulated time.
+    # Simulated machines are slowed down in simulated time only.
     timer = ComputeTimer(accelerator.device, parts.plans.machine if one_of_several() else None)
     if config.push != "weights":
         return PushedGradients(model, weights, timer, {})
@@ -178,17 +178,17 @@ def _stepper(
         return DistributedSteps(
             *common,
             example_loss=lambda parallel: parts.loss_of(parallel, images, labels),
-            wire=FLOAT32 if inside else wire,  # else the exchange between workers has it
+            wire=FLOAT32 if inside else wire,  # else for the exchange between workers
             group=island.inside,
         )
     return JointSteps(*common, wire=wire) if joint else Stepper(*common)
 
 
 def make_ready(parts: Parts, weights: FlatWeights, workers: Sequence[int], compiled: bool) -> None:
-    """Pass a batch of each shape that these workers will have, before training time begins.
+    """Run a batch of each shape that these workers will use, before training time begins.
 
-    A compiled model makes its graphs here. An eager one has cuDNN try its algorithms, which takes
-    seconds for each shape as well. Weights, statistics and random streams stay as they are.
+    A compiled model builds its graphs here. For an eager model, cuDNN tries its algorithms, which
+    also takes seconds per shape. Weights, statistics and random streams do not change.
     """
     plans, model, device = parts.plans, parts.raw_model, parts.accelerator.device
     if compiled:
@@ -202,7 +202,7 @@ def make_ready(parts: Parts, weights: FlatWeights, workers: Sequence[int], compi
                 images, labels = parts.data.example(size, resolution)
                 for _ in range(_CALLS if compiled else 1):
                     parts.loss_of(model, images, labels).backward()
-                    # Gradients lie in the graph's memory, which its next call overwrites.
+                    # Gradients are in the graph's memory, which its next call overwrites.
                     model.zero_grad(set_to_none=True)
                 shapes += 1
     took, what = time.perf_counter() - began, "cuDNN has chosen"

@@ -1,6 +1,6 @@
-"""A run's folder, held by one run alone; and the code that its processes train by.
+"""A run's folder, which only one run may hold, and the code that its processes run.
 
-Processes of one run have the same settings and the same code, or none of them begins.
+All processes of a run must have the same settings and code; otherwise none begins.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ _NOT_OWN = tuple(
     f"{place}{os.sep}"
     for place in (PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 )
-_GIT_S = 30.0  # that git may take, on a slow disk
+_GIT_S = 30.0  # time limit for git, on a slow disk
 
 
 class LockedFolder(AbstractContextManager):
     """A run's folder, locked on the main process until `release` or the process's end.
 
-    The operating system frees the lock of a process that is killed. A folder that this run has made
-    goes again, if the run ends before it has written anything. A `new` one must not be there yet;
-    else it is a run's that is resumed. Unless somebody chose (`named`) the path, a number is added
-    where it is taken.
+    The operating system frees the lock of a killed process. If the run ends before it writes
+    anything, the folders that it created are removed. A `new` folder must not exist yet; without
+    `new`, it is that of the run to resume. If the path exists and the user did not choose it
+    (`named`), a number is added.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LockedFolder(AbstractContextManager):
     ) -> None:
         self.path = path
         self._lock: FileLock | None = None
-        self._made: list[Path] = []  # folders, the innermost first
+        self._made: list[Path] = []  # created folders, the innermost first
         with refused_by_all(accelerator), ExitStack() as undo:
             if accelerator.is_main_process:
                 undo.callback(self.release)
@@ -74,23 +74,23 @@ class LockedFolder(AbstractContextManager):
                     ) from reason
             undo.pop_all()
         self.path = Path(share_text(str(self.path), accelerator))
-        if new:  # a launcher that restarts the processes finds them in the folder that they were in
+        if new:  # processes that a launcher restarts use the same folder
             self.path = Path(remember(RUN_FOLDER, str(self.path)))
 
     def write_settings(
         self, given: RunConfig, found: Mapping[str, Any], plans: Mapping[int, Plan]
     ) -> None:
-        """Write ``config.yaml``, as given and as found out, and ``plan.json``.
+        """Write ``config.yaml`` (settings as given and as found) and ``plan.json``.
 
-        ``config.yaml`` leaves the folder's name out: read back, it repeats the run elsewhere.
+        ``config.yaml`` omits the folder's name, so it can repeat the run in another folder.
         """
         if self._lock is None:
             return
-        # Extras' defaults are left out: a run that uses none reads back without them.
+        # Leave out extras' defaults: a run that uses none can be read without the extras.
         commands, unused = with_role(type(given), Role.COMMAND), defaults_of_extras().items()
         said = (pair for pair in asdict(given).items() if pair not in unused)
         settings = {name: value for name, value in said if name not in commands}
-        if settings["profile"] == AGAIN:  # this command's, too: said twice, it measures twice
+        if settings["profile"] == AGAIN:  # for this command only: kept, it would measure again
             del settings["profile"]
         write_text(self.path / "config.yaml", config_to_yaml(settings, found))
         rows = {
@@ -99,7 +99,7 @@ class LockedFolder(AbstractContextManager):
         write_text(self.path / "plan.json", json.dumps(rows, indent=2))
 
     def keep_script(self, code: Mapping[str, bytes]) -> None:
-        """Copy the script into the folder; a resume by another one keeps that of before, too."""
+        """Copy the script into the folder; a resume with a changed script also keeps the old."""
         script = script_of(code)
         if self._lock is None or not script:
             return
@@ -116,13 +116,13 @@ class LockedFolder(AbstractContextManager):
         self.release()
 
     def release(self) -> None:
-        """Let go of the folder; remove it, if this run has made it and left it empty."""
+        """Unlock the folder; remove it if this run created it and left it empty."""
         if self._lock is not None:
-            (self.path / LOCK).unlink(missing_ok=True)  # while it is held; FileLock copes with that
+            (self.path / LOCK).unlink(missing_ok=True)  # while locked; FileLock allows it
             self._lock.release()
             self._lock = None
         while self._made:
-            with suppress(OSError):  # not empty, or never made
+            with suppress(OSError):  # not empty, or never created
                 self._made.pop(0).rmdir()
 
     def _open(self, new: bool, named: bool) -> None:
@@ -143,7 +143,7 @@ class LockedFolder(AbstractContextManager):
         got = f"{self.path}, which exists{hint}"
         require(not (new and inside), "output_dir must be a new folder", got)
         lock = self.path / LOCK
-        self._lock = FileLock(lock)  # before it is taken: a full disk may leave an empty file
+        self._lock = FileLock(lock)  # before acquiring: a full disk may leave an empty file
         try:
             self._lock.acquire(blocking=False)
         except Timeout:
@@ -153,12 +153,12 @@ class LockedFolder(AbstractContextManager):
                 f"{holder_of(self.path)}"
             ) from None
         started = time.strftime("%Y-%m-%d %H:%M:%S")
-        with suppress(PermissionError):  # Windows lets nobody write to what is locked
+        with suppress(PermissionError):  # Windows forbids writing to a locked file
             lock.write_text(f"process {os.getpid()} on {socket.gethostname()} since {started}\n")
 
 
 def holder_of(path: Path) -> str | None:
-    """Return which process holds a run's folder, or None."""
+    """Return the process that holds a run's folder, or None."""
     if not (path / LOCK).exists():
         return None
     try:
@@ -170,14 +170,14 @@ def holder_of(path: Path) -> str | None:
 
 
 def default_folder(config: Any) -> Path:
-    """Return the run folder of a run for which none is named, under ``runs/``."""
+    """Return the default folder of a run, under ``runs/``."""
     dataset = Path(config.dataset).stem or "data"
-    model = Path(config.model.rpartition(":")[2]).name  # local-dir:runs/first is named first
+    model = Path(config.model.rpartition(":")[2]).name  # local-dir:runs/first gives first
     return Path(f"runs/{dataset}-{model}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
-    """Return the settings of a run by its config.yaml, with what it found out."""
+    """Return a run's settings from its config.yaml, including those that it found."""
     given = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     return given | given.pop(FOUND, {})
 
@@ -186,9 +186,9 @@ def settings_in(folder: Path) -> dict[str, Any]:
 
 
 def read_code() -> dict[str, bytes]:
-    """Return the code of this process, as it is on the disk: contents by name, the script first.
+    """Return this process's code as it is on disk: contents by name, the script first.
 
-    It is what is loaded and not installed; and dbsl, wherever it is.
+    It has the loaded modules that are not installed, and dbsl, wherever it is.
     """
     script = started_script()
     names = {str(script): script.name} if script else {}
@@ -198,49 +198,49 @@ def read_code() -> dict[str, bytes]:
         own = isinstance(path, str) and (_is_own(path) or path.startswith(_NOT_OWN[0]))
         if own and name != "__main__":
             package = "/__init__" * (Path(path).stem == "__init__")
-            # The script may be there by another name, too.
+            # The script may also be loaded under another name.
             names.setdefault(str(Path(path).absolute()), f"{name.replace('.', '/')}{package}.py")
     return {name: Path(p).read_bytes() for p, name in names.items() if os.path.isfile(p)}
 
 
 def script_of(code: Mapping[str, bytes]) -> str:
-    """Return the name of the script; empty: none, as in a notebook."""
+    """Return the name of the script; empty if there is none, as in a notebook."""
     first = next(iter(code))
     return "" if first.startswith("dbsl/") else first
 
 
 def started_script() -> Path | None:
-    """Return the file that was started, unless it is an installed command or there is none."""
+    """Return the file that was started; None if there is none or it is an installed command."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     return Path(path).absolute() if path and _is_own(path) and os.path.isfile(path) else None
 
 
 def commit_of(script: Path | None) -> str:
-    """Return the commit that a script's checkout is at; ``-dirty``: files have changed since."""
+    """Return the commit of a script's checkout; ``-dirty`` if files have changed since."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         how = {"capture_output": True, "check": True, "timeout": _GIT_S, "text": True}
         folder = script.parent if script else PACKAGE
         return subprocess.run(command, cwd=folder, **how).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return ""  # no git, or no checkout
+        return ""  # no git or no checkout
 
 
 def _is_own(path: str) -> bool:
-    """Whether a path is of a file of Python that is neither dbsl's nor installed."""
-    place = os.path.abspath(path)  # no Path: thousands of modules are asked about
+    """Return whether a path is a Python file that is neither dbsl's nor installed."""
+    place = os.path.abspath(path)  # not Path: there are thousands of modules
     installed = any(f"{os.sep}{name}{os.sep}" in place for name in _INSTALLED)
     return place.endswith(".py") and not installed and not place.startswith(_NOT_OWN)
 
 
 def check_alike(config: RunConfig, code: Mapping[str, bytes], state: PartialState) -> None:
-    """Refuse, in all processes, settings or code that are not rank 0's (a collective).
+    """Refuse, in all processes, settings or code that differ from rank 0's (a collective).
 
-    It is their first exchange: which others follow is for the settings to say.
+    It is the first exchange; the settings decide which exchanges follow.
     """
     if state.num_processes == 1:
         return
-    # What each node has by its own cores is left out: it decides on no exchange.
+    # Leave out settings that follow from a node's own cores: they affect no exchange.
     of_node = with_role(type(config), Role.NODE)
     now = {n: as_given(v) for n, v in asdict(config).items() if n not in of_node}
     if config.mixed_precision == "auto":
@@ -249,7 +249,7 @@ def check_alike(config: RunConfig, code: Mapping[str, bytes], state: PartialStat
     now |= {f"code of {n}": hashlib.sha256(text).hexdigest()[:12] for n, text in code.items()}
     first = json.loads(share_from(SERVER_RANK, json.dumps(now), state.device))
     here, found = f"rank {state.process_index}", ""
-    # A file that only one of them has loaded is none.
+    # A file that only one process has loaded is no difference.
     if names := [name for name, value in now.items() if first.get(name, value) != value]:
         what, *rest = names
         more = f" (also different: {', '.join(rest)})" if rest else ""

@@ -1,7 +1,7 @@
-"""What a worker says of itself every so many optimizer steps: the lines of `--log-every`.
+"""A worker's log line every `--log-every` optimizer steps.
 
-Only a line waits for the device: it reads its loss and its gradient norm in one transfer. All else
-is counted on the host.
+Only a line waits for the device: it reads the loss and the gradient norm in one transfer.
+Everything else is counted on the host.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from dbsl.plan.types import RoundReport, StepLine, Turn
 from dbsl.profile.memory import GIB, memory_in_use
 from dbsl.run.turns import Progress
 
-MEASURED = ("images_per_s", "memory_gib")  # in a line: these differ from run to run
+MEASURED = ("images_per_s", "memory_gib")  # fields of a line that differ from run to run
 
 
 @dataclass
 class _Window:
     """A worker's steps since its last line.
 
-    Together with the running sums of the round under way, `sums`, of loss and figures, and
-    `samples` are those since the last line. They are negative where that line was in this round.
+    `sums` (of loss and figures) and `samples`, plus the running sums of the current round, give the
+    totals since the last line. They are negative if that line was in this round.
     """
 
-    steps: int = 0  # the worker's in the run
-    sums: list[float] = field(default_factory=list)  # none: zeros
+    steps: int = 0  # the worker's steps in the run
+    sums: list[float] = field(default_factory=list)  # empty: zeros
     samples: int = 0
     seconds: float = 0.0  # until time was last counted
 
 
 class TakenSteps(NamedTuple):
-    """Steps that were taken: how many, and the last one's place."""
+    """Steps taken: their number, samples, and the last one's epoch, learning rate and worker."""
 
     steps: int = 0
     samples: int = 0
     epoch: int = 0
     learning_rate: float = 0.0
-    worker: int | None = None  # None: it was a joint step
+    worker: int | None = None  # None: a joint step
 
 
 class StepMeter:
-    """Counts the steps of this process's workers, and makes a line of every so many of each.
+    """Counts the steps of this process's workers, and makes a line every `every` steps of each.
 
-    `every` 0 makes no lines. The log of the main process takes lines as they come; those of other
-    processes go with the round's report, and so do all where a worker `shares_batch` with further
+    With `every` 0 it makes none. The main process logs its own lines at once; other processes send
+    theirs with the round's report, as do all processes if a worker `shares_batch` with further
     processes.
     """
 
@@ -68,30 +68,30 @@ class StepMeter:
         shares_batch: bool = False,
     ) -> None:
         self._every, self.shares_batch = every, shares_batch
-        # Names of what the loop logs besides the loss; None: no batch has told them.
+        # Names of the figures that the loop logs besides the loss; None before the first batch.
         self.figures: tuple[str, ...] | None = None
         self._windows = {worker: _Window() for worker in workers}
         self._kept: list[StepLine] = []
         self._taken = TakenSteps()
-        self._heard: defaultdict[int, int] = defaultdict(int)  # steps by worker, of reports
-        self._due: list[int] = []  # workers for which the step under way makes a line
+        self._heard: defaultdict[int, int] = defaultdict(int)  # steps by worker, from reports
+        self._due: list[int] = []  # workers with a line at the current step
         self._square: Tensor | None = None  # its gradient's squared norm
-        self._began: float | None = None  # inside a round: when it was, or time was last counted
+        self._began: float | None = None  # in a round: when it began or time was last counted
         self._parameters = list(model.parameters())
         self._device, self._scaler = accelerator.device, accelerator.scaler
         if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)  # profiling came before
+            torch.cuda.reset_peak_memory_stats(self._device)  # profiling ran before
 
     def begin(self, turn: Turn, *, anew: bool) -> None:
-        """Begin a round, or, not anew, go on in the one that a stopped run was in."""
+        """Begin a round or, if not `anew`, continue the one in which the run was stopped."""
         self._turn, self._began = turn, time.perf_counter()
         if anew:
             self._kept.clear()
 
     def begin_step(self, step: Step, weight: float) -> None:
-        """Begin an optimizer step, whose gradients are there, of the mean loss times `weight`.
+        """Begin an optimizer step; its gradients are those of the mean loss times `weight`.
 
-        If a line is due they are measured; a weight of 0 has none.
+        If a line is due, their norm is measured, unless the weight is 0.
         """
         workers = [part.worker for part in step.parts]
         for worker in workers:
@@ -102,13 +102,13 @@ class StepMeter:
             self._measure(weight)
 
     def end_step(self, step: Step, learning_rate: float, progress: Progress) -> None:
-        """Count a step that is taken; make a line of it, if one is due."""
+        """Count a step that was taken; make a line if one is due."""
         if self._due:
             self._write(step, learning_rate, progress)
         self._due, self._square = [], None
         workers = [part.worker for part in step.parts]
         samples = sum(len(part.indices) for part in step.parts)
-        if self.shares_batch and samples:  # the others of its worker have the rest
+        if self.shares_batch and samples:  # the worker's other processes have the rest
             samples = round(samples / step.parts[0].weight)
         worker = workers[0] if len(workers) == 1 else None
         more = self._taken.steps + 1, self._taken.samples + samples
@@ -139,16 +139,16 @@ class StepMeter:
         return tuple(kept)
 
     def take_steps(self) -> TakenSteps:
-        """Return the steps that were taken since the last call."""
+        """Return the steps taken since the last call."""
         taken, self._taken = self._taken, TakenSteps()
         return taken
 
     def hear(self, report: RoundReport) -> None:
-        """Count the steps of a report: its worker may be lost, or leave the run to others."""
+        """Count the steps of a report: its worker may be lost, or replaced on resume."""
         self._heard[report.worker] += report.steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` goes on from, also in the middle of a round."""
+        """Return the state for `load_state_dict`, also in the middle of a round."""
         self._count_time()
         return {
             "figures": self.figures,
@@ -158,7 +158,7 @@ class StepMeter:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Continue from the state that `state_dict` returned."""
         self.figures = state["figures"] and tuple(state["figures"])
         for worker, window in state["windows"].items():
             self._windows[worker] = _Window(**window)
@@ -174,7 +174,7 @@ class StepMeter:
         self._began = now
 
     def _write(self, step: Step, learning_rate: float, progress: Progress) -> None:
-        """Make a line for each worker that is due; the only wait for the device."""
+        """Make a line for each worker that is due; only this waits for the device."""
         square = torch.full((), math.nan) if self._square is None else self._square
         figures = self.figures or ()
         zeros = square.new_zeros(1 + len(figures))
@@ -214,9 +214,9 @@ def _added(sums: Sequence[float], more: Sequence[float]) -> list[float]:
 def gradient_square(gradients: Sequence[Tensor]) -> Tensor:
     """Return the squared norm of all gradients together, on their device.
 
-    In float64, so that the order of its sums, which follows where memory lies, cannot be seen.
+    It uses float64 to hide the order of the sums, which depends on memory addresses.
     """
-    if not gradients:  # of a step whose batch the loop has left out
+    if not gradients:  # the loop left out the step's batch
         return torch.zeros(())
     exact = gradients[0].device.type in ("cpu", "cuda")  # mps has no float64, nor all of xpu
     dtype = torch.float64 if exact else None

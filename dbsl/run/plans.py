@@ -37,13 +37,13 @@ ConfigT = TypeVar("ConfigT", bound=RunConfig)  # a script's own config
 
 
 class Plans:
-    """The plan of each resolution, and what follows it as step times change.
+    """The plan of each resolution, and later plans as step times change.
 
-    `first` has the plans that a run begins with; `planner` decides on those that come later.
+    `first` has the plans with which a run begins; `planner` decides the later ones.
     """
 
     def __init__(self, times: Times, stages: Stages, accelerator: Accelerator) -> None:
-        # With all that was found or measured filled in, so that it repeats the run.
+        # All found or measured values are filled in, so that it repeats the run.
         self.config, self.known, self.stages = times.config, times.known, stages
         config, known, least = times.config, times.known, times.least
         fewest = min(itertools.chain(*(known.micro_batch_sizes or {}).values()), default=least)
@@ -72,23 +72,23 @@ class Plans:
             sampler=self.sampler,
         )
         self.extras = Extras.of(config)
-        # How the workers' machines and network differ from what is planned.
+        # How the workers' machines and network differ from the plan.
         self.machine = self.extras.first(Extra.machine, config, accelerator) or Machine()
         self._device = accelerator.device
 
     @property
     def place(self) -> int | None:
-        """This process's place among those of its worker; None: it takes the whole batch."""
+        """This process's index within its worker; None: it takes the whole batch."""
         return self.sampler.place
 
     @property
     def rounds(self) -> int:
-        """Rounds per epoch; where gradients are pushed, pushes."""
+        """Rounds per epoch; pushes, if gradients are pushed."""
         return self.sampler.rounds
 
     @property
     def largest_batch(self) -> int:
-        """Images of a worker that are on the device at once, at the start."""
+        """Most images of a worker on the device at once, at the start."""
         several = self.place is not None
         return max(
             min(
@@ -101,13 +101,13 @@ class Plans:
 
     @property
     def evaluation_batch(self) -> int:
-        """Images of an evaluation that are on the device at once."""
+        """Images on the device at once in an evaluation."""
         given, device = self.config.eval_batch_size, self._device.type
         return evaluation_batch_size(given, device, self.largest_batch)
 
     @property
     def statistics_batch(self) -> int:
-        """Images of a batch for batch norm's statistics, which depend on it: on any device one."""
+        """Batch size for batch norm's statistics, which depend on it: the same on any device."""
         return self.config.eval_batch_size or 256
 
     def stage_at(self, epoch: int) -> Stage:
@@ -130,15 +130,15 @@ class Plans:
 
 
 class SimulatedTimes:
-    """How long simulated rounds take, by the plan that is decided."""
+    """How long simulated rounds take under their plan."""
 
     def __init__(self, plans: Plans, model: nn.Module) -> None:
         self.plans = plans
         self.numbers = numbers_of(model)  # what rounds send
-        self.shapes = trained_shapes(model)  # shapes of the gradients that joint steps send
+        self.shapes = trained_shapes(model)  # of the gradients that joint steps send
 
     def __call__(self, worker: int, epoch: int, round_: int) -> tuple[float, float]:
-        """Return the seconds that a worker's round takes to compute, and on the network."""
+        """Return a worker's seconds of computing and of network time in a round."""
         plans, machine = self.plans, self.plans.machine
         plan = plans.planner.at(epoch, round_)
         steps = plans.sampler.steps(plan, (worker,), epoch, round_)
@@ -146,7 +146,7 @@ class SimulatedTimes:
         if plans.known.processes is None:
             model = plans.known.models[plans.stage_at(epoch).resolution][worker]
             seconds = model.time(sum(counts), len(steps))
-        else:  # those of its slowest process, in each step
+        else:  # the time of its slowest process in each step
             sizes, models = plans.sampler.inside(plan, worker, epoch)
             parts = (split_batch(count, sizes, plans.sampler.least) for count in counts)
             seconds = sum(float(models.time(own, np.sign(own)).max()) for own in parts)
@@ -156,9 +156,9 @@ class SimulatedTimes:
 
 
 def settle_islands(config: ConfigT, processes: int, nodes: Sequence[int]) -> ConfigT:
-    """Return the config with the processes of each worker by number; None: each has one.
+    """Return the config with each worker's number of processes; None: each has one.
 
-    `nodes` has the node of each process.
+    `nodes` has each process's node number.
     """
     given, served = config.worker_processes, config.dedicated_server
     if given is None:
@@ -187,7 +187,7 @@ def settle_islands(config: ConfigT, processes: int, nodes: Sequence[int]) -> Con
 
 
 def _place(config: RunConfig, accelerator: Accelerator) -> int | None:
-    """Return this process's place among those of its worker; None: it takes the whole batch."""
+    """Return this process's index within its worker; None: it takes the whole batch."""
     islands = Islands.of(config)
     if not islands.several or accelerator.num_processes == 1:
         return None
@@ -195,12 +195,12 @@ def _place(config: RunConfig, accelerator: Accelerator) -> int | None:
 
 
 def count_workers(config: ConfigT, processes: int) -> ConfigT:
-    """Return the config with its number of workers and of small workers among them.
+    """Return the config with its number of workers and of small workers.
 
-    One process holds all workers; of several, each is one, but for a dedicated server, or a part of
-    one. Unless told otherwise one process has 4 workers where something is said of unlike ones,
-    else 1: on equal samples several workers cost accuracy. A ratio above 0 makes at least one small
-    worker.
+    One process simulates all workers. With several, each process except a dedicated server is a
+    worker or part of one. By default, one process has 4 workers if a setting makes workers differ,
+    else 1: on equal samples, several workers cost accuracy. A ratio above 0 makes at least one
+    small worker.
     """
     alone, small_workers, ratio = processes == 1, config.small_workers, config.small_ratio
     total = workers_of(config, processes) or _simulated_workers(config)
@@ -220,7 +220,7 @@ def count_workers(config: ConfigT, processes: int) -> ConfigT:
         require(not wire_of(config).rank, must, config.wire)
     complete = replace(config, workers=total, small_workers=small_workers)
     if config.resolutions:
-        check_lengths(complete)  # before data are opened
+        check_lengths(complete)  # before opening the data
     return complete
 
 
@@ -229,7 +229,7 @@ def _simulated_workers(config: RunConfig) -> int:
 
 
 def _rounds_of_epoch(plans: Mapping[int, Plan], config: RunConfig) -> int:
-    """Return the rounds of an epoch: as configured, or a round for each push of gradients."""
+    """Return the rounds per epoch: as configured, or one for each push of gradients."""
     joint = [plan for plan in plans.values() if plan.global_batch_size is not None]
     steps, rounds = {plan.workers[0].steps for plan in joint}, config.rounds_per_epoch
     fewest, sizes = min(steps, default=rounds), ", ".join(str(p.global_batch_size) for p in joint)

@@ -1,9 +1,8 @@
-"""When a run is to stop, by a signal or a limit on its time; and the seconds that it took.
+"""Stopping a run on a signal or at its time limit, and measuring its time.
 
 A first SIGTERM, SIGINT, SIGUSR1, SIGUSR2 or SIGHUP (the terminal is closed) asks the run to finish
-its step, save and end; a second one ends it at once, as if nothing had been set up. A signal that
-the parent process has it ignore stays ignored: SIGHUP under nohup, SIGINT in the background job of
-a script.
+its step, save and end; a second ends it at once, as without a handler. A signal that the parent
+process set to be ignored remains ignored: SIGHUP under nohup, SIGINT in a script's background job.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from typing import Any, TextIO
 
 from dbsl.base.machine import STOP_SIGNALS, remember
 
-# A fork's signals are not its parent's.
+# A forked child must not report its signals to the parent.
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 def deadline_of(max_minutes: float | None) -> float | None:
-    """Return when a run of at most so many minutes is to stop, by time.monotonic(); None: never."""
+    """Return when a run of `max_minutes` must stop, by time.monotonic(); None: never."""
     if max_minutes is None:
         return None
-    # They count on when torchrun or accelerate restarts the processes of a launch.
+    # The deadline remains when torchrun or accelerate restarts the processes of a launch.
     ends = float(remember("deadline", repr(time.time() + 60 * max_minutes)))
     return time.monotonic() + ends - time.time()
 
@@ -38,8 +37,8 @@ def deadline_of(max_minutes: float | None) -> float | None:
 class Stopping:
     """Watches for signals and for a deadline, by time.monotonic(); None: never.
 
-    `on_signal` is called in another thread after the first signal; `then` says what the process
-    does after it, for the line that says so.
+    The first signal calls `on_signal` in another thread, and prints a line in which `then` says
+    what the process does next.
     """
 
     def __init__(
@@ -55,11 +54,11 @@ class Stopping:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Stopping:
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python sets none
+        if threading.current_thread() is threading.main_thread():  # Python allows no other
             for number in STOP_SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._note)
-            # The main thread may wait outside Python, where it runs no handler: Python writes each
+            # The main thread runs no handler while it waits outside Python, but Python writes each
             # signal's number here at once.
             hears, self._told = socket.socketpair()
             self._told.setblocking(False)
@@ -73,32 +72,32 @@ class Stopping:
             signal.signal(*self._before.popitem())
         if self._told is not None:
             signal.set_wakeup_fd(self._wakeup_fd)
-            self._told.shutdown(socket.SHUT_RDWR)  # forks may have it, too
+            self._told.shutdown(socket.SHUT_RDWR)  # forks may hold it, too
             self._told.close()
 
     @property
     def reason(self) -> str | None:
-        """Why the run is to stop, or None."""
+        """Why the run must stop, or None."""
         over = self.deadline is not None and time.monotonic() >= self.deadline
         return self.signal or ("max_minutes" if over else None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name
-        # Whoever reads what is printed may be gone by the same signal: a terminal, `tee`.
+        # The same signal may have ended the reader of the output: a terminal, `tee`.
         for name in ("stdout", "stderr"):
             if (stream := getattr(sys, name)) is not None:  # a daemon may have none
                 setattr(sys, name, _BestEffort(stream))
-        while self._before:  # the next one ends the process
+        while self._before:  # the next signal ends the process
             signal.signal(*self._before.popitem())
-        # Not print: the signal may have come in the middle of one.
+        # Not print: the signal may have interrupted one.
         with suppress(OSError):
             os.write(2, f"{self.signal}: {self._then}; repeat to end now\n".encode())
 
     def _tell(self, hears: socket.socket, own: set[int]) -> None:
-        # The main thread may be anywhere, also inside a lock that a listener takes.
+        # The main thread may be anywhere, even holding a lock that `on_signal` takes.
         told = False
-        with hears:  # to the end: Python complains of signals that nobody reads
-            while number := hears.recv(1):  # none: it is over
+        with hears:  # to the end: Python complains about unread signals
+            while number := hears.recv(1):  # empty: it is closed
                 if number[0] in own and not told:
                     told = True
                     self._on_signal()
@@ -124,10 +123,9 @@ class _BestEffort:
 
 
 class Stopwatch:
-    """Counts from its making on, and goes on from where an earlier session stopped.
+    """Measures time from its creation, and continues where an earlier session stopped.
 
-    What comes before `start_training` is start-up (`start_up_s`, of all sessions together), and no
-    part of the training.
+    Time before `start_training` is start-up (`start_up_s`, over all sessions), not training.
     """
 
     def __init__(self) -> None:
@@ -136,13 +134,13 @@ class Stopwatch:
 
     @property
     def total_s(self) -> float:
-        """Seconds since the run began, earlier sessions and their starts included."""
+        """Seconds since the run began, including earlier sessions and their start-up."""
         return self.start_up_s + time.perf_counter() - self._loop_began
 
     def start_training(self, since: float | None = None) -> float:
-        """Note that training begins here; return the seconds of this session's start-up.
+        """Record that training begins here; return the seconds of this session's start-up.
 
-        They count from this watch's making, or `since` a moment of time.perf_counter().
+        It is measured from this watch's creation, or from `since`, a time.perf_counter() value.
         """
         now = time.perf_counter()
         self._loop_began += now - self._made
@@ -154,13 +152,13 @@ class Stopwatch:
     def train_s(self, moment: float) -> float:
         """Return the seconds of training up to a moment of time.perf_counter().
 
-        A moment of the start-up, such as that of an epoch's end that was resumed with, has none.
+        A moment during start-up, such as an epoch's end from the checkpoint, adds none.
         """
         return max(moment, self._begun) - self._loop_began - self.paused_s
 
     @contextmanager
     def evaluating(self, *, pauses: bool) -> Iterator[Callable[[], float]]:
-        """Give what tells the seconds so far; if training `pauses`, it does not count them."""
+        """Yield a function that returns the seconds so far; if training `pauses`, exclude them."""
         began = time.perf_counter()
         try:
             yield lambda: time.perf_counter() - began
@@ -168,7 +166,7 @@ class Stopwatch:
             self.paused_s += pauses * (time.perf_counter() - began)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` goes on from."""
+        """Return the state for `load_state_dict`."""
         return {
             "loop_s": time.perf_counter() - self._loop_began,
             "start_up_s": self.start_up_s,
@@ -176,6 +174,6 @@ class Stopwatch:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned, before training begins."""
+        """Continue from the state that `state_dict` returned, before training begins."""
         self._loop_began -= state["loop_s"]
         self.start_up_s, self.paused_s = state["start_up_s"], state["paused_s"]

@@ -1,4 +1,4 @@
-"""What a run's workers can do: the seconds of their steps and their largest batches."""
+"""What a run's workers can do: their step times and largest batches."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from dbsl.profile.cache import Profiler
 from dbsl.profile.memory import give_back, is_short_of_memory
 from dbsl.profile.timing import NO_OPTIMIZER, StepSpec, setup_of
 
-STEPS_A_ROUND = 10  # a worker takes as many at least with the batch that `auto` chooses
-_SMALLEST_AUTO = 16  # samples: below them fewer steps do
-_SAME_MACHINE = 0.10  # relative difference of step times up to which workers count as equal
-# To measure for: real processes, simulated workers, and one alone, whose predictions are rough.
+STEPS_A_ROUND = 10  # a worker takes at least this many with the batch that `auto` chooses
+_SMALLEST_AUTO = 16  # samples; fewer steps are accepted instead of a smaller batch
+_SAME_MACHINE = 0.10  # relative difference of step times up to which workers are treated as equal
+# Measuring time for real processes, simulated workers, and a single worker (rough predictions).
 _SECONDS, _SECONDS_SIMULATED, _SECONDS_OF_ONE = 30.0, 10.0, 3.0
 _OF_MODELS = ("slope", "intercept", "floor")
 
 
 def largest_auto_batch(round_samples: int) -> int:
-    """Return the most samples a step that `auto` gives a worker with so many in a round.
+    """Return the most samples a step that `auto` gives a worker with `round_samples` in a round.
 
-    A large card may hold all of a small data set; one step a round would not train.
+    A large GPU may hold a whole small dataset, but one step a round would not train.
     """
     return max(1, min(round_samples, max(_SMALLEST_AUTO, round_samples // STEPS_A_ROUND)))
 
@@ -54,11 +54,11 @@ def largest_auto_batch(round_samples: int) -> int:
 class Times:
     """What plans are made from."""
 
-    config: RunConfig  # with what was measured filled in
+    config: RunConfig  # with measured values filled in
     known: WorkerProfiles  # step times and bounds on batches, by resolution and worker
-    samples: int  # of an epoch
+    samples: int  # per epoch
     least: int = 1  # fewest samples that the model trains on
-    blocks: Order | None = None  # draws an epoch's order where data are read in groups
+    blocks: Order | None = None  # draws an epoch's order if data are read in groups
 
 
 def step_times(
@@ -69,10 +69,10 @@ def step_times(
     loss_function: LossFunction,
     build_optimizer: BuildOptimizer,
 ) -> Times:
-    """Return what each worker takes for a step: given by the settings, or measured (a collective).
+    """Return each worker's step time, from the settings or measured (a collective).
 
-    Measured are steps of a copy of the model on `data.example`, with this loss and this optimizer.
-    Before, whatever cannot be trained is refused.
+    It measures steps of a copy of the model on `data.example`, with this loss and this optimizer.
+    Before that, it refuses whatever cannot be trained.
     """
     check_lengths(config)
     _check_alike(data, accelerator)
@@ -80,7 +80,7 @@ def step_times(
     least = check_model(model, data, config.model, config.resolutions)
     _check_samples(data, config, least)
 
-    @wraps(build_optimizer)  # whose text step times are kept by, as that of the loss
+    @wraps(build_optimizer)  # step times are cached by its text and the loss's
     def build(model: nn.Module) -> torch.optim.Optimizer:
         return join_optimizers(build_optimizer(model))
 
@@ -97,8 +97,8 @@ def step_times(
     require(not (joint and unused), must, f"no gradient of {', '.join(unused[:1])}")
     check_rank(wire_of(config), trained_shapes(model), config.wire)
     known, config = profile_workers(config, model, data, accelerator, loss_of, build, least)
-    give_back(accelerator.device)  # what measuring took
-    blocks = getattr(data.train, "blocks", None)  # your own data may not know of them
+    give_back(accelerator.device)  # memory used to measure
+    blocks = getattr(data.train, "blocks", None)  # your own data may have none
     return Times(config, known, len(data.train), least, blocks)
 
 
@@ -112,7 +112,7 @@ def _check_alike(data: TrainingData, accelerator: Accelerator) -> None:
 
 
 def alike_models(model: nn.Module, accelerator: Accelerator) -> None:
-    """Give all processes the weights that rank 0 has, whatever they have built (a collective)."""
+    """Give all processes rank 0's weights, whatever they have built (a collective)."""
     with torch.no_grad():
         for value in model.state_dict().values() if accelerator.num_processes > 1 else ():
             value.copy_(broadcast(value.contiguous()))
@@ -136,30 +136,30 @@ def profile_workers(
     accelerator: Accelerator,
     loss_of: LossOf,
     build_optimizer: BuildOptimizer,
-    least: int = 1,  # samples that the model trains on
+    least: int = 1,  # fewest samples that the model trains on
 ) -> tuple[WorkerProfiles, RunConfig]:
-    """Return what the workers can do, measuring what is not given, and the config with it."""
+    """Return the workers' profiles, measured where not given, and the config with them."""
     on_cuda = accelerator.device.type == "cuda"
-    if not on_cuda:  # whose memory is not measured: the usual batch, and the whole of it at once
+    if not on_cuda:  # memory is not measured: use the usual batch, whole
         names = ("large_batch_size", "micro_batch_size")
         config = replace(config, **{n: None for n in names if getattr(config, n) == "auto"})
     joint, auto = shares_global_batch(config), config.large_batch_size == "auto"
     share = max(1, len(data.train) // config.workers // config.rounds_per_epoch)
     given = for_workers(config, "large_batch_size", None if auto else config.large_batch_size)
-    # The power of two nearest to a tenth of a round: many fewer than ten steps a round would leave
-    # a small data set with next to no updates.
+    # The power of two nearest to a tenth of a round: with far fewer than ten steps a round, a
+    # small dataset would have almost no updates.
     usual = min(max(_SMALLEST_AUTO, 2 ** round(math.log2(max(1, share / 10)))), 128, share)
     large = [[size or usual for size in row] for row in given]
     _check_large_batches(config, large, data)
     _check_processes(config, large, least)
     profiler = make_profiler(config, model, data, accelerator, loss_of, build_optimizer)
     measure = Measurements(config, profiler, accelerator)
-    # Joint steps shift samples between workers, and none may be given more than it can hold.
-    # With micro-batches any batch fits.
+    # Joint steps shift samples between workers, and no worker may have more than it can hold.
+    # With micro-batches, any batch fits.
     shifting = joint and config.balance != "none" and config.micro_batch_size is None
     limits, most = None, largest_auto_batch(share)
     if auto or (shifting and on_cuda):
-        # Where a worker may be lost, the others have its part of the joint batch, too.
+        # If a worker is lost, the others also take its part of the joint batch.
         moves = shifting or meets_at_server(config.sync)
         whole = joint and (moves or config.global_batch_size is not None)
         limits = measure.largest_batches([len(data.train) if whole else most] * len(large))
@@ -192,9 +192,9 @@ def profile_workers(
 
 
 def _check_large_batches(config: RunConfig, large: list[list[int]], data: TrainingData) -> None:
-    """Refuse batches that no plan has, before they are measured."""
+    """Refuse batches that no plan can have, before measuring them."""
     joint, samples = shares_global_batch(config), len(data.train)
-    limits = joint and config.global_batch_size is not None  # they say what a worker can hold
+    limits = joint and config.global_batch_size is not None  # sizes then say what a worker can hold
     if not isinstance(config.large_batch_size, tuple) or config.local_batch_sizes or limits:
         return
     size = max(sum(row) if joint else max(row) for row in large)
@@ -204,7 +204,7 @@ def _check_large_batches(config: RunConfig, large: list[list[int]], data: Traini
 
 
 def _check_processes(config: RunConfig, large: list[list[int]], least: int) -> None:
-    """Refuse a batch that is too small for each process of its worker to have a part of it."""
+    """Refuse a batch that is too small to give each process of its worker a part."""
     name = "local_batch_sizes" if config.local_batch_sizes else "large_batch_size"
     sizes = config.local_batch_sizes or itertools.chain(*large)
     for batch, count in zip(sizes, itertools.cycle(Islands.of(config).sizes), strict=False):
@@ -223,7 +223,7 @@ def _given_models(config: RunConfig) -> list[TimeModel]:
 def _with_known(config: RunConfig, known: WorkerProfiles) -> RunConfig:
     joint, large = shares_global_batch(config), known.large_batch_sizes
     if joint and config.global_batch_size is not None:
-        large = known.limits or large  # there it says what a worker can hold
+        large = known.limits or large  # it then says what a worker can hold
     if joint and config.large_batch_size is None:
         large = None  # it would be a limit that nobody set
     models = (known.processes or known.models).values()
@@ -245,14 +245,14 @@ def make_profiler(
     loss_of: LossOf,
     build_optimizer: BuildOptimizer,
 ) -> Profiler:
-    """Return the profiler of this process's workers, for the step that they will take."""
+    """Return a profiler of this process's workers, for the steps that they will take."""
     pushes = config.push != "weights"
     setup = setup_of(
         *(_profiled_name(config, model, data), model, data.num_classes, accelerator),
         optimizer=NO_OPTIMIZER if pushes else config.optimizer,
         momentum=config.momentum > 0,
         weight_decay=config.weight_decay > 0,
-        # The server clips what is pushed, and a worker's step does not.
+        # The server clips pushed gradients, so a worker's step does not.
         clip=bool(config.clip_grad) and not pushes,
         compile=compiles(config, accelerator.device),
         loss=digest_of(loss_of, build_optimizer),
@@ -273,7 +273,7 @@ def make_profiler(
 
 
 def _profiled_name(config: RunConfig, model: nn.Module, data: TrainingData) -> str:
-    """Return what step times are kept by: the user's own model by its inputs, too."""
+    """Return the name under which step times are cached; your own model's includes its inputs."""
     if hasattr(model, "created_with"):
         more = [f"{name}={value}" for name, value in model.settings.items()]
         more += ["grad_checkpointing"] * config.grad_checkpointing
@@ -286,12 +286,12 @@ def _profiled_name(config: RunConfig, model: nn.Module, data: TrainingData) -> s
 def _reserve_bytes(
     config: RunConfig, model: nn.Module, processes: int, state_bytes: float
 ) -> float:
-    """Return the most that a run holds on the device beside one worker's step.
+    """Return the most bytes that a run holds on the device besides one worker's step.
 
-    These are the weights that each worker here has pulled, the state of their optimizers, the
-    global weights, and what a format leaves: of each worker and of their sum, or PowerSGD's, with a
-    copy of the gradients. Joint steps share one optimizer, and pull only where gradients are
-    pushed. What a merge has for a moment lies where a step's activations do.
+    These are the weights that each worker here has pulled, their optimizers' states, the global
+    weights, and a wire format's remainders: those of each worker and of their sum, or PowerSGD's
+    plus a copy of the gradients. Joint steps share one optimizer, and pull only if gradients are
+    pushed. A merge uses the memory of a step's activations for its temporary tensors.
     """
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     here = config.workers if processes == 1 else 1
@@ -303,18 +303,18 @@ def _reserve_bytes(
 
 
 class Measurements:
-    """What this process measures of its workers, and what all processes have measured."""
+    """Measurements of this process's workers, shared with all processes."""
 
     def __init__(self, config: RunConfig, profiler: Profiler, accelerator: Accelerator) -> None:
         self.config, self.profiler, self.accelerator = config, profiler, accelerator
         self._islands = Islands.of(config)
         owners = self._islands.owners  # the worker of each process
-        # The workers that this process is of; a dedicated server measures as the first does.
+        # The workers of this process; a dedicated server measures as the first process does.
         own = max(0, accelerator.process_index - config.dedicated_server)
         self._here = owners if accelerator.num_processes == 1 else owners[own : own + 1]
 
     def largest_batches(self, most: Sequence[int]) -> list[list[int]]:
-        """Return the largest batches that fit into memory, at most these: [resolution][worker]."""
+        """Return the largest batches that fit in memory, at most `most`: [resolution][worker]."""
         bounds = zip(self.config.resolutions, most, strict=True)
         found = [[self.profiler.largest_batch(*bound)] * len(self._here) for bound in bounds]
         return [[int(size) for size in row] for row in self._of_all(found)]
@@ -324,8 +324,8 @@ class Measurements:
     ) -> tuple[list[TimeModel], list[list[int | None]]]:
         """Return time models of all processes, by resolution, and the batches that fit.
 
-        These are [resolution][worker], and None where memory of whole batches was not measured, or
-        a worker has several processes.
+        The batches are [resolution][worker]; None if the memory of whole batches was not measured
+        or a worker has several processes.
         """
         config, found = self.config, []
         for number, resolution in enumerate(config.resolutions):
@@ -356,15 +356,15 @@ class Measurements:
         return models, all_fit
 
     def _of_process(self, row: Sequence[int]) -> list[int]:
-        """Return what a process has of each worker's batch, in equal parts."""
+        """Return a process's equal part of each worker's batch, rounded up."""
         return [-(-size // n) for size, n in zip(row, self._islands.sizes, strict=True)]
 
     def _of_all(self, values: list[list[Any]]) -> list[list[Any]]:
-        """Return values of the processes here, [resolution][process], as those of all."""
+        """Return the values of all processes, [resolution][process], from those here."""
         accelerator = self.accelerator
         if accelerator.num_processes == 1:
             return values
-        # As whole numbers: not every device has float64.
+        # As integers: not every device has float64.
         here = torch.tensor(values, dtype=torch.float64).view(torch.int64).to(accelerator.device)
         rows = accelerator.gather(here.transpose(0, 1).contiguous())
         # A dedicated server, rank 0, has no worker.
@@ -373,7 +373,7 @@ class Measurements:
 
 
 def _largest_of(config: RunConfig, row: Sequence[int], number: int) -> int:
-    """Return the most that a worker may have in a step; `row`: the large batches at resolution."""
+    """Return the most that a worker may have in a step; `row`: large batches at a resolution."""
     if sizes := config.local_batch_sizes:
         if len(sizes) == config.workers:  # they hold for all resolutions
             sizes = sizes * len(config.resolutions)
@@ -384,7 +384,7 @@ def _largest_of(config: RunConfig, row: Sequence[int], number: int) -> int:
 
 
 def equal_but_for_noise(model: TimeModel, batch: int) -> TimeModel:
-    """Return the mean for all where step times at `batch` differ by no more than noise does."""
+    """Return the mean model for all workers if step times at `batch` differ only by noise."""
     times, workers = model.time(batch), len(model)
     if times.max() > (1 + _SAME_MACHINE) * times.min():
         return model

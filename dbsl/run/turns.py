@@ -1,4 +1,4 @@
-"""A worker's turn: the steps of one round, from a pull to a push, and what they come to."""
+"""A worker's turn: the steps of one round, from a pull to a push, and its report."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ class Progress:
     """How far a process is in its round."""
 
     steps: int = 0  # taken
-    inherited: int = 0  # those that other workers took: in no report, but in the log's samples
-    # By worker the loss and its figures, [1 + F], summed over samples.
+    inherited: int = 0  # taken by other workers: in no report, but in the log's samples
+    # Loss and figures by worker, [1 + F], summed over samples.
     sums: dict[int, Tensor] = field(default_factory=dict)
-    samples: dict[int, int] = field(default_factory=dict)  # by worker, all that were read
-    # What extras measured at the first step.
+    samples: dict[int, int] = field(default_factory=dict)  # read, by worker
+    # Measured by extras at the first step.
     measured: dict[str, Any] = field(default_factory=dict)
     learning_rate: float = 0.0  # the last step's
 
     def read(self, vector: Tensor) -> tuple[dict[int, list[float]], bool]:
-        """Return the sums by worker, and whether losses and a vector are finite.
+        """Return the sums by worker, and whether the losses and a vector are finite.
 
-        It waits for the device, once, and has what was measured as numbers from then on.
+        It waits for the device once, and turns measured tensors into numbers.
         """
         on_device = [name for name, value in self.measured.items() if isinstance(value, Tensor)]
-        kind = torch.promote_types(vector.dtype, torch.float32)  # whose sums do not overflow
+        kind = torch.promote_types(vector.dtype, torch.float32)  # so that sums do not overflow
         weights = vector.sum(dtype=kind)
         tensors = [weights, *(self.measured[name] for name in on_device), *self.sums.values()]
         values = iter(torch.cat([t.to(weights).reshape(-1) for t in tensors]).tolist())
@@ -54,7 +54,7 @@ class Progress:
         return sums, all(math.isfinite(x) for x in (weights, *(own[0] for own in sums.values())))
 
     def load(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Go on from what `asdict` returned; from {}: begin a round."""
+        """Continue from the state that `asdict` returned; with {}, begin a round."""
         self.__init__(**state)
         self.sums = {worker: sums.to(device) for worker, sums in self.sums.items()}
 
@@ -70,7 +70,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def load_random_state(drawn: Mapping[str, Any], device: torch.device) -> None:
-    """Take back what `random_state` returned."""
+    """Restore the state that `random_state` returned."""
     torch.set_rng_state(drawn["cpu"])
     np.random.set_state(drawn["numpy"])  # noqa: NPY002
     random.setstate(drawn["python"])
@@ -79,13 +79,13 @@ def load_random_state(drawn: Mapping[str, Any], device: torch.device) -> None:
 
 
 def refuse_order(bad: object, must: str, got: str) -> None:
-    """Refuse calls of a loop that are out of order."""
+    """Refuse a loop's calls if they are out of order."""
     if bad:
         raise SettingError(f"the training loop must {must}, got {got}")
 
 
 class WorkerTurn:
-    """A round of one worker, or in joint steps of all workers of this process.
+    """A round of one worker or, with joint steps, of all workers of this process.
 
     The loop calls, in this order: ``steps``, ``workers.pull(turn)``, each step, and
     ``workers.push(turn)``.
@@ -97,12 +97,12 @@ class WorkerTurn:
         plans, self._all_workers = workers.plans, workers
         self.plain, self.plan = turn, workers.cluster.plan(turn)  # as the cluster has it
         self.epoch, self.round, self.workers = turn.epoch, turn.round, turn.workers
-        # Whose optimizer steps; a process without workers has turns without steps.
+        # This worker's optimizer steps; a process without workers has turns without steps.
         self.worker = next(iter(turn.workers), 0)
         self.stage = plans.stage_at(turn.epoch)
         plan, draw = self.plan, plans.sampler.batches_of
         self._steps = draw(plan, turn.workers, turn.epoch, turn.round) if turn.workers else []
-        self.lr_factor = 1.0  # by the worker's batch (`--lr-scaling`); joint steps have one for all
+        self.lr_factor = 1.0  # from the worker's batch size (`--lr-scaling`); 1 in joint steps
         if plan.global_batch_size is None and turn.workers:
             sizes = [worker.local_batch_size for worker in plan.workers]
             share = sizes[self.worker] / (plan.large_batch_size or max(sizes))
@@ -112,7 +112,7 @@ class WorkerTurn:
         self.is_pulled = False
         stream = (self.worker, turn.epoch, turn.round, *[plans.place] * bool(plans.place))
         seed = stream_seed(plans.config.seed, "dropout", *stream)
-        seed_streams(seed)  # what the loop may draw from
+        seed_streams(seed)  # streams that the loop may use
         if workers.accelerator.device.type != "cpu":  # else torch would look for devices
             torch.manual_seed(seed)
         workers.restore_random_state()  # if the run was stopped inside this round
@@ -123,7 +123,7 @@ class WorkerTurn:
         return self._all_workers.progress.steps == len(self._steps)
 
     def steps(self, source: Source, transform: Any) -> Iterator[TurnStep]:
-        """Return the steps that are left, with batches of a source; loader processes begin here."""
+        """Return the remaining steps, with a source's batches; loader processes begin here."""
         workers = self._all_workers
         left = self._steps[workers.progress.steps :]
         if not left:
@@ -141,9 +141,9 @@ class WorkerTurn:
             refuse_order(not step.is_done, "call step.done(lr) after each step", "none")
 
     def reports(self) -> list[RoundReport]:
-        """Return a report for each worker of the turn; it waits for the device, once.
+        """Return a report for each worker of the turn; it waits for the device once.
 
-        With a fault the round is refused. What was measured goes with the first worker.
+        With a fault, the round is refused. Measured values go with the first worker.
         """
         workers, progress = self._all_workers, self._all_workers.progress
         cluster, names = workers.cluster, workers.meter.figures or ()
@@ -156,7 +156,7 @@ class WorkerTurn:
         steps, reports = progress.steps - progress.inherited, []
         for worker in self.workers:
             mine, count = self.plan.workers[worker], progress.samples.get(worker, 0)
-            own = sums.get(worker, [0.0] * (1 + len(names)))  # none: it had no samples
+            own = sums.get(worker, [0.0] * (1 + len(names)))  # zeros: it had no samples
             loss, *means = (value / max(count, 1) for value in own)
             reports.append(
                 RoundReport(
@@ -183,7 +183,7 @@ class WorkerTurn:
 
 
 class WorkerPart(NamedTuple):
-    """What is computed at once: a worker's batch of a step, or a micro-batch of it."""
+    """A worker's batch in a step, or a micro-batch: what one pass computes."""
 
     worker: int
     weight: float  # on the mean loss of the batch
@@ -199,17 +199,17 @@ class TurnStep:
         step: Step,
         batches: Iterator[tuple[Tensor, Tensor]],
     ) -> None:
-        self.progress = step.progress  # share of the epoch that is behind the worker
+        self.progress = step.progress  # share of the epoch that the worker has finished
         self.is_done = False
         self._workers, self._turn, self._step = workers, turn, step
         self._batches = batches
-        self._open: int | None = None  # samples of the batch that is to be added
+        self._open: int | None = None  # samples of the batch to be added
         self._added, self._is_complete, self._timing = 0, False, ExitStack()
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, WorkerPart]]:
-        """Yield images [B, 3, R, R], labels, [B] or shares [B, C], and what they are a part of.
+        """Yield images [B, 3, R, R], labels [B] or shares [B, C], and their `WorkerPart`.
 
-        At its end gradients are those of the whole step.
+        Afterwards, the gradients are those of the whole step.
         """
         workers, progress, batch = self._workers, self._workers.progress, ()
         stepper = workers.stepper
@@ -230,7 +230,7 @@ class TurnStep:
         self._timing.enter_context(stepper.stepping(self._step))
 
     def add(self, part: WorkerPart, loss: Tensor, figures: Figures) -> None:
-        """Count a batch's mean loss and figures, on the device: .item() would wait for it."""
+        """Add a batch's mean loss and figures on the device: .item() would wait for it."""
         workers, worker, samples = self._workers, part.worker, self._open
         refuse_order(samples is None, "call step.add once for each batch", "it twice")
         progress, self._open, self._added = workers.progress, None, self._added + 1
@@ -244,7 +244,7 @@ class TurnStep:
         progress.samples[worker] = progress.samples.get(worker, 0) + samples
 
     def done(self, learning_rate: float) -> None:
-        """Count the step, which was taken with this learning rate."""
+        """Record the step and the learning rate that it used."""
         workers, progress, count = self._workers, self._workers.progress, len(self._step.batches)
         refuse_order(
             not self._is_complete,

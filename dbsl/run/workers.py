@@ -1,4 +1,4 @@
-"""This process's workers: their model, optimizers and turns, and how they meet the others."""
+"""This process's workers: their model, optimizers, turns, and exchange with other workers."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from dbsl.run.turns import Progress, WorkerTurn, load_random_state, refuse_order
 class Workers:
     """The workers of this process; a context manager around their turns.
 
-    All of them in one process, which simulates a cluster, one in each of several, or none in that
-    of a dedicated server. Those of unlike processes meet as `sync` says.
+    A single process simulates all workers. With several, each process has one, or none if it is a
+    dedicated server. Workers of different processes exchange as `sync` says.
 
     Args:
         plans: Each worker's batch size and share.
-        model: On its device. From here on its weights are views of one vector.
-        data: Whose training images are in the plans.
+        model: On its device. From here on, its weights are views of one vector.
+        data: The plans divide its training images.
         loss_function: The mean loss and figures of a batch, as `dbsl.loss.LossFunction`.
-        build_optimizer: Builds what steps on a model: one optimizer, or several.
-        merge: A rule of your own, ``merge(global_ [P], pushed [n, P], factors [n]) -> [P]``. It
-            gets all n workers' weights at a barrier, else each push alone. None: by the settings.
+        build_optimizer: Builds the optimizer, or several, of a model.
+        merge: Your own rule, ``merge(global_ [P], pushed [n, P], factors [n]) -> [P]``. It receives
+            all n workers' weights at a barrier, else each push separately. None: by the settings.
     """
 
     def __init__(
@@ -69,42 +69,42 @@ class Workers:
             return keep_ratios(join_optimizers(build_optimizer(model)), config.lr)
 
         self.graphs = 0
-        # How weights move, and what an optimizer step is.
+        # How weights move, and how an optimizer step is taken.
         self.cluster, self.stepper = connect(self, build, merge)
         own = self.cluster.workers, self.stepper.model, accelerator
         self.meter = StepMeter(config.log_every, *own, shares_batch=plans.place is not None)
         self.stopwatch, self.train_time_s = Stopwatch(), 0.0  # seconds up to the last epoch's end
         self.progress = Progress()
         self.steps_taken = 0  # by this process since it began
-        self.finishing = False  # this process wishes that the run ends early, by `finish`
+        self.finishing = False  # this process asked, by `finish`, to end the run early
         self.finishes_next = False  # all processes know that the next epoch's end is the last
-        # Whether all processes evaluate at a time, each its part of the images.
+        # Whether all processes evaluate together, each its part of the images.
         together = not meets_at_server(config.sync)
         self.shares_evaluation = accelerator.num_processes > 1 and together
         self._evaluates = False  # at an epoch's end
         self.is_between_steps = False
-        self._random: Mapping[str, Any] | None = None  # to go on with in the middle of a round
-        self._turn: WorkerTurn | None = None  # pulled and not pushed
+        self._random: Mapping[str, Any] | None = None  # to continue in the middle of a round
+        self._turn: WorkerTurn | None = None  # pulled but not yet pushed
 
     @property
     def model(self) -> nn.Module:
-        """The model to call in training: DDP is around it in joint steps of several processes."""
+        """The model to call in training; in joint steps of several processes, DDP wraps it."""
         return self.stepper.model
 
     @property
     def optimizers(self) -> Mapping[int, torch.optim.Optimizer]:
-        """By worker. Joint steps share one; where gradients are pushed the server has it."""
+        """Optimizers by worker. Joint steps share one; the server has it for pushed gradients."""
         return self.stepper.optimizers
 
     def __enter__(self) -> Workers:
         self.cluster.__enter__()
-        # Have ready what the first batches need: loader processes.
+        # Start the loader processes that the first batches need.
         sources = [self.data.train] * bool(self.cluster.workers)
         evaluates = self.accelerator.is_main_process or self.shares_evaluation
         for source in sources + [self.data.evaluation] * evaluates:
-            if start := getattr(source, "start", None):  # your own data may not know of it
+            if start := getattr(source, "start", None):  # your own data may have none
                 start(self._without_data)
-        if self.cluster.control is not None:  # they would wait for each other on the clock
+        if self.cluster.control is not None:  # else they would wait in training time
             self.cluster.control.highest(0)
         return self
 
@@ -114,7 +114,7 @@ class Workers:
         return self.cluster.__exit__(kind, *error)
 
     def _without_data(self) -> None:
-        """End a wait for data if the run is to stop; save, where no process waits for this one."""
+        """End a wait for data if the run must stop; save, if no process waits for this one."""
         if not self.cluster.interrupted:
             return
         if self.cluster.control is None and (self._evaluates or self.is_between_steps):
@@ -122,9 +122,9 @@ class Workers:
         raise ReadError("asked to stop while no data came; the last checkpoint counts")
 
     def turns(self) -> Iterator[WorkerTurn | EpochEnd]:
-        """Yield the rounds of this process's workers, and each epoch's end when it comes.
+        """Yield the rounds of this process's workers, and the end of each epoch.
 
-        Simulated workers may be in different epochs, where nobody waits for the others.
+        Simulated workers may be in different epochs if none waits for the others.
         """
         for turn in self.cluster.turns():
             if turn.ends_epoch:
@@ -135,9 +135,9 @@ class Workers:
             refuse_order(self._turn, "call workers.push(turn) after its last step", "none")
 
     def pull(self, turn: WorkerTurn) -> None:
-        """Load the weights that a round starts from into the model.
+        """Load the weights from which a round starts into the model.
 
-        Joint steps pull none: all have the same, of which a copy is kept.
+        Joint steps pull none: all workers have the same weights, and a copy is kept.
         """
         refuse_order(self._turn, "push a turn before it pulls the next", "two pulls")
         self._turn, turn.is_pulled = turn, True
@@ -156,10 +156,10 @@ class Workers:
         train_mode(self.raw_model, turn.stage.dropout)
 
     def push(self, turn: WorkerTurn) -> None:
-        """Hand over what a round came to: weights, or the sum of its weighted gradients.
+        """Push the result of a round: weights, or the sum of its weighted gradients.
 
-        Work that is not finite is refused: the global weights stay, and the optimizer's state is
-        cleared.
+        A result that is not finite is refused: the global weights do not change, and the
+        optimizer's state is cleared.
         """
         refuse_order(self._turn is not turn, "call workers.pull(turn) before the push", "none")
         taken = f"a push after {self.progress.steps}"
@@ -176,21 +176,21 @@ class Workers:
             self.stepper.forget(worker)
 
     def go_on_with(self, random: Mapping[str, Any]) -> None:
-        """Have the next turn, which was begun before, draw on where it was."""
+        """Give the next turn, begun in an earlier session, its random state."""
         self._random = random
 
     def restore_random_state(self) -> None:
-        """Bring the random state back, if a resumed run was stopped inside this round."""
+        """Restore the random state if a resumed run was stopped inside this round."""
         if self._random is not None:
             load_random_state(self._random, self.accelerator.device)
             self._random = None
 
     def finish(self) -> None:
-        """End the run with this epoch; to be called before `checkpoint.after_epoch`.
+        """End the run with this epoch; call it before `checkpoint.after_epoch`.
 
-        One process is enough, of those that epochs end on: all learn of it there. An epoch that is
-        not evaluated is followed by one that is. Model and summary are of what was trained,
-        and `--resume` goes on.
+        One of the processes that receive epochs' ends is enough: `after_epoch` tells the others. If
+        this epoch is not evaluated, the run ends with the next, which is. Model and summary are of
+        the trained epochs, and `--resume` continues the run.
         """
         self.finishing = True
 
@@ -202,11 +202,11 @@ class Workers:
 
     @contextmanager
     def merged(self, end: EpochEnd) -> Iterator[Callable[[], float]]:
-        """Have the merged weights of an epoch in the model; gives what tells the seconds so far.
+        """Load an epoch's merged weights; yield a function that returns the seconds so far.
 
-        A compiled model runs uncompiled: graphs of an evaluation's few batches would never pay.
-        Its modules are in the same modes afterwards: a round may go on. A signal breaks it off: it
-        is saved, and a resumed run evaluates anew.
+        A compiled model runs uncompiled: compiling would not pay off for an evaluation's few
+        batches. Its modules keep their modes, so a round may continue. A signal interrupts the
+        evaluation: the run is saved, and a resumed run repeats the evaluation.
         """
         self.train_time_s = self.stopwatch.train_s(end.ended_at)
         pauses = self.accelerator.num_processes == 1 or self.shares_evaluation  # nobody trains
@@ -226,10 +226,10 @@ class Workers:
             self._evaluates = False
 
     def evaluation_batches(self, source: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield batches of images [B, 3, R, R] and labels [B], nothing at random in them.
+        """Yield batches of images [B, 3, R, R] and labels [B], without random transforms.
 
-        Where processes evaluate together, they are this process's part. A source may be a map-style
-        dataset of (input tensor, label), too, or data with evaluation samples.
+        If processes evaluate together, it yields this process's part. A source may also be a
+        map-style dataset of (input tensor, label), or data with evaluation samples.
         """
         accelerator = self.accelerator
         source = as_source(source, self.data, self.side, "source")
@@ -248,12 +248,12 @@ class Workers:
             raise RunStopped
 
     def sum_of_processes(self, totals: Tensor) -> Tensor:
-        """Return totals summed over the processes that evaluate together."""
+        """Return the sum of totals over the processes that evaluate together."""
         return self.accelerator.reduce(totals) if self.shares_evaluation else totals
 
 
 def _refuse_unasked(config: RunConfig) -> None:
-    """Refuse settings by which a merge rule of your own would not be asked."""
+    """Refuse settings with which your own merge rule would not be called."""
     usual = {"merge": None, "push": "weights", "wire": FLOAT32.name}
     for name, value in usual.items():
         got = getattr(config, name)

@@ -61,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def open_data(run: Path, dataset: str | None) -> Data:
-    """Return data to evaluate a run's model on; without `dataset` those that the run evaluated on.
+    """Return data to evaluate a run's model on; without `dataset`, the run's evaluation data.
 
-    Of a dataset the evaluation split counts. Where there is none, all images count, but of the
-    dataset that the run trained on only those that it held out.
+    The dataset's evaluation split is used. Without one, all images are used, or only the held-out
+    ones if the run trained on that dataset.
     """
     run = run.absolute().parents[1] if is_checkpoint(str(run)) else run
     file = run / "config.yaml"
@@ -88,13 +88,13 @@ def open_data(run: Path, dataset: str | None) -> Data:
 def evaluate(
     model: nn.Module, about: Mapping[str, Any], data: Data, run: Path
 ) -> tuple[list[dict[str, Any]], float]:
-    """Return a row for each evaluation sample of data, its label and its class, and the loss."""
+    """Return a row for each evaluation sample, with its label and class, and the loss."""
     names = about["label_names"]
     odd = [name for name in data.class_names if name not in names]
     require(not odd, f"dataset must have classes of {run}, such as {names[0]}", odd)
     found = timm.data.resolve_data_config(pretrained_cfg=about["pretrained_cfg"])
     known = Statistics(tuple(found["mean"]), tuple(found["std"]), f"of {run}")
-    how = {"crop_pct": min(found["crop_pct"], 1.0)}  # of more than the image: the whole image
+    how = {"crop_pct": min(found["crop_pct"], 1.0)}  # above 1: the whole image
     if found["interpolation"] in get_args(Interpolation):
         how["interpolation"] = found["interpolation"]
     data = data.prepared_as(known, **how)

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parse_flags(Arguments, argv, prog="python -m dbsl.profile")
     name, sides, classes = given.model, given.resolutions, given.num_classes
     torch.set_num_threads(given.cpu_threads or threads_of_process())
-    accelerator = start_accelerator(given.mixed_precision, 1800.0)  # seconds for others
+    accelerator = start_accelerator(given.mixed_precision, 1800.0)  # seconds to wait
     model = build_model(name, classes, sides)
     model.to(accelerator.device, memory_format=torch.channels_last)
     example = partial(image_batch, classes=classes, device=accelerator.device)

@@ -28,7 +28,7 @@ class _Arguments:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Hand a run's rows to what only reports, as the run did; push its model."""
+    """Report a run's rows again, as the run did; push its model."""
     given = parse_flags(_Arguments, argv, prog="python -m dbsl.report")
     require(len(given.run) == 1, "run must be one folder", given.run)
     folder = Path(*given.run)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _push(folder: Path, repository: str) -> str:
-    """Push a run's timm model to a hub repository, user/name; return where it is."""
+    """Push a run's timm model to a hub repository, user/name; return the commit's URL."""
     push, model = timm.models.push_to_hf_hub, load_model(folder)
     try:
         return push(model, repository, safe_serialization=True).commit_url

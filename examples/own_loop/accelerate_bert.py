@@ -1,4 +1,4 @@
-"""A BERT that classifies, fine-tuned with Accelerate: the slower process takes smaller batches.
+"""A BERT classifier, fine-tuned with Accelerate: the slower process takes smaller batches.
 
     torchrun --nproc_per_node 2 examples/own_loop/accelerate_bert.py
 

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/own_loop/dual_batch.py               # merges each epoch
     torchrun --nproc-per-node 4 examples/own_loop/dual_batch.py --sync step   # joint steps
 
-Each process is a worker. Three of four train on small batches, in the time that large ones take.
+Each process is a worker. Three of four train on small batches, in the time of a large-batch worker.
 """
 
 import argparse
@@ -27,16 +27,16 @@ def build_model():
 
 
 def build_optimizer(model):
-    """Return what steps on a model: each worker has its own."""
+    """Return an optimizer for a model: each worker has its own."""
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 def plan_workers(model, data, workers, large=64):
-    """Return who trains on how many samples in which batches: rank 0's times decide."""
+    """Return each worker's samples and batch size, planned with rank 0's times."""
     images, labels = data.tensors
     optimizer = build_optimizer(model)
 
-    def step(size):  # a rate of 0 leaves the weights as they are
+    def step(size):  # a rate of 0 leaves the weights unchanged
         functional.cross_entropy(model(images[:size]), labels[:size]).backward()
         optimizer.param_groups[0]["lr"] = 0.0
         optimizer.step()
@@ -52,7 +52,7 @@ def plan_workers(model, data, workers, large=64):
 
 
 def train_rounds(model, data, plan, epochs, seed=0):
-    """Each worker passes over its share of an epoch; then weights merge, weighted by the plan."""
+    """Train each worker on its share of each epoch, then merge, weighted by the plan."""
     images, labels = data.tensors
     rank, optimizer = dist.get_rank(), build_optimizer(model)
     sampler = EpochSampler([worker.samples for worker in plan.workers], seed=seed)
@@ -70,7 +70,7 @@ def train_rounds(model, data, plan, epochs, seed=0):
 
 
 def train_jointly(model, data, local_batch_sizes, epochs, seed=0):
-    """All workers take each step together, with the gradient of their joint batch."""
+    """Train all workers in joint steps, with the gradient of their joint batch."""
     sampler = dbsl.UnevenBatchSampler(len(data), local_batch_sizes=local_batch_sizes, seed=seed)
     loader = DataLoader(data, batch_sampler=sampler)
     parallel, optimizer = DistributedDataParallel(model), build_optimizer(model)
@@ -96,7 +96,7 @@ def main():
     train, test = TensorDataset(images[:1500], labels[:1500]), (images[1500:], labels[1500:])
     model, workers = build_model(), dist.get_world_size()
     plan = plan_workers(model, train, workers)
-    model = build_model()  # measuring has moved its running statistics
+    model = build_model()  # measuring changed its running statistics
     if arguments.sync == "bsp":
         model = train_rounds(model, train, plan, arguments.epochs)
     else:
@@ -106,7 +106,7 @@ def main():
         with torch.no_grad():
             right = (model.eval()(test[0]).argmax(1) == test[1]).double().mean()
         print(f"batches {[w.local_batch_size for w in plan.workers]}, accuracy {right:.1%}")
-    dist.barrier()  # nobody leaves before all are done
+    dist.barrier()  # wait until all are done
     dist.destroy_process_group()
 
 

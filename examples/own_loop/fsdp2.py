@@ -1,8 +1,8 @@
-"""A model whose parameters FSDP2 shards over processes with batches of unlike size.
+"""A model that FSDP2 shards over processes with different batch sizes.
 
     torchrun --nproc_per_node 2 examples/own_loop/fsdp2.py
 
-FSDP2 averages gradients over the processes as DDP does, so that the same scale is right.
+FSDP2 averages gradients over the processes as DDP does, so the same scale is right.
 """
 
 import torch
@@ -43,5 +43,5 @@ def train(local_batch_sizes, epochs=3):
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     train([1, 7])
-    dist.barrier()  # nobody leaves before all are done
+    dist.barrier()  # wait until all are done
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A Lightning module: an uneven loader, and a base class whose `backward` multiplies by the scale.
+"""A Lightning module with an uneven loader; its base class scales the loss in `backward`.
 
     python examples/own_loop/lightning_module.py
 
@@ -16,7 +16,7 @@ from dbsl.integrations.lightning import Uneven
 
 
 class Classifier(Uneven, lightning.LightningModule):
-    """A small classifier, whose loss is scaled to the joint batch."""
+    """A small classifier with a loss scaled to the joint batch."""
 
     def __init__(self, local_batch_sizes):
         super().__init__()

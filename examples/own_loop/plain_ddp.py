@@ -1,9 +1,9 @@
-"""Batches of unlike sizes in a plain DDP loop: the two lines of README, as a program.
+"""Different batch sizes in a plain DDP loop: the two lines of README, as a program.
 
     torchrun --nproc_per_node 2 examples/own_loop/plain_ddp.py
 
 The first process trains on 216 of every 256 samples, the second on 40. Gradients are those of all
-256, so the weights are those of one process on the joint batch, but for rounding.
+256, so the weights equal those of one process on the joint batch, up to rounding.
 """
 
 import torch
@@ -42,5 +42,5 @@ def train(local_batch_sizes, epochs=5):
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     train([216, 40])
-    dist.barrier()  # nobody leaves before all are done
+    dist.barrier()  # wait until all are done
     dist.destroy_process_group()

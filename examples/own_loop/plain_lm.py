@@ -1,9 +1,9 @@
-"""A causal language model in a plain loop, whose loss is a mean over tokens.
+"""A causal language model in a plain loop, with the mean loss over tokens.
 
     torchrun --nproc_per_node 2 examples/own_loop/plain_lm.py
 
-Sentences have unlike lengths, so that `mean_scale` weights each process by its tokens. The count of
-the next batch is exchanged while this one is computed (`ahead`).
+Sentences differ in length, so `mean_scale` weights each process by its tokens. The next batch's
+count is exchanged while this one is computed (`ahead`).
 """
 
 import torch
@@ -33,7 +33,7 @@ def sentences(count=300):
 
 
 def tokens(batch):
-    """Return the tokens that the loss is a mean of: the first of a sentence is not predicted."""
+    """Return the number of tokens in the mean loss: a sentence's first is not predicted."""
     return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 
@@ -63,7 +63,7 @@ def train(local_batch_sizes, epochs=3):
             following = next(batches, None)
             ahead = None if following is None else tokens(following)
             loss = parallel(**batch).loss
-            sampler.scale(len(batch["labels"]))  # counts the batch: tokens give its weight
+            sampler.scale(len(batch["labels"]))  # counts the batch; tokens give its weight
             (loss * dbsl.mean_scale(tokens(batch), ahead=ahead)).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -76,5 +76,5 @@ def train(local_batch_sizes, epochs=3):
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     train([1, 7])
-    dist.barrier()  # nobody leaves before all are done
+    dist.barrier()  # wait until all are done
     dist.destroy_process_group()

@@ -43,5 +43,5 @@ def train(local_batch_sizes, epochs=5, every=10, outer=(0.7, 0.9)):
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     train([4, 12])
-    dist.barrier()  # nobody leaves before all are done
+    dist.barrier()  # wait until all are done
     dist.destroy_process_group()

@@ -14,7 +14,7 @@ TOKENS, LENGTH = 50, 16
 
 
 class UnevenTrainer(UnevenTrainerMixin, Trainer):
-    """A Trainer whose processes take batches of `local_batch_sizes`."""
+    """A Trainer with `local_batch_sizes`, one for each process."""
 
     local_batch_sizes = (1, 7)
 
@@ -27,7 +27,7 @@ def sentences(count=300):
 
 
 def fit(model, dataset, local_batch_sizes, epochs, **more):
-    """Train a model with `UnevenTrainer`, which may get `more`, and return it."""
+    """Train a model with `UnevenTrainer`, built with `more`, and return it."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,

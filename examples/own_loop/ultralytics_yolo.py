@@ -1,10 +1,10 @@
-"""Ultralytics' YOLO: a trainer whose processes take batches of unlike size, on CPU, too.
+"""Ultralytics' YOLO: a trainer with a batch size for each process, also on CPU.
 
     torchrun --nproc_per_node 2 examples/own_loop/ultralytics_yolo.py yolo11n.yaml coco8.yaml
 
-YOLO's loss is no mean over samples: a process divides it by the scores of its own targets and
-multiplies it by its images, and the trainer adds up. So the scores of all are added up first.
-Batch norm keeps each process's own statistics, as ever.
+YOLO's loss is not a mean over samples: a process divides it by its own targets' scores and
+multiplies it by its images, and the trainer sums up. The scores of all are therefore summed first.
+Batch norm keeps each process's own statistics, as usual.
 """
 
 import sys
@@ -27,11 +27,11 @@ class JointLoss:
         criterion.assigner.register_forward_hook(self.count)
 
     def count(self, assigner, given, found):
-        """Note the scores of this process's targets."""
+        """Record the scores of this process's targets."""
         self.targets = found[2].sum()
 
     def __call__(self, preds, batch):
-        """Return this process's part of the joint loss, and what is logged."""
+        """Return this process's part of the joint loss, and the logged values."""
         loss, logged = self.own(preds, batch)
         targets = self.targets.clone()
         dist.all_reduce(targets)
@@ -51,7 +51,7 @@ class UnevenTrainer(DetectionTrainer):
         kept = {name: getattr(own, name) for name in names}
         loader = DataLoader(own.dataset, self.batch_size, shuffle=True, **kept)
         self.train_loader = dbsl.uneven(loader, self.local_batch_sizes)
-        self.train_loader.reset = lambda: None  # workers begin anew each epoch
+        self.train_loader.reset = lambda: None  # workers restart each epoch
 
     def _setup_train(self):
         super()._setup_train()
@@ -59,13 +59,13 @@ class UnevenTrainer(DetectionTrainer):
         model.criterion = model.init_criterion()
         for branch in {"one2many", "one2one"} & {*vars(model.criterion)} or {None}:
             JointLoss(getattr(model.criterion, branch) if branch else model.criterion)
-        if not self.world_size:  # on CPU the trainer knows of one process alone
+        if not self.world_size:  # on CPU, the trainer knows only one process
             self.world_size = dist.get_world_size()
             self.model = DistributedDataParallel(model, find_unused_parameters=True)
 
     def final_eval(self):
         """Validate the best weights, except on CPU."""
-        if self.device.type != "cpu":  # of several processes the validator asks for CUDA
+        if self.device.type != "cpu":  # with several processes, the validator needs CUDA
             super().final_eval()
 
     def preprocess_batch(self, batch):

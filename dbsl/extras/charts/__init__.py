@@ -1,9 +1,9 @@
-"""What a run shows: trackers, by Accelerate, and one picture in `plots/`.
+"""Charts of a run: Accelerate's trackers, and one picture in `plots/`.
 
-All of it comes from rows of metrics.jsonl: `python -m dbsl.report RUN` draws a finished run again,
-and `--report-to NAME` sends it to a tracker. Figures of a worker have its name in front, as in
-``worker 0/loss``. The x axis is epochs, at their end 1, 2, 3: so workers of unlike speed, and of
-unlike batches, share it. A tracker that counts whole steps gets thousandths of an epoch.
+All come from rows of metrics.jsonl: `python -m dbsl.report RUN` draws a finished run again,
+and `--report-to NAME` sends it to a tracker. Metrics of a worker start with its name, as in
+``worker 0/loss``. The x axis is epochs, 1, 2, 3 at their ends: workers with different speeds and
+batch sizes share it. A tracker that counts whole steps gets thousandths of an epoch.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from dbsl.run.folder import settings_in
 PROJECT, PICTURE = "dbsl", "plots/run.png"
 _STEP = ("loss", "learning_rate", "gradient_norm", "images_per_s", "memory_gib")
 _WORKER = ("local_batch_size", "share", "compute_time_s", "wait_time_s", "idle_time_share")
-_TOLD = ("plan", "lost", "restart")  # events without figures of their own
-# Not figures of their event: where it stands, and what the epoch's times have.
+_TOLD = ("plan", "lost", "restart")  # events without metrics of their own
+# Not metrics of their event: its position, and what the epoch's times have.
 _OF_PLACE = {"event", "epoch", "resolution", "samples", "train_resolution", "learning_rate"}
 _OF_PLACE |= {"train_time_s", "virtual_time_s"}
 
@@ -53,19 +53,19 @@ class ChartSettings(RunConfig):
 
 
 class Charts(Extra):
-    """The trackers of a run, each shown the same, and its picture."""
+    """The trackers of a run, which all receive the same, and its picture."""
 
     Settings = ChartSettings
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._trackers: list[GeneralTracker] = []
-        self._wandb_id: str | None = None  # a later session goes on by it
+        self._wandb_id: str | None = None  # for a later session to continue
         self._rounds: defaultdict[int, list[Row]] = defaultdict(list)  # by epoch, unfinished ones
 
     @classmethod
     def of(cls, config: ChartSettings) -> Charts:
-        """Return the charts; refuse a tracker that is not there."""
+        """Return the charts; refuse an unknown or missing tracker."""
         return cls(tracker_names(config.report_to))
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,8 +76,8 @@ class Charts(Extra):
 
     @contextmanager
     def report(self, folder: Path, rows: Sequence[Row]) -> Iterator[Callable[[Row], object]]:
-        """Show rows in each tracker; draw a run that has come to its end."""
-        for row in rows:  # nothing is shown twice
+        """Send rows to each tracker; draw a run that has ended."""
+        for row in rows:  # no trackers yet: nothing is sent twice
             self._row(row)
         settings = {name: _plain(value) for name, value in settings_in(folder).items()}
         try:
@@ -90,7 +90,7 @@ class Charts(Extra):
             yield self._row
             try:
                 self._draw(folder)
-            except OSError as error:  # the run is whole without it
+            except OSError as error:  # the run is complete without it
                 tqdm.write(f"warning: {PICTURE} could not be drawn ({in_line(error)})")
         finally:
             self._each(lambda tracker: tracker.finish())
@@ -129,15 +129,15 @@ class Charts(Extra):
     def _log(self, values: Mapping[str, Any], epochs: float) -> None:
         numbers = {n: v for n, v in values.items() if isinstance(v, int | float)}
         finite = {"epoch": epochs} | {n: v for n, v in numbers.items() if math.isfinite(v)}
-        steps = round(1000 * epochs)  # for trackers whose axis has whole numbers alone
-        # W&B would hold a step back until a later one comes: there `epoch` is the axis.
+        steps = round(1000 * epochs)  # for trackers with an integer axis
+        # W&B would hold a step back until a later one arrives: its axis is `epoch`.
         self._each(lambda own: own.log(finite, step=None if own.name == "wandb" else steps))
 
     def _draw(self, folder: Path) -> None:
         save_figure(run_figure(log_rows.read_metrics(folder / "metrics.jsonl")), folder / PICTURE)
 
     def _each(self, call: Callable[[GeneralTracker], object]) -> None:
-        """Call with each tracker. One that raises, as where its server is gone, is left out."""
+        """Call with each tracker; drop one that raises, as when its server is gone."""
         for tracker in list(self._trackers):
             try:
                 call(tracker)
@@ -153,7 +153,7 @@ def _of_worker(worker: int, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tracker_names(report_to: str) -> tuple[str, ...]:
-    """Return the trackers that a setting names, each once; of ``all`` those that are installed."""
+    """Return the trackers that a setting names, each once; for ``all``, the installed ones."""
     installed = tuple(map(str, get_available_trackers()))
     known = sorted({*map(str, LoggerType)} - {"all"})
     names = tuple(dict.fromkeys(report_to.replace(" ", "").split(",")))
@@ -180,13 +180,13 @@ def start_tracker(
 
 
 def start_wandb(folder: Path, settings: dict[str, Any], resume_id: str | None) -> GeneralTracker:
-    """Start W&B; without a login or an answer from its server it works offline.
+    """Start W&B, offline without a login or an answer from its server.
 
-    It never asks or waits long. ``WANDB_MODE`` decides where it is set to anything but ``online``.
+    It never prompts or waits long. Any ``WANDB_MODE`` except ``online`` takes precedence.
     """
     import wandb
 
-    # Seconds; by default the end waits for a lost server without limit. All is on disk anyway.
+    # Seconds; by default, finishing waits for a lost server without limit. All is on disk anyway.
     quiet = wandb.Settings(silent=True, init_timeout=30, finish_timeout=120)
     mode = os.environ.get("WANDB_MODE", "online")
 
@@ -196,7 +196,7 @@ def start_wandb(folder: Path, settings: dict[str, Any], resume_id: str | None) -
             own["name"] = folder.name
         if resume_id is not None:
             own["id"] = resume_id
-            if mode == "online":  # offline, the upload puts sessions of one id together
+            if mode == "online":  # offline, the upload joins sessions of one id
                 own["resume"] = "allow"
         # W&B reads its other variables itself: entity, group, job type, tags, notes.
         project = os.environ.get("WANDB_PROJECT") or PROJECT
@@ -216,7 +216,7 @@ def start_wandb(folder: Path, settings: dict[str, Any], resume_id: str | None) -
     if not why:
         print(f"wandb: {run.url}", flush=True)
     elif run.offline:
-        # The folder of all sessions of the run: a resumed one adds to those before.
+        # The folder of all sessions of the run: a resumed run adds one.
         command = f"wandb sync {shlex.quote(os.path.relpath(folder / 'wandb'))}"
         print(f"wandb: offline ({why}); to upload: {command}", flush=True)
     return tracker

@@ -1,7 +1,7 @@
-"""The picture of a run: accuracy, and of each worker the batch, the time and the plan.
+"""The picture of a run: accuracy, and each worker's batch size, time and plan.
 
-Figures are made without pyplot, so that drawing keeps no state. matplotlib is imported when the
-first one is drawn.
+Figures are made without pyplot, so drawing keeps no state. matplotlib is imported when the first
+one is drawn.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SMALL, LARGE = "#e69f00", "#56b4e9"  # told apart by colour-blind readers too
+SMALL, LARGE = "#e69f00", "#56b4e9"  # distinct for colour-blind readers too
 MOST = 10  # more workers are drawn as a median and a range, or left out of the plan
 
 
 def run_figure(rows: Sequence[Row]) -> Figure:
     """Return the picture of a run from its rows of metrics.jsonl, four panels.
 
-    Of an epoch that was trained on again after a resume the last rows count.
+    If a resume repeated an epoch, its last rows are used.
     """
     figure = figures.Figure(figsize=(12, 7), layout="constrained")
     accuracy, plan, batches, times = figure.subplots(2, 2).flat
@@ -55,9 +55,9 @@ def run_figure(rows: Sequence[Row]) -> Figure:
 
 
 def worker_values(rows: Sequence[Row]) -> tuple[list[int], dict[str, np.ndarray]]:
-    """Return a run's epochs, from 1, and by quantity its values [workers, epochs].
+    """Return a run's epochs, from 1, and its values by quantity, [workers, epochs].
 
-    An epoch in which a worker did not finish a round is nan.
+    A value is nan if the worker finished no round in that epoch.
     """
     rounds: defaultdict[tuple[int, int], list[Any]] = defaultdict(list)
     for row in rows:
@@ -82,7 +82,7 @@ def _draw_accuracy(axes: Axes, rows: Sequence[Row]) -> None:
         if not name.startswith(("top5", "train")):
             values = np.array([row.get(name) for row in evaluations], dtype=float)
             axes.plot(epochs, 100 * values, marker="o", ms=3, label=name.replace("_", " "))
-    spans: dict[int, int] = {}  # resolution by epoch; a later plan takes the place of earlier ones
+    spans: dict[int, int] = {}  # resolution by epoch; a later plan replaces earlier ones
     for row in rows:
         if row["event"] == "plan":
             first = max(row["first_epoch"], row.get("from_epoch", 0))
@@ -96,7 +96,7 @@ def _draw_accuracy(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _draw_plan(axes: Axes, plans: Sequence[Row]) -> None:
-    """Draw what the last plan predicts of an epoch: a bar for each worker, to scale."""
+    """Draw the last plan's prediction of an epoch: a bar for each worker, to scale."""
     plan = plans[-1]
     workers: Sequence[Mapping[str, Any]] = plan["workers"][:MOST]
     longest = max(worker["predicted_time_s"] for worker in workers)
@@ -124,6 +124,6 @@ def _draw_workers(axes: Axes, epochs: Sequence[int], values: np.ndarray, title: 
         axes.plot(epochs, np.nanmedian(values, axis=0), label="median")
         axes.fill_between(epochs, low, high, alpha=0.25, label=f"range of {len(values)} workers")
         return
-    for worker, own in enumerate(values):  # narrower above wider: of equal ones all can be seen
+    for worker, own in enumerate(values):  # narrow above wide: equal lines all remain visible
         width = 1.5 + 6 * (len(values) - 1 - worker) / len(values)
         axes.plot(epochs, own, marker="o", lw=width, ms=width + 1.5, label=f"worker {worker}")

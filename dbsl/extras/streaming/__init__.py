@@ -1,7 +1,7 @@
 """Data larger than the disk: row groups of parquet shards through a cache of a fixed size.
 
-Row groups come into the cache before a batch needs them. Images are shuffled in blocks, so that an
-epoch needs few row groups at a time.
+Row groups are fetched into the cache before a batch needs them. Images are shuffled in blocks, so
+an epoch needs few row groups at a time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dbsl.extras.streaming.shards import ShardedSplit, open_shards
 
 datasets = lazy_import("datasets")
 
-_THREADS = 4  # row groups that are read at a time
-_LOOK_S = 0.5  # after which a thread that waits for room looks whether anybody still needs it
+_THREADS = 4  # row groups read at a time
+_LOOK_S = 0.5  # between checks of a thread that waits for room: is it still needed?
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class Streaming(Extra):
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity: a key of caches
 class Blocks:
-    """All groups are shuffled and cut into blocks; then the samples of each block are shuffled.
+    """Shuffles all groups, cuts them into blocks, and shuffles the samples of each block.
 
-    It is a permutation of the samples like any other: shares, rounds and places in it mean what
-    they always do. What it lacks is that samples of one group stay within a block of each other.
+    The order is a permutation of the samples: shares, rounds and places in it mean what they
+    always do. Unlike in a full shuffle, samples of one group remain within a block of each other.
     """
 
     sizes: np.ndarray  # samples of each group, at least 1, int64 [G]; numbers follow the groups
-    block: int  # samples that a block has, give or take a group
+    block: int  # samples in a block, give or take a group
 
     @property
     def samples(self) -> int:
@@ -99,7 +99,7 @@ class Blocks:
 
 
 class _Awaited(list[Request]):
-    """Requests of loader processes, each given out once its row groups are in the cache."""
+    """Requests of loader processes, each released once its row groups are in the cache."""
 
     on_its_way: Prefetch | None = None  # the row groups of the latest requests
 
@@ -110,13 +110,13 @@ class _Awaited(list[Request]):
             yield request
 
     def stop(self) -> None:
-        """Bring no more row groups."""
+        """Stop fetching row groups."""
         if self.on_its_way is not None:
             self.on_its_way.stop()
 
 
 class StreamLoader(ImageLoader):
-    """Images in row groups that come into a cache before loader processes read them.
+    """Images in row groups, fetched into a cache before loader processes read them.
 
     `block` images are shuffled together.
     """
@@ -139,7 +139,7 @@ class StreamLoader(ImageLoader):
         return super().batches(index_batches, transform, epoch)
 
     def described(self, seed: int) -> str:
-        """Return in a line how large the cache is, and what is shuffled together."""
+        """Return a line with the cache's size and the numbers of row groups and blocks."""
         groups, blocks = len(self.blocks.sizes), self.blocks.count
         return (
             f"{plural(groups, 'row group')} through a cache of "
@@ -151,20 +151,20 @@ class StreamLoader(ImageLoader):
 
 
 class Prefetch:
-    """Brings the row groups of batches into the cache, in the order of the batches.
+    """Fetches the row groups of batches into the cache, in the order of the batches.
 
-    They come while all that is needed fits into this process's share; what a batch waits for comes
-    in any case. A row group is let go with the last batch that needs it. `batches` are sample
-    numbers, int64 [B].
+    It fetches ahead while all needed row groups fit into this process's share, and always fetches
+    those that a batch waits for. A row group is released with the last batch that needs it.
+    `batches` are sample numbers, int64 [B].
     """
 
     def __init__(self, split: ShardedSplit, batches: Sequence[np.ndarray]) -> None:
         self._split, self._cache = split, split.cache
         places = split.places_of(np.concatenate([np.empty(0, np.int64), *batches]))
         number = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
-        # By row group the first and the last batch that need it; -1: none.
+        # First and last batch that need each row group; -1: none.
         first, last = np.full((2, len(split.groups)), -1)
-        first[places[::-1]] = number[::-1]  # among equal places the one assigned last counts
+        first[places[::-1]] = number[::-1]  # of equal places, the last assignment wins
         last[places] = number
         used = np.flatnonzero(last >= 0)
         self._queue = used[np.argsort(first[used], kind="stable")]
@@ -177,16 +177,16 @@ class Prefetch:
             threading.Thread(target=self._work).start()
 
     def wait(self, batch: int) -> None:
-        """Return when the row groups of a batch, after those before it, are in the cache."""
+        """Wait until a batch's row groups are in the cache; call it in the order of batches."""
         with self._changed:
             held = self._held(int(np.searchsorted(self._firsts, batch, side="right")))
         if held > self._cache.share:
             self._cache.tell_need(held)
         for place in self._queue[self._firsts == batch]:
-            self._split.fetch(int(place))  # waits for whoever is at it
+            self._split.fetch(int(place))  # waits if another is writing it
 
     def through(self, batch: int) -> None:
-        """Let go of what no batch after this one needs."""
+        """Release the row groups that no later batch needs."""
         done = int(np.searchsorted(self._lasts, batch, side="right"))
         self._let_go(self._by_last[self._released : done])
         with self._changed:
@@ -194,7 +194,7 @@ class Prefetch:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Bring no more, and let go of everything."""
+        """Stop fetching, and release everything."""
         with self._changed:
             self.stopped = True
             self._changed.notify_all()
@@ -204,17 +204,17 @@ class Prefetch:
         self._cache.let_go(*(self._split.names[place] for place in places))
 
     def _work(self) -> None:
-        with suppress(Exception):  # `wait` meets it, too
+        with suppress(Exception):  # `wait` raises it, too
             while (place := self._take()) is not None:
                 self._split.fetch(int(place))
                 if self.stopped:  # meanwhile
                     self._let_go([place])
 
     def _take(self) -> int | None:
-        """Return the place of the next row group, once it may come; None: no more."""
+        """Return the place of the next row group, once it has room; None: no more."""
         with self._changed:
             while True:
-                # At its end the interpreter waits for threads.
+                # The interpreter waits for threads before it exits.
                 gone = self.stopped or not threading.main_thread().is_alive()
                 if gone or self._taken == len(self._queue):
                     return None
@@ -224,6 +224,6 @@ class Prefetch:
                 self._changed.wait(_LOOK_S)
 
     def _held(self, end: int) -> int:
-        """Return the bytes of the queue up to a place that have not been let go."""
+        """Return the bytes of the queue up to a place that have not been released."""
         weights, gone = self._split.weights, self._by_last[: self._released]
         return int(weights[self._queue[:end]].sum() - weights[gone].sum())

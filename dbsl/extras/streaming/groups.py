@@ -1,8 +1,8 @@
-"""Files of row groups on the disk of a machine, shared by its processes, in about a given space.
+"""Files of row groups on a machine's disk, shared by its processes, in about a given space.
 
-What is removed costs time alone. A file has its name once it is whole, one that is open stays
-readable, and whoever misses one writes it again. Its time tells the other processes of its use: a
-file that is needed has a time far ahead, and one that is not has that at which it was let go.
+Removing a file costs only time. A file has its name once it is complete, an open file remains
+readable, and a process that misses one writes it again. Its time shows other processes whether it
+is in use: a needed file's time is far in the future, and another's is that of its release.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from dbsl.base.files import put_in_place
 logger = logging.getLogger(__name__)
 
 PAUSES_S = (1.0, 5.0)  # before a file is tried again
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # not the source's fault: trying again is no help
-_STRIPES = 64  # locks of files that are being written, by name
-_LOCKED_WITHIN_S = 600.0  # for what others look at the files, or write one, for
-_AHEAD_S = 1e8  # the time of a file that is needed; file systems may end in 2038
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # not the source's fault: no use trying again
+_STRIPES = 64  # locks for writing files, chosen by name
+_LOCKED_WITHIN_S = 600.0  # longest wait while others look at the files, or write one
+_AHEAD_S = 1e8  # lead of a needed file's time; file systems may end in 2038
 _FILE = ".arrow"
 
 
@@ -36,17 +36,17 @@ class GroupCache:
     def __init__(self, folder: Path, limit: int, processes: int = 1) -> None:
         self.folder, self.limit, self.processes = folder, limit, processes
         self.share = limit // processes  # bytes that this process may need at a time
-        self._told = False  # that it needs more
+        self._told = False  # whether it said that it needs more
         self._known = set[str]()
         folder.mkdir(parents=True, exist_ok=True)
         self._make_room(0)
 
     def knows(self, *names: str) -> None:
-        """Tell which files the data in use have: they are kept for longer than others."""
+        """Name the files of the data in use, which are kept longer than others."""
         self._known.update(names)
 
     def tell_need(self, needed: int) -> None:
-        """Say, the first time, that this process needs more than its share, bytes."""
+        """Warn once that this process needs more bytes than its share."""
         if not self._told:
             self._told = True
             logger.warning(
@@ -56,10 +56,10 @@ class GroupCache:
             )
 
     def fetch(self, name: str, weight: int, write: Callable[[Path], None], what: str) -> Path:
-        """Return the file of a name, of about `weight` bytes, written unless it is there.
+        """Return the file of a name, of about `weight` bytes; write it if it is missing.
 
-        One process of the machine writes it. A file that cannot be written is tried again. It is
-        needed until `let_go`. `what` says what it is, for people.
+        One process of the machine writes it, and tries again if that fails. The file is needed
+        until `let_go`. `what` describes it in messages.
         """
         path = self.folder / name
         for pause in (*PAUSES_S, None):
@@ -68,11 +68,11 @@ class GroupCache:
                     with self._locked(f"writing-{int(path.stem[:8], 16) % _STRIPES}"):
                         if not path.exists():
                             self._write(path, weight, write)
-                with suppress(FileNotFoundError):  # removed again
+                with suppress(FileNotFoundError):  # removed since
                     os.utime(path, (time.time() + _AHEAD_S,) * 2)
                 return path
             except Exception as error:  # libraries that read from anywhere raise anything
-                refused = isinstance(error, SettingError)  # not pyarrow's, which is a kind of it
+                refused = isinstance(error, SettingError)  # not ValueError: pyarrow raises it
                 if refused or (isinstance(error, OSError) and error.errno in _DISK):
                     raise
                 if pause is None:
@@ -84,13 +84,13 @@ class GroupCache:
         raise AssertionError("unreachable")
 
     def let_go(self, *names: str) -> None:
-        """Need files no longer; they stay on the disk until others need the room."""
+        """Release files; they remain on the disk until others need the room."""
         for name in names:
             with suppress(FileNotFoundError):
                 os.utime(self.folder / name)
 
     def _write(self, path: Path, weight: int, write: Callable[[Path], None]) -> None:
-        # While it is written, others count the bytes that its name says.
+        # While it is being written, others count the bytes in its name.
         temporary = path.with_name(f"{path.name}.{weight}")
         self._make_room(weight, temporary)
         try:
@@ -103,17 +103,17 @@ class GroupCache:
             self._make_room(0)
 
     def _locked(self, name: str) -> FileLock:
-        """Return a lock of the folder; `all` is that of counting files and removing some."""
+        """Return a lock of the folder; `all` guards counting and removing files."""
         return FileLock(self.folder / f"{name}.lock", timeout=_LOCKED_WITHIN_S)
 
     def _make_room(self, weight: int, temporary: Path | None = None) -> None:
-        """Remove files until `weight` bytes fit, or none is left; begin a file that takes them."""
+        """Remove files until `weight` bytes fit or none is left; create the file to write."""
         with self._locked("all"):
             sizes, used = {}, {}
             with os.scandir(self.folder) as entries:
                 for entry in entries:
                     _, ending, more = entry.name.partition(_FILE)
-                    with suppress(FileNotFoundError):  # it has just got its name
+                    with suppress(FileNotFoundError):  # it was just renamed
                         if ending:
                             size, used[entry.name] = entry.stat().st_size, entry.stat().st_mtime
                             sizes[entry.name] = max(size, int(more.rpartition(".")[2] or 0))
@@ -123,13 +123,13 @@ class GroupCache:
             def worth(name: str) -> tuple[int, float]:
                 if name in half:
                     return 0, 0.0
-                if used[name] > now:  # needed; by one that was killed, if that is long ago
+                if used[name] > now:  # needed, or left by a killed process if long ago
                     return 3, used[name]
-                # The files of an epoch that were used last are needed last.
+                # In an epoch, files used last are needed last.
                 return (2, -used[name]) if name in self._known else (1, used[name])
 
             for name in sorted(sizes, key=worth):
-                # Nobody waits for a writer for longer: it was killed.
+                # Nobody waits longer for a writer: it was killed.
                 if used[name] < now - _LOCKED_WITHIN_S if name in half else total > self.limit:
                     (self.folder / name).unlink(missing_ok=True)
                     total -= sizes[name]

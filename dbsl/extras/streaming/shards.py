@@ -1,7 +1,7 @@
-"""Splits whose images lie in parquet shards: in a folder, at a URL, or in a hub repository.
+"""Splits with images in parquet shards: in a folder, at a URL, or in a hub repository.
 
-Opening one reads metadata and labels, and no image. What is read at once is a row group: it goes
-into a file of the cache, from which images come.
+Opening a split reads metadata and labels, but no image. Images are read by row group into a file
+of the cache, and come from there.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from dbsl.extras.streaming.groups import GroupCache
 datasets, fsspec, pa = lazy_import("datasets"), lazy_import("fsspec"), lazy_import("pyarrow")
 parquet = lazy_import("pyarrow.parquet")
 
-_READERS = 16  # files whose metadata are read at a time
-_ROWS = 256  # decoded from a shard at a time, for the sake of memory
+_READERS = 16  # files to read metadata from at a time
+_ROWS = 256  # decoded from a shard at a time, to save memory
 _FORMAT = 3  # of files in the cache: older ones are not read
-_SPARE = (64, 2048)  # bytes that a row, and a file, have in the cache besides the image
+_SPARE = (64, 2048)  # extra bytes of a row, and of a file, in the cache
 
-File = tuple[str, str]  # path or URL of a shard, and what tells that it has not changed
+File = tuple[str, str]  # path or URL of a shard, and a value that changes with it
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class Shards:
     weights: np.ndarray  # bytes of its images, or a little more
 
     def named(self, group: int) -> str:
-        """Return which row group it is, for people."""
+        """Return a row group's description for messages."""
         return f"row group {self.number[group]} of {self.files[self.file[group]][0]}"
 
     def write(self, group: int, path: Path) -> None:
@@ -80,7 +80,7 @@ class ShardedSplit(ImageSplit):
 
     @cached_property
     def first_rows(self) -> np.ndarray:
-        """First row of each row group, and their number behind it, int64 [G + 1]."""
+        """First row of each row group, then the number of rows, int64 [G + 1]."""
         return np.concatenate([[0], np.cumsum(self.shards.sizes)])
 
     @cached_property
@@ -90,18 +90,18 @@ class ShardedSplit(ImageSplit):
 
     @cached_property
     def begins(self) -> np.ndarray:
-        """First sample of each of these, and the number of samples behind it, int64 [K + 1]."""
+        """First sample of each of these, then the number of samples, int64 [K + 1]."""
         begins = np.searchsorted(self.rows, self.first_rows)
         return np.append(begins[self.groups], begins[-1])
 
     @cached_property
     def weights(self) -> np.ndarray:
-        """Bytes that the file of each takes in the cache, about, int64 [K]."""
+        """Approximate bytes of each one's file in the cache, int64 [K]."""
         return self.shards.weights[self.groups]
 
     @cached_property
     def names(self) -> list[str]:
-        """File of each in the cache."""
+        """Cache file of each."""
         shards = self.shards
         return [
             _name_of(shards.files[shards.file[group]], shards.column, int(shards.number[group]))
@@ -113,13 +113,13 @@ class ShardedSplit(ImageSplit):
         return np.searchsorted(self.begins, samples, side="right") - 1
 
     def fetch(self, place: int) -> None:
-        """Have the file of the place-th row group in the cache."""
+        """Bring the file of the row group at `place` into the cache."""
         group, weight = int(self.groups[place]), int(self.weights[place])
         write = partial(self.shards.write, group)
         self.cache.fetch(self.names[place], weight, write, self.shards.named(group))
 
     def spread(self, most: int) -> np.ndarray:
-        """See `ImageSplit.spread`; they are of one row group."""
+        """See `ImageSplit.spread`; the samples are of one row group."""
         return np.arange(min(most, self.begins[1]))
 
     def describe_bad(self, row: int, reason: str) -> str:
@@ -143,17 +143,17 @@ class ShardedSplit(ImageSplit):
         while True:
             try:
                 return pa.memory_map(str(self.cache.folder / self.names[place]))
-            except FileNotFoundError:  # nobody brought it, or others needed the room
+            except FileNotFoundError:  # not fetched, or removed for room
                 self.fetch(place)
                 self.cache.let_go(self.names[place])
 
     def _check_path(self, path: str) -> None:
-        """Refuse an image that lies elsewhere: what a shard names may be any file, or a URL."""
+        """Refuse an image stored elsewhere: a shard may name any file or URL."""
         raise SettingError("its bytes must be in the shard")
 
 
 def open_shards(config: ImageConfig, cache: GroupCache) -> Splits:
-    """Return train, the evaluation split if one has labels, and the names of the classes.
+    """Return the training split, the evaluation split if one has labels, and the class names.
 
     The dataset is a folder of parquet files, one such file, a URL of either, or a hub id.
     """
@@ -180,7 +180,7 @@ def open_shards(config: ImageConfig, cache: GroupCache) -> Splits:
 
 
 def _find_files(dataset: str) -> dict[str, list[File]]:
-    """Return the shards of each split, and what tells that each has not changed."""
+    """Return the shards of each split, each with a value that changes with it."""
     path, finder = Path(dataset).expanduser(), datasets.data_files
     if "://" in dataset and not dataset.endswith(".parquet"):
         base = dataset.rstrip("/")
@@ -230,7 +230,7 @@ def _read_index(
 
 
 def _name_of(*key: Any) -> str:
-    """Return the name of the file in the cache that has what a key says."""
+    """Return the name of a key's file in the cache."""
     return f"{hashlib.sha256(repr((_FORMAT, key)).encode()).hexdigest()[:32]}.arrow"
 
 

@@ -1,1 +1,1 @@
-"""Which batch size is worth having: ``python -m dbsl.study``."""
+"""Find the useful batch sizes: ``python -m dbsl.study``."""

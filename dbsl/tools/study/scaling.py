@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from dbsl.base.errors import require
 from dbsl.base.files import save_figure, write_table, write_text
 
-STATUSES = ("COMPLETE", "INCOMPLETE", "INFEASIBLE")  # cut short: says nothing; diverged
+STATUSES = ("COMPLETE", "INCOMPLETE", "INFEASIBLE")  # finished, cut short, diverged
 OBJECTIVE = "val/classification_error"
 PERFECT, USEFUL = 1.2, 1.1  # factors of the first two rules
 RULES = {
@@ -37,16 +37,16 @@ Rows = Sequence[Mapping[str, Any]]  # of results.csv: one workload's, batch size
 
 @dataclass(frozen=True)
 class Trial:
-    """One training: what it was given, and what was measured on its way."""
+    """One training run, with its metaparameters and its measurements."""
 
-    trial_id: int  # in its study; counts from 1
+    trial_id: int  # in its study, from 1
     status: str  # one of `STATUSES`
     steps: int  # taken
     parameters: Mapping[str, Any]  # metaparameters, ``learning_rate`` among them
     measurements: pandas.DataFrame = field(repr=False)  # ``step`` and the metrics, float64
 
     def reached_at(self, goal: float) -> float:
-        """Return the first step at which it was measured under the goal, or inf."""
+        """Return the first measured step with an error under the goal, or inf."""
         good = self.measurements["step"][self.measurements[OBJECTIVE] < goal]  # NaN is not under it
         return float(good.min()) if len(good) else math.inf
 
@@ -60,7 +60,7 @@ class Study:
     optimizer: str
     batch_size: int
     trials: tuple[Trial, ...]  # by ascending number
-    goal: float | None = None  # error that its trials were to fall under, if the study says so
+    goal: float | None = None  # error that its trials should fall under, if the study has one
     # Whether trials ended there, or where they could not be the first any more. They then say
     # nothing about another goal, be it easier or harder.
     ends_at_goal: bool = False
@@ -71,10 +71,10 @@ class Study:
         return f"{self.dataset}/{self.model}/{self.optimizer}"
 
     def best_trial(self, goal: float) -> Trial | None:
-        """Return the trial that was first measured strictly under the goal; None: none was.
+        """Return the trial that was first measured strictly under the goal, or None.
 
-        Between equal ones the trial with the lower number counts. Trials that diverged or were cut
-        short do not count. Its `reached_at` are the steps to result.
+        Ties go to the trial with the lower number. Trials that diverged or were cut short are
+        ignored. Its `reached_at` is the steps to result.
         """
         complete = (trial for trial in self.trials if trial.status == "COMPLETE")
         best = min(complete, key=lambda trial: trial.reached_at(goal), default=None)
@@ -82,10 +82,10 @@ class Study:
 
 
 def find_knees(steps: Mapping[int, int | None]) -> dict[str, Any]:
-    """Return where scaling ends, as ``report.json`` has it.
+    """Return where scaling ends, in the form of ``report.json``.
 
-    `steps` to result are by batch size; None: no trial reached the goal. b0 is the smallest batch
-    size that did. The useful one is seen if a larger one was tried.
+    `steps` has steps to result by batch size; None: no trial reached the goal. b0 is the smallest
+    batch size that did. `useful_is_seen`: a size above the useful one was tried.
     """
     reached = {size: count for size, count in steps.items() if count is not None}
     first, least = min(reached, default=0), min(reached.values(), default=0)
@@ -106,9 +106,9 @@ def find_knees(steps: Mapping[int, int | None]) -> dict[str, Any]:
 def critical_batch(steps: Mapping[int, int]) -> float | None:
     """Return the batch size at which training takes twice the fewest steps and samples.
 
-    Fits the curve steps(b) = S_min*(1 + B/b) of McCandlish et al. (arXiv 1812.06162, eq. 2.11) by
-    least relative errors, and returns B. The gradient noise scale predicts it. None: the sizes do
-    not show both ends of such a curve.
+    It is B of the curve steps(b) = S_min*(1 + B/b) of McCandlish et al. (arXiv 1812.06162, eq.
+    2.11), fitted by least squares of relative errors. The gradient noise scale predicts it. None:
+    the sizes do not show both ends of the curve.
     """
     if len(steps) < 3 or min(steps.values()) < 1:
         return None
@@ -119,9 +119,9 @@ def critical_batch(steps: Mapping[int, int]) -> float | None:
 
 
 def write_report(workloads: Mapping[str, Sequence[Study]], folder: Path, goal: float | None) -> str:
-    """Write ``report.json``, ``results.csv`` and the picture; return the report for people.
+    """Write ``report.json``, ``results.csv`` and the picture; return the report as text.
 
-    `goal` is the error to fall under; None, or where trials ended at it: each study's own.
+    `goal` is the error to fall under; each study's own if None, or if trials ended there.
     """
     lines, tables, report = [], {}, {}
     for name, studies in workloads.items():
@@ -149,7 +149,7 @@ def write_report(workloads: Mapping[str, Sequence[Study]], folder: Path, goal: f
 
 
 def _row(study: Study, goal: float) -> dict[str, Any]:
-    """Return a row of the table; of a size at which no trial reached the goal it has blanks."""
+    """Return a row of the table, with blanks if no trial reached the goal at this size."""
     best, steps, examples, rate, momentum = study.best_trial(goal), None, None, None, None
     if best is not None:
         steps = int(best.reached_at(goal))
@@ -216,7 +216,7 @@ def _draw_steps(axes: Axes, rows: Rows, report: Mapping[str, Any]) -> None:
 
 
 def _draw_rates(axes: Axes, tables: Mapping[str, Rows]) -> None:
-    """Draw what momentum makes of the best rates in the long run, and both rules of thumb."""
+    """Draw the best effective rates, lr / (1 - momentum), and both rules of thumb."""
     for name, rows in tables.items():
         sizes = np.array([row["batch_size"] for row in rows])
         rates = [float(row["learning_rate"]) / (1 - float(row["momentum"])) for row in rows]

@@ -1,11 +1,11 @@
-"""Studies on the disk, in the layout of the measurements that Shallue et al. released.
+"""Studies on disk, in the layout of the measurements that Shallue et al. released.
 
-That is (github.com/google-research/google-research/tree/master/batch_science)
+It is (github.com/google-research/google-research/tree/master/batch_science)
 ``dataset/model/optimizer/batch_size/study.json`` and, for every trial, ``trial_id/metadata.json``
-and ``trial_id/measurements.csv``. What is written here has more entries in ``study.json`` than
-those; readers of the released data ignore them. A trial whose ``metadata.json`` is written is done.
-One that is run is locked; the system lifts the lock where its process dies. Steps to the goal are
-in Optuna's journal, too, which all processes of a study's folder share.
+and ``trial_id/measurements.csv``. Our ``study.json`` has more entries than the released ones;
+readers of the released data ignore them. A trial is done once its ``metadata.json`` is written. A
+running trial is locked; the system releases the lock if its process dies. Optuna's journal, which
+all processes of a study's folder share, also has the steps to the goal.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ optuna = lazy_import("optuna")
 
 STUDY, METADATA, MEASUREMENTS = "study.json", "metadata.json", "measurements.csv"
 COLUMNS = ["step", "train/cross_entropy_error", "val/cross_entropy_error", OBJECTIVE]
-_LOOK_S = 1.0  # between looks at what other processes run
+_LOOK_S = 1.0  # between checks of what other processes run
 
 
 def dataset_name(dataset: str) -> str:
-    """Return what a dataset is called in a layout: a path's last part; a hub id without slashes."""
+    """Return a dataset's name in the layout: a path's last part; a hub id without slashes."""
     path = Path(dataset).expanduser()
     return path.resolve().stem if path.exists() else dataset.replace("/", "--")
 
@@ -48,7 +48,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def write_trial(folder: Path, trial: Trial) -> None:
-    """Write a trial into its study's folder; without ``metadata.json`` there is no trial."""
+    """Write a trial into its study's folder; ``metadata.json`` comes last, and completes it."""
     own, table = folder / str(trial.trial_id), trial.measurements
     own.mkdir(parents=True, exist_ok=True)
     form = {"float_format": "%.7g", "na_rep": "nan", "lineterminator": "\n"}
@@ -73,7 +73,7 @@ def read_workloads(roots: Iterable[Path]) -> dict[str, list[Study]]:
 
 
 def _read_study(path: Path) -> Study:
-    """Return a study; trials that are being written are not there yet."""
+    """Return a study, without trials that are still being written."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         names, trials = [values[name] for name in ("dataset", "model", "optimizer")], []
@@ -98,38 +98,38 @@ def _read_trial(path: Path) -> Trial:
 
 @dataclass(frozen=True)
 class Search:
-    """The search at one batch size: what its trials get, whoever runs them."""
+    """The search at one batch size: the inputs of its trials, in any process."""
 
     optimizer: str
     batch_size: int
     budget: int  # steps that a trial may take
-    folder: Path  # its trials', in the published layout
+    folder: Path  # of its trials, in the published layout
     points: Mapping[int, Mapping[str, float]]  # metaparameters of each trial, by number
 
     @property
     def name(self) -> str:
-        """Its name in the journal, and of its locks."""
+        """Its name in the journal and in its locks."""
         return f"{self.optimizer}-{self.batch_size}"
 
 
 class Queue:
-    """The trials of all searches of a study's folder; one whose files are written is done.
+    """The trials of all searches in a study's folder; one is done once its files are written.
 
-    `check_stop` is called whenever it waits, or looks at what others have found; it may raise.
+    `check_stop` is called before each wait, and each look at what others found; it may raise.
     """
 
     def __init__(self, folder: Path, searches: list[Search], check_stop: Callable[[], Any]) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._folder, self._searches, self._check_stop = folder / "queue", searches, check_stop
         self._folder.mkdir(exist_ok=True)
-        # Optuna's own lock outlives a process that is killed by half a minute.
+        # Optuna's own lock remains for half a minute after its process is killed.
         lock, journal = FileLock(folder / LOCK), str(self._folder / "journal")
         backend = optuna.storages.journal.JournalFileBackend(journal, lock)
         more = {"storage": optuna.storages.JournalStorage(backend), "load_if_exists": True}
         self._studies = {s.name: optuna.create_study(study_name=s.name, **more) for s in searches}
 
     def trials(self) -> Iterator[tuple[Search, int]]:
-        """Yield trials for this process to run until all are done; wait for those of others."""
+        """Yield trials for this process to run until all are done; wait for other processes'."""
         each, told = [(search, number) for search in self._searches for number in search.points], 0
         while left := [trial for trial in each if not _is_done(*trial)]:
             others = True
@@ -137,7 +137,7 @@ class Queue:
                 lock = FileLock(self._folder / f"{search.name}-{number}", timeout=0)
                 with suppress(Timeout), lock:
                     others = False
-                    if not _is_done(search, number):  # another may have done it just now
+                    if not _is_done(search, number):  # another may have just finished it
                         yield search, number
             if others:
                 self._check_stop()
@@ -147,7 +147,7 @@ class Queue:
                 time.sleep(_LOOK_S)
 
     def note(self, search: Search, trial: Trial, goal: float) -> None:
-        """Tell all processes of a trial that is complete: its steps to the goal, or inf."""
+        """Record a complete trial for all processes: its steps to the goal, or inf."""
         about = {"trial_id": trial.trial_id, **trial.parameters}
         found = optuna.trial.create_trial(value=trial.reached_at(goal), user_attrs=about)
         self._studies[search.name].add_trial(found)

@@ -1,4 +1,4 @@
-"""Which batch size is worth having: steps to result at every size, everything else re-tuned.
+"""Measure steps to result at every batch size, with everything else re-tuned.
 
     python -m dbsl.study --batch-sizes 16,32,64,128,256,512,1024 --goal-error 0.3 --trials 16
     python -m dbsl.study --plot studies/digits-resnet18       # read and draw, train nothing
@@ -39,7 +39,7 @@ from dbsl.tools.study.store import Queue, Search
 from dbsl.tools.study.trials import Images, ImageTask, Range, run_trial
 
 SETTINGS = "study.yaml"
-# Bounds of what is searched: one value, or a range's ends.
+# Bounds of a searched setting: one value, or a range's ends.
 _Ends = partial(Within, lengths=(1, 2), order=le)
 _OF_DATA = [own for own in settings_of_extras() if not issubclass(own, RunConfig)]
 
@@ -95,7 +95,7 @@ class StudyConfig(*_OF_DATA, MachineConfig, ImageConfig):  # a comment is the he
         check_fields(self)
         check_images(self)
         searched = len({*self.weight_decay}) > 1
-        Within(0, open_low=searched).check("weight_decay", self.weight_decay)  # a log has no 0
+        Within(0, open_low=searched).check("weight_decay", self.weight_decay)  # 0 has no log
 
     def budget(self, batch_size: int, train_samples: int) -> int:
         """Return the steps that a trial may take at a batch size."""
@@ -105,9 +105,9 @@ class StudyConfig(*_OF_DATA, MachineConfig, ImageConfig):  # a comment is the he
         return min(steps, self.max_steps or steps)
 
     def ranges(self, optimizer: str) -> dict[str, Range]:
-        """Return what is searched for an optimizer, by the names that parameters have.
+        """Return the ranges searched for an optimizer, by parameter name.
 
-        The best learning rate / (1 - momentum) differs less between momenta than the best rate.
+        The best learning rate / (1 - momentum) varies less with momentum than the best rate.
         """
         name = trials.TIMM_NAMES.get(optimizer, optimizer)
         rate = default_learning_rate(name)
@@ -124,7 +124,7 @@ class StudyConfig(*_OF_DATA, MachineConfig, ImageConfig):  # a comment is the he
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a study, or go on with one; with ``--plot`` read and draw finished ones."""
+    """Run or resume a study; with ``--plot``, read and draw finished ones."""
     config = parse_flags(StudyConfig, argv, prog="python -m dbsl.study")
     dataset = store.dataset_name(config.dataset)
     named = f"studies/{dataset}-{config.model}" if config.plot is None else config.plot[0]
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run_trials(config: StudyConfig, folder: Path, dataset: str) -> None:
-    """Run the trials that are left; wait for those of other processes, which may die."""
+    """Run the remaining trials; wait for those of other processes, which may die."""
     for optimizer in config.optimizers:
         check_optimizer(optimizer)
     torch.set_num_threads(config.cpu_threads or threads_of_process())
@@ -202,10 +202,10 @@ def _searches(config: StudyConfig, folder: Path, train_samples: int) -> list[Sea
 
 
 def _keep_settings(config: StudyConfig, folder: Path) -> None:
-    """Write a study's settings, or check that they are those it was begun with."""
+    """Write a study's settings, or check that they match those it began with."""
     settings = {f.name: getattr(config, f.name) for f in fields(config)}
     settings["augment"] = config.augmentation
-    # A launch may change what changes no trial. What is evaluated does: it tells of the goal.
+    # A launch may change settings that affect no trial. eval_samples does: it decides the goal.
     free = {*with_role(type(config), Role.FREE | Role.NODE)} - {"eval_samples"}
     text = config_to_yaml({n: value for n, value in settings.items() if n not in free})
     folder.mkdir(parents=True, exist_ok=True)

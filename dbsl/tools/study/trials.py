@@ -1,8 +1,8 @@
-"""One training of a study: so many steps at one batch size, measured on the way.
+"""One trial of a study: steps at one batch size, with measurements in between.
 
-The loop has a task take steps and measure itself. `ImageTask` does so with train.py's data, model
-and optimizer. A trial's metaparameters are a point of a scrambled Sobol sequence: they depend
-on the seed, the optimizer and the batch size, not on who runs it.
+The loop has a task take steps and measure. `ImageTask` uses train.py's data, model and
+optimizer. A trial's metaparameters are a point of a scrambled Sobol sequence: they depend on
+the seed, the optimizer and the batch size, not on the process that runs it.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from dbsl.tools.study.store import COLUMNS, Search
 
 qmc = lazy_import("scipy.stats.qmc")
 
-# To a scale on which a range is searched evenly, and back.
+# Maps to a scale on which a range is searched evenly, and back.
 _SCALES = {
     "LINEAR_SCALE": (float, float),
     "LOG_SCALE": (math.log, math.exp),
     "REVERSE_LOG_SCALE": (lambda value: math.log(1 - value), lambda place: 1 - math.exp(place)),
 }
-_KEPT = 2**30  # bytes of evaluation images that are kept as they go into the model
-# Optimizers as Shallue et al. call them, by timm's names; sgd is momentum with none.
+_KEPT = 2**30  # most bytes of evaluation images to keep as model inputs
+# timm's names for the optimizers of Shallue et al.; sgd is momentum at 0.
 TIMM_NAMES = {"sgd": "momentum", "momentum": "momentum", "nesterov": "sgd"}
 
 
 def decayed_rate(step: int, parameters: Mapping[str, float]) -> float:
-    """Return the learning rate of a step, counted from 0: it falls in a line, then stays.
+    """Return the learning rate of a step, counted from 0: it decays linearly, then is constant.
 
-    From ``learning_rate`` to ``end_learning_rate_factor`` times that, over
-    ``learning_rate_decay_steps``; as Shallue et al. have it for their image models.
+    It goes from ``learning_rate`` to ``end_learning_rate_factor`` times that, over
+    ``learning_rate_decay_steps``, as for the image models of Shallue et al.
     """
     factor = parameters.get("end_learning_rate_factor", 1.0)
     fallen = min(step / parameters.get("learning_rate_decay_steps", math.inf), 1.0)
@@ -56,9 +56,9 @@ def decayed_rate(step: int, parameters: Mapping[str, float]) -> float:
 
 
 def measured_steps(budget: int, spacing: float) -> Iterator[int]:
-    """Yield the steps after which to measure: each `spacing` times later than the one before.
+    """Yield the steps after which to measure, each later than the last by the share `spacing`.
 
-    Near the start that is after every step. The last is the budget.
+    Near the start, that is every step. The last is the budget.
     """
     step = 0
     while step < budget:
@@ -76,10 +76,10 @@ def run_trial(
 ) -> Trial:
     """Train for at most the search's budget, and return the measurements, `spacing` apart.
 
-    A trial whose loss is not finite at any measurement is INFEASIBLE and ends there. It also ends
-    where the error falls under a `goal` (COMPLETE), or once it has taken `most_steps`, which is
-    asked for at every measurement (INCOMPLETE). With the steps of the best trial so far, neither
-    changes the least steps to result, nor which trials have them.
+    A trial ends as INFEASIBLE at the first measurement with a loss that is not finite. It also
+    ends where the error falls under a `goal` (COMPLETE), or before it would go past `most_steps()`
+    (INCOMPLETE). If that returns the steps of the best trial so far, neither changes the least
+    steps to result, nor which trials have them.
     """
     rows, status, done = [(0, math.nan, *task.measure())], "COMPLETE", 0
     parameters = search.points[number]
@@ -101,10 +101,10 @@ def run_trial(
 
 
 class ImageTask:
-    """A timm model on a data set's images, trained as train.py does with one worker.
+    """A timm model on a data set's images, trained as by train.py with one worker.
 
-    Initial weights, order, augmentation and dropout depend on `seed` alone. Every batch has the
-    search's size; the rest of an epoch is left out.
+    Initial weights, order, augmentation and dropout depend only on `seed`. Every batch has the
+    search's size; an epoch's remainder is dropped.
     """
 
     def __init__(self, images: Images, search: Search, number: int, seed: int) -> None:
@@ -163,7 +163,7 @@ class ImageTask:
 
 
 class Images:
-    """What the trials of a study with these settings share: data, and a model to begin with."""
+    """The data and the way to build a model that a study's trials share."""
 
     def __init__(self, config: Any, accelerator: Accelerator) -> None:
         self.config, self.accelerator = config, accelerator
@@ -175,7 +175,7 @@ class Images:
         largest, kind = max(config.batch_sizes), accelerator.device.type
         size = evaluation_batch_size(config.eval_batch_size, kind, largest)
         batches = evaluation_batches(len(data.evaluation), size)
-        # Makes the evaluation set's batches; those of a small one are made once.
+        # Makes the evaluation set's batches; a small set's are made once.
         plain = replace(self.transform, augment="none")
         self.evaluation = partial(data.evaluation.batches, batches, plain)
         if 12 * len(data.evaluation) * side**2 <= _KEPT:
@@ -190,7 +190,7 @@ class Images:
 
 
 class Range(NamedTuple):
-    """The values of one metaparameter: a range on a scale, or where both ends are equal, one."""
+    """The values of one metaparameter: a range on a scale, or one value if its ends are equal."""
 
     low: float
     high: float
@@ -208,7 +208,7 @@ def search_points(
 ) -> list[dict[str, float]]:
     """Return the metaparameters of the first `count` trials, of `budget` steps each.
 
-    They fill all ranges evenly. The learning rate and its decay have their published names, too.
+    They fill all ranges evenly. The learning rate and its decay also have their published names.
     """
     fixed = {name: own.low for name, own in ranges.items() if own.low == own.high}
     searched = {name: own for name, own in ranges.items() if name not in fixed}
