@@ -102,7 +102,7 @@ class UnevenTrainerMixin:
         try:
             return super().training_step(model, inputs, num_items_in_batch)
         finally:
-            del self.compute_loss
+            self.compute_loss = own_loss  # not del: it may have been set on this object
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the samples of an optimizer step, which Trainer prints."""
