@@ -61,8 +61,9 @@ class UnevenTrainerMixin:
         asked = self.local_batch_sizes or self.balance or self.lengths is not None
         must = f"local_batch_sizes, balance or lengths of {type(self).__name__} must be set"
         require(asked, must, self.local_batch_sizes)
+        together = args.average_tokens_across_devices or args.world_size == 1
         must = "average_tokens_across_devices must be True"
-        require(args.average_tokens_across_devices, must, args.average_tokens_across_devices)
+        require(together, must, args.average_tokens_across_devices)
         accelerator.prepare = lambda loader, *_, **__: loader  # it would split the loader
         try:
             loader = super().get_train_dataloader()

@@ -186,7 +186,7 @@ def test_a_trainer_that_cannot_be_right_is_refused():
         (typo, "local_batch_sizes, balance or lengths of Typo must be set, got unset"),
         (own, "average_tokens_across_devices must be True, got false"),
     ):
-        each.args = SimpleNamespace(average_tokens_across_devices=False)
+        each.args = SimpleNamespace(average_tokens_across_devices=False, world_size=2)
         each.accelerator = None
         with pytest.raises(SettingError, match=must):
             each.get_train_dataloader()
