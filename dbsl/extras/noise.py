@@ -47,7 +47,7 @@ CONFIDENCE = 0.95
 _KEPT = 0.95  # factor on a pair's weight at each new pair: about 40 pairs matter
 _FEW = 10  # fewer measurements print no line
 _MICRO = 4  # a micro-batch is this part of a batch
-_COST = 0.015  # share of the compute that extra passes may take; the promise is 2 %
+_COST = 0.003  # share of the compute that extra passes may take; the promise is 0.5 %
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class NoiseSettings(RunConfig):
     """Whether the noise scale is estimated."""
 
     # --- run
-    # estimate from gradients which batch size is worth having; costs below 2 % of the time
+    # estimate from gradients which batch size is worth having; costs below 0.5 % of the time
     noise_scale: Annotated[bool, Role.FREE] = True
 
 
@@ -368,7 +368,7 @@ def choose_probe(workers: Workers) -> NoiseProbe | None:
 def probe_interval(
     model: TimeModel, batch: int, steps: int, least: int, launch_s: float = 0.0
 ) -> int:
-    """Return the rounds between extra micro-batch passes that keep within 1.5 % of the time.
+    """Return the rounds between extra micro-batch passes that keep within 0.3 % of the time.
 
     A round has `steps` of `batch` samples; a micro-batch has at least `least` samples. A pass takes
     at least the `launch_s` of its launches.

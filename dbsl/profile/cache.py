@@ -75,7 +75,7 @@ class Profiler:
             model = self.spec.setup["model"]
             self._accelerator.print(f"measuring memory of {model}{px(resolution, ' at ')}")
             step, (low, high) = TrainingStep(self.spec, resolution), _MEMORY_UP_TO
-            largest = confirm_batch(step, max(low, min(high, at_most)))
+            largest = confirm_batch(step, max(low, min(high, at_most)), left=0.5)
             memory = profile_memory(step, batch_sizes_to_measure(largest))
             del step  # the next step needs the memory of its model and images
         memory = self._for_now(memory)

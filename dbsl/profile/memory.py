@@ -1,7 +1,8 @@
 """CUDA memory of a training step, ``M = p + x*q`` (eq. 9), and the largest batch that fits.
 
-The bytes that the caching allocator reserves are measured. CPU memory is not: the system
-overcommits it, and kills the process later.
+The peak of the bytes that tensors take is measured: the caching allocator reserves more, in
+segments that a fuller device makes it reuse. CPU memory is not measured: the system overcommits it,
+and kills the process later.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dbsl.base.machine import local_processes
 from dbsl.cluster.launch import chosen_backend
 
 GIB = 2**30
-_MARGIN = 0.05  # share of the capacity left free
+_MARGIN = 0.03  # share of the capacity left free
 # Texts of out-of-memory errors. cuDNN and cuBLAS need memory for handles and workspaces, and do not
 # raise torch.OutOfMemoryError.
 _SHORT_OF_MEMORY = (
@@ -54,18 +55,18 @@ class MemoryModel:
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> float:
-    """Return the peak bytes that the allocator of a CUDA device reserves during a call."""
+    """Return the peak bytes of tensors on a CUDA device during a call."""
     give_back(device)
     torch.cuda.reset_peak_memory_stats(device)
     call()
     torch.cuda.synchronize(device)
-    return float(torch.cuda.max_memory_reserved(device))
+    return float(torch.cuda.max_memory_allocated(device))
 
 
 def room_bytes(device: torch.device) -> float:
     """Return the bytes of a CUDA device that this process may use: its own and the free ones.
 
-    A margin of 5 % is excluded.
+    A margin of 3 % is excluded.
     """
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
@@ -100,8 +101,8 @@ def memory_in_use(device: torch.device) -> float:
     return float(psutil.Process().memory_info().rss)
 
 
-def confirm_batch(step: Callable[[int], object], batch: int) -> int:
-    """Return the largest batch with which a step runs, from `batch` down in steps of 5 %."""
+def confirm_batch(step: Callable[[int], object], batch: int, left: float = 0.98) -> int:
+    """Return a batch with which a step runs: `batch`, or what is `left` of it after each failure."""
     while True:
         try:
             step(batch)
@@ -111,7 +112,7 @@ def confirm_batch(step: Callable[[int], object], batch: int) -> int:
                 raise
         # Not in the except block: the error there still holds the failed step's tensors.
         give_back(torch.device("cuda"))
-        batch = max(1, batch * 19 // 20)
+        batch = max(1, int(batch * left))
 
 
 def is_short_of_memory(error: RuntimeError) -> bool:

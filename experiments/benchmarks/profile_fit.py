@@ -2,8 +2,9 @@
 
     python -m experiments.benchmarks.profile_fit
 
-Profiles ResNet-18 at 24 and 32 px in float32 and bf16 as train.py does, then times batch sizes that
-the fit has not seen, and sets the line's prediction against them.
+Profiles three models at 32 px in float32 as train.py does, then times five batch sizes that the
+fit has not seen, and sets the line's prediction against them: on a quiet machine, and with another
+program on one of its cores.
 """
 
 from __future__ import annotations
@@ -12,53 +13,56 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from dbsl.plan.solve import TimeModel
+from dbsl.plan.types import TimeModel
 from experiments.benchmarks.record import record
 
-COMMAND = [sys.executable, "-m", "dbsl.profile", "--resolutions", "24,32", "--mixed-precision"]
+COMMAND = [sys.executable, "-m", "dbsl.profile", "--resolutions", "32", "--mixed-precision", "no"]
+MODELS = ("resnet18", "mobilenetv3_small_100", "vit_tiny_patch16_224")
+BUSY = [sys.executable, "-c", "while True: pass"]
 
 
-def measured(precision: str, largest: int) -> list[dict[str, Any]]:
-    """Return the profiles of a call of the command, one a resolution."""
+def measured(model: str, largest: int) -> tuple[dict[str, Any], bool]:
+    """Return the profile of a call of the command, and whether it said that the line is bad."""
     with tempfile.TemporaryDirectory() as folder:
         output = str(Path(folder) / "profile.json")
-        command = [*COMMAND, precision, "--large-batch-size", str(largest), "--output", output]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return json.loads(Path(output).read_text())["profiles"]
+        own = ["--model", model, "--large-batch-size", str(largest), "--output", output]
+        said = subprocess.run([*COMMAND, *own], check=True, stdout=subprocess.PIPE, text=True)
+        return json.loads(Path(output).read_text())["profiles"][0], "a bad fit" in said.stdout
+
+
+def rows_of(model: str, load: str) -> list[dict[str, Any]]:
+    """Profile up to 128 samples, then the sizes between; return a row of each of these."""
+    profile, bad = measured(model, 128)
+    line = TimeModel(profile["slope"], profile["intercept"], profile["floor"])
+    others, _ = measured(model, 96)
+    columns = others["batch_sizes"], others["times_s"], others["errors"]
+    return [
+        {
+            "model": model,
+            "load": load,
+            "held_out_batch": size,
+            "measured_ms": f"{1e3 * time_s:.2f}",
+            "standard_error": f"{error:.3f}",
+            "predicted_ms": f"{1e3 * line.time(size, 1):.2f}",
+            "error": f"{line.time(size, 1) / time_s - 1:+.3f}",
+            "bad_fit_said": bad,
+        }
+        for size, time_s, error in zip(*columns, strict=True)
+    ]
 
 
 def main() -> None:
-    """Profile both precisions, then other batch sizes, and write profile.csv."""
-    rows = []
-    for precision in ("no", "bf16"):
-        began = time.perf_counter()
-        lines = measured(precision, 128)
-        alone_s = time.perf_counter() - began
-        for profile, others in zip(lines, measured(precision, 96), strict=True):
-            line = TimeModel(profile["slope"], profile["intercept"], profile["floor"])
-            for size, time_s in zip(others["batch_sizes"], others["times_s"], strict=True):
-                rows.append(
-                    {
-                        "resolution": profile["resolution"],
-                        "precision": "float32" if precision == "no" else precision,
-                        "slope_ms": f"{1e3 * line.slope:.4f}",
-                        "intercept_ms": f"{1e3 * line.intercept:.3f}",
-                        "held_out_batch": size,
-                        "measured_ms": f"{1e3 * time_s:.2f}",
-                        "predicted_ms": f"{1e3 * line.time(size, 1):.2f}",
-                        "error": f"{line.time(size, 1) / time_s - 1:+.3f}",
-                        "profile_seconds": f"{alone_s:.0f}",
-                    }
-                )
-    record(
-        Path("experiments/results/profile.csv"),
-        rows,
-        "python -m experiments.benchmarks.profile_fit",
-    )
+    """Profile each model, then other batch sizes, and write held_out.csv."""
+    rows = [row for model in MODELS for row in rows_of(model, "quiet")]
+    other = subprocess.Popen(BUSY)
+    try:
+        rows += [row for model in MODELS for row in rows_of(model, "a busy core")]
+    finally:
+        other.kill()
+    record(Path("experiments/results/held_out.csv"), rows, "python -m experiments.benchmarks.profile_fit")
 
 
 if __name__ == "__main__":

@@ -314,7 +314,7 @@ def test_processes_on_one_gpu_share_its_free_memory(monkeypatch, processes, gpus
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("DBSL_BACKEND", backend or "")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    assert room_bytes(torch.device("cuda")) == (8 * GIB / sharing + GIB) * 0.95
+    assert room_bytes(torch.device("cuda")) == (8 * GIB / sharing + GIB) * 0.97
 
 
 def test_what_measuring_took_of_a_gpu_is_given_back_before_training(accelerator, monkeypatch):
@@ -350,7 +350,8 @@ def test_confirming_step_backs_off_until_it_fits(error):
             raise error
 
     assert confirm_batch(step, 100) == 90
-    assert tried == [100, 95, 90]
+    assert tried == [100, 98, 96, 94, 92, 90]
+    assert confirm_batch(step, 200, left=0.5) == 50
 
 
 def test_other_errors_of_a_confirming_step_are_not_taken_for_want_of_memory():
