@@ -274,12 +274,18 @@ def kept_modes(model: nn.Module) -> Iterator[None]:
 _MOST_GRAPHS = 64  # in a run; further shapes run uncompiled
 
 
-def compiles(config: Any, device: torch.device) -> bool:
-    """Whether a config compiles models; auto: on CUDA, if torch can and sizes do not change."""
+def compiles(config: Any, device: torch.device) -> bool | str:
+    """Whether a config compiles models; auto: on CUDA, if torch can and sizes do not change.
+
+    A text is the name of torch's backend.
+    """
+    on_cuda = device.type == "cuda"
+    if config.compile == "cudagraphs":
+        return on_cuda and config.compile
     if config.compile != "auto":
         return config.compile
     changes = getattr(config, "balance", "none") != "none"  # a config for measuring only has none
-    return device.type == "cuda" and not changes and has_triton()
+    return on_cuda and not changes and has_triton()
 
 
 def graphs_made() -> int:
@@ -287,8 +293,10 @@ def graphs_made() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def compile_in_place(model: nn.Module, device: torch.device, *, sums: bool = False) -> None:
-    """Compile a model's calls, once for each shape of its input.
+def compile_in_place(
+    model: nn.Module, device: torch.device, how: bool | str = True, *, sums: bool = False
+) -> None:
+    """Compile a model's calls, once for each shape of its input; `how` is what `compiles` returns.
 
     On CUDA, the graphs are recorded as CUDA graphs, which save small batches the launch of every
     kernel; not if gradients of several calls are summed (`sums`), since a recorded graph's next
@@ -296,6 +304,9 @@ def compile_in_place(model: nn.Module, device: torch.device, *, sums: bool = Fal
     """
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
     torch._dynamo.config.suppress_errors = True
+    if isinstance(how, str):
+        model.compile(dynamic=False, backend=how)
+        return
     records = device.type == "cuda" and not sums
     model.compile(dynamic=False, mode="reduce-overhead" if records else "default")
 

@@ -32,7 +32,7 @@ from dbsl.config.fields import (
 )
 from dbsl.config.image_settings import ImageConfig, check_images
 
-Compile = Literal["auto"] | bool
+Compile = Literal["auto", "cudagraphs"] | bool
 Precision = Literal["auto", "no", "bf16", "fp16"]
 Rounding = Literal["round", "truncate"]
 UpdateFactor = Literal["data", "sqrt", "none"]
@@ -142,7 +142,9 @@ class TrainingConfig(ImageConfig):
     # gradient accumulation: most samples of a worker on its device at once; a step sums the
     # gradients of such parts. As many values as --large-batch-size may have; auto: what fits a CUDA
     # GPU; unset: the whole batch. Batch norm and mixing see one part at a time
-    micro_batch_size: _Sizes = None
+    micro_batch_size: Annotated[
+        _Sizes, Excludes(compile="cudagraphs", why=", where a call overwrites the gradients before it")
+    ] = None
     # smallest batch size that a computed or balanced plan gives a worker; a model with batch norm
     # wants about 8
     min_batch_size: Annotated[Count, Role.PLAN] = 2
@@ -320,7 +322,8 @@ class RunConfig(MachineConfig, TrainingConfig):
     # rounds that are left out because loss or weights are not finite before the run ends as
     # diverged
     max_bad_rounds: Annotated[Number, Role.FREE] = 10
-    # torch.compile; auto: on CUDA, if batch sizes stay
+    # torch.compile; auto: on CUDA, if batch sizes stay. cudagraphs: record the uncompiled kernels as
+    # CUDA graphs there
     compile: Annotated[
         Compile, Excludes("balance", why=", which changes batch sizes: each would be compiled")
     ] = "auto"

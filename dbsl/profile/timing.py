@@ -183,7 +183,7 @@ def profile_steps(step: TrainingStep, batch_sizes: Sequence[int], *, seconds: fl
     # Compile only now: memory of the eager copy is an upper bound, and measuring it takes other
     # batch sizes, each of which would compile a graph.
     if step.compiles:
-        compile_in_place(step.model, device, sums=step.micro_batch is not None)
+        compile_in_place(step.model, device, step.compiles, sums=step.micro_batch is not None)
     left = seconds - (time.perf_counter() - began)
     times, errors = measure_step_times(step, sizes, seconds=left)
     return fit_profile(

@@ -184,7 +184,9 @@ def _stepper(
     return JointSteps(*common, wire=wire) if joint else Stepper(*common)
 
 
-def make_ready(parts: Parts, weights: FlatWeights, workers: Sequence[int], compiled: bool) -> None:
+def make_ready(
+    parts: Parts, weights: FlatWeights, workers: Sequence[int], compiled: bool | str
+) -> None:
     """Run a batch of each shape that these workers will use, before training time begins.
 
     A compiled model builds its graphs here. For an eager model, cuDNN tries its algorithms, which
@@ -192,7 +194,7 @@ def make_ready(parts: Parts, weights: FlatWeights, workers: Sequence[int], compi
     """
     plans, model, device = parts.plans, parts.raw_model, parts.accelerator.device
     if compiled:
-        compile_in_place(model, device, sums=plans.known.micro_batch_sizes is not None)
+        compile_in_place(model, device, compiled, sums=plans.known.micro_batch_sizes is not None)
     dropout = {stage.resolution: stage.dropout for stage in plans.stages}
     began, shapes = time.perf_counter(), 0
     with weights.kept(), torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dbsl.base.files import check_output
 from dbsl.base.machine import threads_of_process
 from dbsl.cluster.weights import compiles
-from dbsl.config.fields import Count, Positive, Within, check_fields
+from dbsl.config.fields import Count, Excludes, Positive, Within, check_fields
 from dbsl.config.parse import parse_flags
 from dbsl.config.settings import Compile, Precision
 from dbsl.data.sources import image_batch
@@ -48,10 +48,11 @@ class Arguments:
     weight_decay: float = 5e-4
     clip_grad: bool = False  # clip gradients in the measured steps, as with train.py --clip-grad
     # most samples on the device at once; unset: the whole batch
-    micro_batch_size: _Two | None = None
+    micro_batch_size: Annotated[_Two | None, Excludes(compile="cudagraphs")] = None
     # precision of forward passes; auto: bf16 where the device computes it natively, else no
     mixed_precision: Precision = "auto"
-    compile: Compile = "auto"  # measure the model with torch.compile; auto: on CUDA
+    # measure the model with torch.compile; auto: on CUDA; cudagraphs: as train.py has it
+    compile: Compile = "auto"
     cpu_threads: Count | None = None  # threads of torch; unset: all cores, or OMP_NUM_THREADS
     profile_seconds: Positive = 30.0  # seconds to measure for, all resolutions together
     output: Path | None = None  # file to write the profile to, for train.py --profile

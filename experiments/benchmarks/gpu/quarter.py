@@ -21,7 +21,7 @@ from dbsl.optimizer import create_optimizer
 from experiments.benchmarks.gpu.child import Settings
 from experiments.benchmarks.speed.arms import synchronize
 
-WAYS = ("eager", "fp16", "callables", "graph", "compiled", "compiled-graph")
+WAYS = ("eager", "fp16", "callables", "cudagraphs", "graph", "compiled", "compiled-graph")
 _SLEEP = 200_000_000  # cycles, 0.1 s, in which the host hands over two steps
 _WARM = 4  # steps before a graph: by then kernels are chosen, and the optimizer has its state
 
@@ -58,6 +58,8 @@ def _step(
     cast = torch.autocast(device.type, dtype, cache_enabled=False)  # a cache outlives no graph
     if cuda and way.startswith("compiled"):
         compile_in_place(model, device, sums=way != "compiled")  # with sums: not as CUDA graphs
+    if cuda and way == "cudagraphs":
+        compile_in_place(model, device, way)
     if cuda and way == "callables":
         with cast:
             called = torch.cuda.make_graphed_callables(model, (images,))

@@ -58,6 +58,7 @@ def run_of(model, sizes, device="cpu"):
         ({"workers": 2, "balance": "dynamic"}, ()),
         ({"compile": True}, ("cuda", "cpu", "mps")),
         ({"compile": False}, ()),
+        ({"compile": "cudagraphs"}, ("cuda",)),
     ],
 )
 def test_models_are_compiled_on_cuda_unless_told_otherwise_or_batch_sizes_change(
@@ -66,7 +67,7 @@ def test_models_are_compiled_on_cuda_unless_told_otherwise_or_batch_sizes_change
     monkeypatch.setattr(compiling, "has_triton", lambda: triton)
     config, found = Config(**settings), {"cuda", "cpu", "mps"}
     found = {device for device in found if compiles(config, torch.device(device))}
-    assert found == ({*on} if triton or config.compile is True else set())
+    assert found == ({*on} if triton or config.compile != "auto" else set())
 
 
 @pytest.mark.parametrize(("compiled", "times"), [(True, 3), (False, 1)])
