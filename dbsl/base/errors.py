@@ -154,7 +154,7 @@ def _end(text: str, status: int, *, printed: bool) -> NoReturn:
     if printed:
         print(text, file=sys.stderr, flush=True)
         if told or "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by accelerate launch
-            what = "(the line above counts; the launcher adds a traceback)"
+            what = "(the line above is the reason; the launcher adds a traceback)"
             print(what, file=sys.stderr, flush=True)
     if one_of_several():
         sys.stdout.flush()

@@ -138,7 +138,7 @@ class Watch:
     def watching(self) -> Iterator[None]:
         """Turn a failed exchange into a `SyncError` that names the rank at fault.
 
-        Any other error ends this process alone; the others get a note of it.
+        Another error is raised here as it is; the other processes are told of it.
         """
         threading.Thread(target=self._look, name="watch", daemon=True).start()
         try:

@@ -176,7 +176,7 @@ def _places(root: str, folders: Iterable[str], lists: Iterable[str]) -> dict[str
         for level in range(first, max(map(len, paths), default=0))
     }
     if not {None, "train"} & named.get(first, {None}):
-        text = f"{root} has images in folders for {' and '.join(sorted(named[first]))} alone"
+        text = f"{root} has only folders for {' and '.join(sorted(named[first]))}"
         raise SettingError(f"{text}: name the folder to train on train")
     whole = [level for level, words in named.items() if None not in words and "train" in words]
     level = next((level for level in whole if level == first or len(named[level]) > 1), None)

@@ -77,7 +77,7 @@ def open_splits(
             logger.warning(text, name, dataset, len(found) - len(rows), len(found))
         if train is None:
             if len(values) < 2 or not len(rows):
-                lack = f"{values[0]!r} alone" if len(rows) else "no row with a label"
+                lack = f"only {values[0]!r}" if len(rows) else "no row with a label"
                 raise SettingError(
                     f"split {name!r} of {dataset} has {lack} in column {label_column!r}: it must "
                     "have two classes or more; --label-column names another column"

@@ -206,7 +206,7 @@ class Display:
 
 def loss_of_worker(change: LostWorker) -> str:
     """Return a line on a lost worker."""
-    out = f"; {change.samples} samples of epochs under way are left out" if change.samples else ""
+    out = f"; {change.samples} samples of unfinished epochs are skipped" if change.samples else ""
     return (
         f"warning: rank {change.rank} (worker {change.worker}) was lost after "
         f"{plural(change.rounds, 'round')} ({change.reason}); the others share its samples from "

@@ -262,7 +262,7 @@ def micro_parts(part: Part, most: int | None, least: int = 1) -> list[Part]:
 def split_evenly(indices: np.ndarray, local_batch_size: int, least: int = 1) -> list[np.ndarray]:
     """Cut indices into the fewest batches of at most `local_batch_size`, sizes within one.
 
-    Where a batch would have fewer than `least`, there are fewer batches, larger by one.
+    Where a batch would have fewer than `least`, there are fewer and larger batches.
     """
     if not len(indices):
         return []

@@ -259,7 +259,7 @@ def test_under_a_launcher_the_line_that_counts_is_said_and_kept(
         parse_config(Config, ["--resume", "nowhere"])
     line, hint = capsys.readouterr().err.splitlines()
     assert line.startswith("error: resume must be auto")
-    assert "the line above counts" in hint
+    assert "the line above is the reason" in hint
     if variable == "TORCHELASTIC_ERROR_FILE":  # as torchrun reads it
         failure = ProcessFailure(0, 7, 2, str(tmp_path / "error.json"))
         assert line in ChildFailedError("train.py", {0: failure}).format_msg()

@@ -301,7 +301,7 @@ def test_classes_in_another_order_in_the_test_split_are_matched_by_name(tmp_path
         ),
         (
             lambda: {"train": of_classes(["cat"], [0] * 4)},  # as a single class folder is
-            "has 'cat' alone in column 'label': it must have two classes or more",
+            "has only 'cat' in column 'label': it must have two classes or more",
         ),
         (lambda: {"train": of_classes("ab", [0])}, "2 images or more to hold some out, got 1"),
         (

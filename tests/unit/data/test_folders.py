@@ -149,7 +149,7 @@ one class to train on | train/cat/0.jpg test/{cat,dog}/0.jpg | images lie in tes
 flat splits | {train,test}/{0,1}.jpg | its images lie in test and train
 a table of other names | {0,1}.jpg train.csv=id,label;0,1 | write a metadata.csv with the columns f
 outlines alone | images/{train,val}/0.jpg labels/{train,val}/0.txt= | no two classes
-nothing to train on | {test,val}/{cat,dog}/0.jpg | folders for test and validation alone: name
+nothing to train on | {test,val}/{cat,dog}/0.jpg | only folders for test and validation: name
 archives | train.zip= | /train.zip is an archive: unpack it
 an archive and a list | images.zip= labels.csv=a,b | images.zip is an archive: unpack it
 two classes for an image | {0,1}.jpg metadata.csv=file_name,label;0.jpg,a;1.jpg,b;0.jpg,b
