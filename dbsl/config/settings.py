@@ -143,7 +143,8 @@ class TrainingConfig(ImageConfig):
     # gradients of such parts. As many values as --large-batch-size may have; auto: what fits a CUDA
     # GPU; unset: the whole batch. Batch norm and mixing see one part at a time
     micro_batch_size: Annotated[
-        _Sizes, Excludes(compile="cudagraphs", why=", where a call overwrites the gradients before it")
+        _Sizes,
+        Excludes(compile="cudagraphs", why=", which overwrites gradients of the call before"),
     ] = None
     # smallest batch size that a computed or balanced plan gives a worker; a model with batch norm
     # wants about 8
@@ -322,8 +323,8 @@ class RunConfig(MachineConfig, TrainingConfig):
     # rounds that are left out because loss or weights are not finite before the run ends as
     # diverged
     max_bad_rounds: Annotated[Number, Role.FREE] = 10
-    # torch.compile; auto: on CUDA, if batch sizes stay. cudagraphs: record the uncompiled kernels as
-    # CUDA graphs there
+    # torch.compile; auto: on CUDA, if batch sizes stay; cudagraphs: on CUDA, record the kernels as
+    # graphs without compiling them
     compile: Annotated[
         Compile, Excludes("balance", why=", which changes batch sizes: each would be compiled")
     ] = "auto"

@@ -102,7 +102,7 @@ def memory_in_use(device: torch.device) -> float:
 
 
 def confirm_batch(step: Callable[[int], object], batch: int, left: float = 0.98) -> int:
-    """Return a batch with which a step runs: `batch`, or what is `left` of it after each failure."""
+    """Return a batch with which a step runs: `batch`, or after each failure the share `left`."""
     while True:
         try:
             step(batch)

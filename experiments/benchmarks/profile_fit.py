@@ -62,7 +62,11 @@ def main() -> None:
         rows += [row for model in MODELS for row in rows_of(model, "a busy core")]
     finally:
         other.kill()
-    record(Path("experiments/results/held_out.csv"), rows, "python -m experiments.benchmarks.profile_fit")
+    record(
+        Path("experiments/results/held_out.csv"),
+        rows,
+        "python -m experiments.benchmarks.profile_fit",
+    )
 
 
 if __name__ == "__main__":

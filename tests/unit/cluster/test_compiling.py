@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dbsl.cluster import weights as compiling
-from dbsl.cluster.weights import FlatWeights, compiles, graphs_made
+from dbsl.cluster.weights import FlatWeights, compile_in_place, compiles, graphs_made
 from dbsl.data.sources import image_batch
 from dbsl.model import build_model
 from dbsl.run import connect as module
@@ -116,6 +116,26 @@ def test_where_cudnn_tries_algorithms_it_does_before_the_training(monkeypatch, a
     wanted = {((r, r), n) for r, sizes in parts.plans.batch_sizes((0, 1)).items() for n in sizes}
     assert found == (wanted if tries else set())
     assert len(wanted) > 3
+
+
+def test_a_backend_that_compiles_nothing_trains_to_the_same_bits():
+    """As cudagraphs does on CUDA: the kernels stay, and so do the addresses of weights."""
+    found, device = [], torch.device("cpu")
+    for how in (None, "aot_eager"):
+        torch.manual_seed(0)
+        model, before = build_model("test_resnet", 3, (16,)), graphs_made()
+        weights = FlatWeights(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        if how:
+            compile_in_place(model, device, how)
+        for _ in range(3):
+            loss_of(model, *image_batch(4, 16, 3, device)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (graphs_made() > before) == bool(how)
+        found.append(weights.vector)
+    torch._dynamo.reset()
+    assert torch.equal(*found)
 
 
 def test_an_evaluation_makes_no_graph_of_a_compiled_model():
