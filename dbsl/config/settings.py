@@ -323,8 +323,7 @@ class RunConfig(MachineConfig, TrainingConfig):
     # rounds that are left out because loss or weights are not finite before the run ends as
     # diverged
     max_bad_rounds: Annotated[Number, Role.FREE] = 10
-    # torch.compile; auto: on CUDA, if batch sizes stay; cudagraphs: on CUDA, record the kernels as
-    # graphs without compiling them
+    # torch.compile; auto: on CUDA, if batch sizes stay; cudagraphs: record its kernels as they are
     compile: Annotated[
         Compile, Excludes("balance", why=", which changes batch sizes: each would be compiled")
     ] = "auto"

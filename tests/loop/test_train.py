@@ -334,7 +334,7 @@ REFUSED = [
     # no value of the flag's type
     (["--resolutions", "24,x"], "--resolutions must be whole numbers, got '24,x'"),
     (["--pretrained", "yes"], "values must follow a flag that takes them, got 'yes'"),
-    (["--compile", "yes"], "--compile must be auto or true or false, got 'yes'"),
+    (["--compile", "yes"], "--compile must be auto or cudagraphs or true or false, got 'yes'"),
     (["--no-compile", "yes"], "values must follow a flag that takes them, got 'yes'"),
     (["--batch-size=3"], f"{HELP}, got --batch-size, which is --large-batch-size or --local-b"),
     (["--class_weights", "1"], f"{HELP}, got --class-weights, which is a line of loss_function"),
@@ -355,7 +355,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, capsys, arguments, m
         ("lr: yes\n", "lr must be a number, got true (YAML's yes, no, .*; {} sets"),
         ("mixed-precision: no\n", "mixed_precision must be auto, no, .*got false (.*; {} sets"),
         ("save_best: 1\n", "save_best must be true or false, got 1"),
-        ("compile: 1\n", "--compile must be auto or true or false, got '1'"),
+        ("compile: 1\n", "--compile must be auto or cudagraphs or true or false, got '1'"),
         ("lr: abc\n", "--lr must be a number, got 'abc' ({} sets lr"),
         (
             "epochs: 3\nwarmup_epochs: 5\n",
