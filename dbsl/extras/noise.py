@@ -81,7 +81,7 @@ class NoiseSettings(RunConfig):
     """Whether the noise scale is estimated."""
 
     # --- run
-    # estimate which batch size is worth having, in 0.5 % of the time
+    # estimate a useful batch size, in 0.5 % of the time
     noise_scale: Annotated[bool, Role.FREE] = True
 
 
