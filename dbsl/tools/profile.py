@@ -51,8 +51,7 @@ class Arguments:
     micro_batch_size: Annotated[_Two | None, Excludes(compile="cudagraphs")] = None
     # precision of forward passes; auto: bf16 where the device computes it natively, else no
     mixed_precision: Precision = "auto"
-    # measure the model with torch.compile; auto: on CUDA; cudagraphs: as train.py has it
-    compile: Compile = "auto"
+    compile: Compile = "auto"  # measure with torch.compile, as train.py --compile has it
     cpu_threads: Count | None = None  # threads of torch; unset: all cores, or OMP_NUM_THREADS
     profile_seconds: Positive = 30.0  # seconds to measure for, all resolutions together
     output: Path | None = None  # file to write the profile to, for train.py --profile

@@ -21,6 +21,7 @@ from experiments.benchmarks.record import record
 
 COMMAND = [sys.executable, "-m", "dbsl.profile", "--resolutions", "32", "--mixed-precision", "no"]
 MODELS = ("resnet18", "mobilenetv3_small_100", "vit_tiny_patch16_224")
+OUTPUT = Path("experiments/results/held_out.csv")
 BUSY = [sys.executable, "-c", "while True: pass"]
 
 
@@ -38,19 +39,18 @@ def rows_of(model: str, load: str) -> list[dict[str, Any]]:
     profile, bad = measured(model, 128)
     line = TimeModel(profile["slope"], profile["intercept"], profile["floor"])
     others, _ = measured(model, 96)
-    columns = others["batch_sizes"], others["times_s"], others["errors"]
+    columns = others["batch_sizes"], others["times_s"]
     return [
         {
             "model": model,
             "load": load,
             "held_out_batch": size,
             "measured_ms": f"{1e3 * time_s:.2f}",
-            "standard_error": f"{error:.3f}",
             "predicted_ms": f"{1e3 * line.time(size, 1):.2f}",
             "error": f"{line.time(size, 1) / time_s - 1:+.3f}",
             "bad_fit_said": bad,
         }
-        for size, time_s, error in zip(*columns, strict=True)
+        for size, time_s in zip(*columns, strict=True)
     ]
 
 
@@ -62,11 +62,7 @@ def main() -> None:
         rows += [row for model in MODELS for row in rows_of(model, "a busy core")]
     finally:
         other.kill()
-    record(
-        Path("experiments/results/held_out.csv"),
-        rows,
-        "python -m experiments.benchmarks.profile_fit",
-    )
+    record(OUTPUT, rows, "python -m experiments.benchmarks.profile_fit")
 
 
 if __name__ == "__main__":

@@ -56,10 +56,10 @@ def _step(
     optimizer = create_optimizer("sgd", model, 0.01, 0.9, 5e-4)
     dtype = torch.float16 if cuda and way == "fp16" else torch.bfloat16
     cast = torch.autocast(device.type, dtype, cache_enabled=False)  # a cache outlives no graph
-    if cuda and way.startswith("compiled"):
-        compile_in_place(model, device, sums=way != "compiled")  # with sums: not as CUDA graphs
-    if cuda and way == "cudagraphs":
-        compile_in_place(model, device, way)
+    if cuda and way.startswith(("compiled", "cudagraphs")):  # with sums: not as CUDA graphs
+        compile_in_place(
+            model, device, way if way == "cudagraphs" else True, sums=way != "compiled"
+        )
     if cuda and way == "callables":
         with cast:
             called = torch.cuda.make_graphed_callables(model, (images,))
