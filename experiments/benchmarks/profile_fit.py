@@ -38,8 +38,7 @@ def rows_of(model: str, load: str) -> list[dict[str, Any]]:
     """Profile up to 128 samples, then the sizes between; return a row of each of these."""
     profile, bad = measured(model, 128)
     line = TimeModel(profile["slope"], profile["intercept"], profile["floor"])
-    others, _ = measured(model, 96)
-    columns = others["batch_sizes"], others["times_s"]
+    others = measured(model, 96)[0]
     return [
         {
             "model": model,
@@ -50,7 +49,7 @@ def rows_of(model: str, load: str) -> list[dict[str, Any]]:
             "error": f"{line.time(size, 1) / time_s - 1:+.3f}",
             "bad_fit_said": bad,
         }
-        for size, time_s in zip(*columns, strict=True)
+        for size, time_s in zip(others["batch_sizes"], others["times_s"], strict=True)
     ]
 
 

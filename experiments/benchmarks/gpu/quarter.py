@@ -57,9 +57,8 @@ def _step(
     dtype = torch.float16 if cuda and way == "fp16" else torch.bfloat16
     cast = torch.autocast(device.type, dtype, cache_enabled=False)  # a cache outlives no graph
     if cuda and way.startswith(("compiled", "cudagraphs")):  # with sums: not as CUDA graphs
-        compile_in_place(
-            model, device, way if way == "cudagraphs" else True, sums=way != "compiled"
-        )
+        how = way if way == "cudagraphs" else True
+        compile_in_place(model, device, how, sums=way != "compiled")
     if cuda and way == "callables":
         with cast:
             called = torch.cuda.make_graphed_callables(model, (images,))
