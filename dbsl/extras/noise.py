@@ -47,7 +47,7 @@ CONFIDENCE = 0.95
 _KEPT = 0.95  # factor on a pair's weight at each new pair: about 40 pairs matter
 _FEW = 10  # fewer measurements print no line
 _MICRO = 4  # a micro-batch is this part of a batch
-_COST = 0.003  # share of the compute that extra passes may take; the promise is 0.5 %
+_COST = 0.003  # share of the compute that extra passes may take; the promise is 2 %
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class NoiseSettings(RunConfig):
     """Whether the noise scale is estimated."""
 
     # --- run
-    # estimate a useful batch size, in 0.5 % of the time
+    # estimate a useful batch size, in under 2 % of the time
     noise_scale: Annotated[bool, Role.FREE] = True
 
 
