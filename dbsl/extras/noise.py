@@ -81,7 +81,7 @@ class NoiseSettings(RunConfig):
     """Whether the noise scale is estimated."""
 
     # --- run
-    # estimate a useful batch size; costs under 2 % of time
+    # estimate a useful batch size in under 2 % of time
     noise_scale: Annotated[bool, Role.FREE] = True
 
 
