@@ -345,10 +345,10 @@ DUAL |= {"large_batch_size": (16,)}
 # Settings; the largest batch that was measured; micro-batches, or pairs of joined gradients.
 MODES = {
     "dual batch": (DUAL | {"epochs": 2}, 36, 4),
-    "asp": (DUAL | {"sync": "asp"}, 15, {2, 4}),
+    "asp": (DUAL | {"sync": "asp", "epochs": 60}, 15, {2, 4}),
     "equal batches": ({"local_batch_sizes": (4, 4, 4, 4)}, 16, 4),
-    "one worker": ({"workers": 1, "local_batch_sizes": (8,)}, 8, {2}),
-    "step": ({"sync": "step", "local_batch_sizes": (4, 8, 8, 12), "epochs": 20}, 30, {3}),
+    "one worker": ({"workers": 1, "local_batch_sizes": (8,), "epochs": 20}, 8, {2}),
+    "step": ({"sync": "step", "local_batch_sizes": (4, 8, 8, 12), "epochs": 100}, 30, {3}),
     "push": ({"push": "gradients", "local_batch_sizes": (8, 8, 8, 8)}, 30, 32),
 }
 
