@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 examples/own_loop/plain_ddp.py
 
-The first process trains on 216 of every 256 samples, the second on 40. Gradients are those of all
+The first process trains on 183 of every 256 samples, the second on 73. Gradients are those of all
 256, so the weights equal those of one process on the joint batch, up to rounding.
 """
 
@@ -41,6 +41,6 @@ def train(local_batch_sizes, epochs=5):
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    train([216, 40])
+    train([183, 73])
     dist.barrier()  # wait until all are done
     dist.destroy_process_group()

@@ -55,4 +55,4 @@ def test_the_notebooks_cells_run_and_the_model_learns(tmp_path, monkeypatch, cap
     assert small or names["summary"]["final_accuracy"] > 0.95
     printed = capfd.readouterr().out
     assert "accuracy at the last epoch" in printed
-    assert "process 0: 216 samples a step" in printed
+    assert "process 0: 183 samples a step" in printed

@@ -78,8 +78,8 @@ def train(rank, code, world_size):
 def test_a_loop_of_the_page_trains_as_one_process_on_the_joint_batch(run_ranks, name):
     one, other = run_ranks(train, LOOPS[name], 2)
     assert (one == other).all()
-    assert "[216, 40]" in LOOPS[name]
-    (alone,) = run_ranks(train, LOOPS[name].replace("[216, 40]", "[256]"), 1, world_size=1)
+    assert "[183, 73]" in LOOPS[name]
+    (alone,) = run_ranks(train, LOOPS[name].replace("[183, 73]", "[256]"), 1, world_size=1)
     assert np.abs(one - alone).max() < 1e-9
     if name == "plain":  # the control
         (other,) = run_ranks(train, "", 1, world_size=1)
@@ -98,7 +98,7 @@ def test_the_snippet_on_balance_runs(run_ranks):
 
 
 def rounds(rank):
-    setup = "shard = [216, 40][dist.get_rank()] * [0]\n"
+    setup = "shard = [183, 73][dist.get_rank()] * [0]\n"
     there = run(rank, setup + block("Rounds"))
     return there["rounds"].merges, there["model"][0].weight.tolist()
 
